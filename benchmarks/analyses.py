@@ -43,7 +43,7 @@ from fedloom.analyses.run import clients_of
 from fedloom.errors import Stop
 from fedloom.rundir import analysis_file
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
-from fedloom_sites.deploy.settings import Secure
+from fedloom_sites.deploy.settings import SecureSettings
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.sessions import arrays_of, kind_of
 
@@ -141,7 +141,7 @@ def deploy(
             local={"lr": 0.001, "batch_size": "full"},
         )  # fmt: skip
         if masked:
-            agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
+            agreed = SecureSettings(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
             here = here._replace(
                 server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
             )

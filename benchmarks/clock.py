@@ -30,10 +30,10 @@ from fedloom.engine import simulate
 from fedloom.engine.clients.uploads import Uploads
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import arithmetic, clients_of
+from fedloom.engine.simulate import clients_of, fix_arithmetic
 from fedloom.engine.state import initial_state
 from fedloom.engine.virtual import dispatch
-from fedloom.engine.virtual.advance import advance
+from fedloom.engine.virtual.advance import advance_to_server_step
 from fedloom.engine.virtual.clock import Flight
 from fedloom.schedule import Buffered, LogNormal, Schedule, Synchronous
 
@@ -42,8 +42,8 @@ WARM, REPETITIONS = 20, 20
 WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
 """What clients compute; in a round, their uploads are checked and summed up with it."""
 ROWS = (
-    (Flight, "without"), (dispatch, "gathered"), (dispatch, "applied_now"), (dispatch, "accept"), (Uploads, "add"),
-    (Uploads, "aggregate"), (FedAvg, "server"),
+    (Flight, "without"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
+    (dispatch, "accept_uploads"), (Uploads, "add"), (Uploads, "aggregate"), (FedAvg, "server"),
 )  # fmt: skip
 """Arithmetic on rows: they are copied, discounted, checked and summed up, and the model steps."""
 
@@ -80,14 +80,14 @@ def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, step
     )  # fmt: skip
     job, server = make_job(setting, fed)
     least: dict[str, float] = {}
-    with arithmetic(job), timed(WORK) as work, timed(ROWS) as rows, clients_of(job) as those:
+    with fix_arithmetic(job), timed(WORK) as work, timed(ROWS) as rows, clients_of(job) as those:
         state = initial_state(job, server)
         for _ in range(WARM):
-            state, _ = advance(job, those, state)
+            state, _ = advance_to_server_step(job, those, state)
         for _ in range(REPETITIONS):
             work[0], rows[0], start = 0.0, 0.0, time.process_time()
             for _ in range(steps):
-                state, _ = advance(job, those, state)
+                state, _ = advance_to_server_step(job, those, state)
             whole = time.process_time() - start
             parts = {"work": work[0], "rows": rows[0], "rest": whole - work[0] - rows[0], "all": whole}
             least = {k: min(v / steps / size * 1e6, least.get(k, np.inf)) for k, v in parts.items()}

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from fedloom.lab.experiment import parse
-from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command, environment
+from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command_words, process_environment
 from fedloom_sites.deploy.ops.directory import APP_FOLDER, Location, write_directory
-from fedloom_sites.deploy.ops.loopback import Loopback
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError
 from fedloom_sites.deploy.ops.status import lines_of, status_of
 
 SERVER = """
@@ -82,7 +82,7 @@ class Cost(NamedTuple):
 class Meter:
     """The processor seconds of sites over time, while the block runs."""
 
-    def __init__(self, sites: Sequence[Process]) -> None:
+    def __init__(self, sites: Sequence[ManagedProcess]) -> None:
         self._sites, self._ended = sites, threading.Event()
         self._points: list[tuple[float, float]] = []
 
@@ -112,7 +112,7 @@ class Meter:
                 return
 
 
-def processor(sites: Sequence[Process]) -> float:
+def processor(sites: Sequence[ManagedProcess]) -> float:
     """Seconds that all processes of the sites have computed so far, those that have ended too."""
     groups, ticks = {site.pid for site in sites}, 0
     for entry in Path("/proc").iterdir():
@@ -125,11 +125,11 @@ def processor(sites: Sequence[Process]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def run(here: Loopback, processes: Processes, app: Path, file: Path) -> float:
+def run(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: Path) -> float:
     """Run an app to its end; the wall-clock time at which it was started."""
     start = time.time()
-    variables, log = environment(here.work / "cli"), here.work / f"{app.parent.name}.log"
-    process = processes.start("run", command("run", app=app, file=file), variables, log)
+    variables, log = process_environment(here.work / "cli"), here.work / f"{app.parent.name}.log"
+    process = processes.start("run", command_words("run", app=app, file=file), variables, log)
     while process.alive():
         time.sleep(0.2)
     if process.reap() != 0 or here.status() != "finished:completed":
@@ -138,7 +138,12 @@ def run(here: Loopback, processes: Processes, app: Path, file: Path) -> float:
 
 
 def nothing(
-    here: Loopback, processes: Processes, folder: Path, rounds: int, sites: Sequence[Process], size: int
+    here: LoopbackDeployment,
+    processes: ManagedProcesses,
+    folder: Path,
+    rounds: int,
+    sites: Sequence[ManagedProcess],
+    size: int,
 ) -> Cost:
     """What Flower itself costs, with so many bytes each way."""
     app = folder / f"nothing-{size}" / APP_FOLDER
@@ -154,7 +159,7 @@ def nothing(
     return meter.cost(start, found["ends"], found["seconds"])
 
 
-def training(here: Loopback, processes: Processes, sites: Sequence[Process]) -> Cost:
+def training(here: LoopbackDeployment, processes: ManagedProcesses, sites: Sequence[ManagedProcess]) -> Cost:
     """What a deployment costs."""
     with Meter(sites) as meter:
         start = run(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
@@ -186,10 +191,10 @@ def main() -> None:
             "method": [{"algorithm": "fedavg"}],
         }
     )
-    with tempfile.TemporaryDirectory() as name, Processes() as processes:
+    with tempfile.TemporaryDirectory() as name, ManagedProcesses() as processes:
         folder = Path(name)
-        write_directory(plan(experiment), folder / "cost", Location(quorum=given.sites))
-        here = Loopback(folder / "cost", processes)
+        write_directory(plan_deployment(experiment), folder / "cost", Location(quorum=given.sites))
+        here = LoopbackDeployment(folder / "cost", processes)
         here.start_server()
         here.register_all()
         sites = [here.start_site(site) for site in here.sites]

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
-    from fedloom.processes.costs import Costs, Link
+    from fedloom.processes.costs import MachineLink, MethodCosts
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -158,13 +158,13 @@ def setting(method: str, workload: str, rounds: int) -> Setting:
     )
 
 
-def calculated(costs: Costs, workload: str, place: tuple[int, ...], link: Link) -> float:
+def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: MachineLink) -> float:
     """Seconds of a round on this machine."""
     from workloads import WORKLOADS
 
-    from fedloom.processes.costs import Place
+    from fedloom.processes.costs import ClusterShape
 
-    parts = costs.round(WORKLOADS[workload].clients, costs.cohort, Place(place[0], len(place), link))
+    parts = costs.round(WORKLOADS[workload].clients, costs.cohort, ClusterShape(place[0], len(place), link))
     work = parts.work * costs.slowed(sum(place)) / costs.slowed(place[0])
     results = parts.results * max(1.0, sum(place) / costs.cores)
     return parts._replace(work=work, results=results).seconds
@@ -207,13 +207,13 @@ def main() -> int:
     from workloads import WORKLOADS
 
     from fedloom.lab.experiment.measure.bench import costs_of
-    from fedloom.processes.costs import Link
+    from fedloom.processes.costs import MachineLink
     from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts")
-        connection = Link(given.rate * 1e6 / 8, given.trip / 1000)
+        connection = MachineLink(given.rate * 1e6 / 8, given.trip / 1000)
         for method in given.method or METHODS:
             with watch_others() as before:
                 costs = costs_of(setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)

@@ -46,7 +46,7 @@ from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure import integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.site.state import SiteState
 from tests.deploy import grid
 from tests.deploy.scene import scene
@@ -96,7 +96,7 @@ def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = Fa
         here = (secured if masked else scene)(Path(folder), "fedavg", **threshold, **changes)
         grid.wire, ModelReplay.add = counted, timed  # type: ignore[method-assign]
         try:
-            assert serve(here.grid(), here.server.with_(deadline=600.0, ttl=600.0), note) is Stop.DONE
+            assert serve_run(here.grid(), here.server.with_(deadline=600.0, ttl=600.0), note) is Stop.DONE
         finally:
             grid.wire, ModelReplay.add = wire, add  # type: ignore[method-assign]
     costs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends)]
@@ -159,11 +159,11 @@ def row(n: int, d: int, lost: int) -> str:
     public = {c: key.public_key() for c, key in enumerate(signing)}
     start = time.process_time()
     secrets = [secure.new_secrets() for _ in range(n)]
-    adverts = [secure.advertise(name, c, secrets[c], signing[c]) for c in range(n)]
+    adverts = [secure.make_advert(name, c, secrets[c], signing[c]) for c in range(n)]
     session = secure.session_of(name, threshold, adverts)
     for _ in range(n):
         secure.check_adverts(name, adverts, public)
-    sent = [shares.share(session, c, secrets[c], signing[c]) for c in range(n)]
+    sent = [shares.make_shares(session, c, secrets[c], signing[c]) for c in range(n)]
 
     def opened(c: int, p: int) -> bytes:
         return sent[p][c] if p == c else shares.open_share(session, c, secrets[c], p, sent[p][c], public[p])
@@ -171,11 +171,12 @@ def row(n: int, d: int, lost: int) -> str:
     held = [{p: opened(c, p) for p in range(n)} for c in range(n)]
     survivors = range(n - lost)
     uploads = rng.normal(size=(len(survivors), d))
-    bound = secure.bound_to(session, bytes(32), range(n))
+    bound = secure.session_binding(session, bytes(32), range(n))
     vectors = {
-        c: secure.masked(session, bound, c, secrets[c], range(n), integers.encode(uploads[c])[0]) for c in survivors
+        c: secure.mask_vector(session, bound, c, secrets[c], range(n), integers.encode_integers(uploads[c])[0])
+        for c in survivors
     }
-    text = secure.statement(bound, survivors)
+    text = secure.encode_statement(bound, survivors)
     signed = {c: signing[c].sign(text) for c in survivors}
     for _ in survivors:
         secure.check_statement(session, bound, signed, public)
@@ -183,8 +184,8 @@ def row(n: int, d: int, lost: int) -> str:
     at_sites = (time.process_time() - start) / n
     start = time.process_time()
     masked = np.sum([*vectors.values()], axis=0, dtype=np.uint64)
-    restored, _ = shares.restored(session, range(n), survivors, told)
-    total = integers.decode(secure.unmasked(session, bound, survivors, masked, restored), len(survivors))
+    restored, _ = shares.restore_secrets(session, range(n), survivors, told)
+    total = integers.decode_integers(secure.unmask_sum(session, bound, survivors, masked, restored), len(survivors))
     at_server = time.process_time() - start
     assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-integers.RESOLUTION_BITS
     advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + shares.SEALED_SHARE_BYTES)
@@ -206,11 +207,11 @@ def prices(n: int, d: int) -> dict[str, float]:
 
     name, threshold, key = bytes(32), secure.safe_threshold(n), Ed25519PrivateKey.generate()
     secrets = [secure.new_secrets() for _ in range(n)]
-    session = secure.session_of(name, threshold, [secure.advertise(name, c, x, key) for c, x in enumerate(secrets)])
+    session = secure.session_of(name, threshold, [secure.make_advert(name, c, x, key) for c, x in enumerate(secrets)])
     text, public, rounds = bytes(shares.SEALED_SHARE_BYTES), key.public_key(), count(1)
     signature, bases, download, total = key.sign(text), {f"{c}": 0 for c in range(n)}, bytes(4 * d), bytes(8 * d)
     sign, check = timed(lambda: key.sign(text)), timed(lambda: public.verify(signature, text))
-    one_time = timed(lambda: secure.public_of(shares.one_time_key(session, secrets[0], 1)))
+    one_time = timed(lambda: secure.derive_public_key(shares.one_time_key(session, secrets[0], 1)))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         opened, state, log = OpenedSums(place), SiteState(place, name.hex(), 0), place / "sent.jsonl"

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from fedloom.data import PARTITIONS, Dataset, Partition, load
-from fedloom.data.sources.archive import entries
+from fedloom.data.sources.archive import iterate_entries
 
 FILES = {  # where a source's files lie in the data folder
     "mnist": "mnist",
@@ -78,7 +78,7 @@ def peak(work: Callable[[], object]) -> tuple[float, object]:
 
 def unpack(place: Path) -> None:
     """Every file in blocks, thrown away."""
-    for entry in entries(place):
+    for entry in iterate_entries(place):
         while entry.stream.read(2**18):
             pass
 

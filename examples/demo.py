@@ -150,7 +150,7 @@ def main(folder: Path) -> None:
     title = overall(rows, sharing)
     for end in PANEL_WIDTHS:
         for look_end, dark in (("", False), ("-dark", True)):
-            (folder / f"demo{end}{look_end}.svg").write_text(look.svg(picture(rows, end), dark=dark))
+            (folder / f"demo{end}{look_end}.svg").write_text(look.render_svg(picture(rows, end), dark=dark))
     print(*(f"{line}." for line in title), f"  picture: {folder / 'demo.svg'}", sep="\n")
 
 

@@ -30,7 +30,7 @@ from fedloom.analyses import AnalysisTerms, ClientRows, Question, Rules, Schema
 from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import client_rows
 from fedloom.analyses.run import answer_question, run_questions, sum_answers
-from fedloom.data.groups import keeping
+from fedloom.data.groups import keep_group_columns
 from fedloom.data.tables import TableColumn
 from fedloom.errors import CodeError, ConfigError, Refused, Stop
 from fedloom.rundir import analysis_file
@@ -51,8 +51,8 @@ from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.envelope import Envelope, common_head, digest_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, SILENT_COUNTS
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
-from fedloom_sites.deploy.settings import Secure
+from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
+from fedloom_sites.deploy.settings import SecureSettings
 from fedloom_sites.deploy.site.analyses import SiteAnswer
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
@@ -113,7 +113,7 @@ def deployed(
     )  # fmt: skip
     if not masked:
         return here
-    agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites), verify=verify)
+    agreed = SecureSettings(threshold=4, keys=tuple(m.signing_key for m in here.server.sites), verify=verify)
     return here._replace(
         server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
     )
@@ -144,7 +144,7 @@ def simulated(here: Scene) -> pa.Table:
 
 def federation(here: Scene) -> Any:
     """The rows of all sites."""
-    return here.experiment.partition(keeping(here.experiment.source, here.experiment.kept_columns).load(), 0)
+    return here.experiment.partition(keep_group_columns(here.experiment.source, here.experiment.kept_columns).load(), 0)
 
 
 def results(here: Scene) -> pa.Table:
@@ -386,7 +386,7 @@ def asked(client: Client, question: Question, step: int = 0, **changes: Any) -> 
     n, own = client.site.clients, client.answers.figures
     sizes = (tuple(part_sizes(client.trainer.fed, client.site.client)),) * n
     [name] = client.answers._analyses.agreed
-    terms = Terms(
+    terms = SessionTerms(
         round=1, trains=False, sizes=sizes, cohort=(*range(n),), accepted=(0,) * n, figures=(own,) * n,
         question=AnalysisStep.create(name, step, question.encode()),
     )  # fmt: skip
@@ -425,7 +425,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
     with pytest.raises(PublicReason, match="different terms: sites, sizes or cells have changed"):
         asked(client, SPREADS, 1, sizes=((9, 9, 9),) * SITES)
     with pytest.raises(PublicReason, match="must contain no models of the run"):
-        client.answers._analyses.answer(Terms(
+        client.answers._analyses.answer(SessionTerms(
             round=1, trains=False, sizes=((9, 9, 9),) * SITES, cohort=(*range(SITES),), accepted=(0,) * SITES,
             figures=(client.answers.figures,) * SITES, question=AnalysisStep.create("glm", 1, SPREADS.encode()),
         ), [b"a model"])  # fmt: skip

@@ -23,11 +23,11 @@ from fedloom.analyses import ClientRows, Question
 from fedloom.errors import DataError, Refused, Stop
 from fedloom_clinic.cox import Cox
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
-from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
+from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors, bin_site, bins_with_events, merge_bin_ends
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.audit import SENT_FILE
-from fedloom_sites.deploy.ops.status import lines, status_of
+from fedloom_sites.deploy.ops.status import status_lines, status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.rehearsal.rogue import RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
@@ -38,9 +38,9 @@ from fedloom_sites.deploy.secure.counters import (
     SILENT_COUNTS,
 )
 from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, OpenedSums, read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import Broken
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
-from fedloom_sites.deploy.settings import Secure, Site
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
+from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
+from fedloom_sites.deploy.settings import SecureSettings, Site
 from fedloom_sites.deploy.site.analyses import SiteAnalyses, SiteAnswer
 from fedloom_sites.deploy.site.client import Client
 from tests.commands import call
@@ -86,7 +86,7 @@ def deployed(folder: Path, cox: dict[str, Any], *, masked: bool = True, table: p
     )  # fmt: skip
     if not masked:
         return here
-    agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
+    agreed = SecureSettings(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
     return here._replace(
         server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
     )
@@ -119,11 +119,11 @@ def beta_of(content: bytes) -> list[float]:
     return Question.decode(content, Cox.questions).values["beta"].tolist()
 
 
-def terms_of(client: Client, step: int, beta: Sequence[float], figures: Sequence[str] = ()) -> Terms:
+def terms_of(client: Client, step: int, beta: Sequence[float], figures: Sequence[str] = ()) -> SessionTerms:
     """The terms of a step, in which every site has as many rows and cells as this one."""
     n = client.site.clients
     figures = (*figures,) or (client.answers.figures,) * n
-    empty = Terms(
+    empty = SessionTerms(
         round=1, trains=False, sizes=((87, 0, 0),) * n, cohort=(*range(n),), accepted=(0,) * n, figures=figures,
     )  # fmt: skip
     agreed = client.answers._analyses.agreed.get("cox")
@@ -144,7 +144,7 @@ def status(here: Scene) -> tuple[dict[str, Any], str]:
     """The regression in the status of the deployment, and its line."""
     found = status_of(here.server)
     [cox] = found["analyses"]
-    return cox, next(line for line in lines(found) if line.startswith("analysis cox: "))
+    return cox, next(line for line in status_lines(found) if line.startswith("analysis cox: "))
 
 
 def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_a_ridge_at_sites_is_that_of_their_rows(tmp_path: Path, cox: dict[str, A
     if "width" in cox:
         terms = agreed_terms(13, least=2, ridge=0.05)
         filled = np.array([bins_with_events(site, terms) for site in sites])
-        terms = merged_ends(terms, filled, missing=1, fewest=3) if masked else terms
-        sites = [binned(site, terms)[0] for site in sites]
+        terms = merge_bin_ends(terms, filled, missing=1, fewest=3) if masked else terms
+        sites = [bin_site(site, terms)[0] for site in sites]
     exact = fit_cox(sites, stratify="stratify" in cox, penalty="ridge", strength=0.05)
     assert (np.abs(found["coefficient"] - exact.beta) <= found["bound"]).all()
     assert (found["bound"] < 1e-6).all()
@@ -185,8 +185,8 @@ def test_a_ridge_at_sites_is_that_of_their_rows(tmp_path: Path, cox: dict[str, A
 def check_pooled_fit(found: pd.DataFrame, width: float, least: int) -> None:
     """The regression of five masked sites is that of lifelines on the rows in the bins that the sites had merged."""
     sites, terms = sites_of(rossi()), agreed_terms(width, least=least)
-    wide = merged_ends(terms, np.array([bins_with_events(site, terms) for site in sites]), missing=1, fewest=3)
-    rows = [binned(site, wide)[0] for site in sites]
+    wide = merge_bin_ends(terms, np.array([bins_with_events(site, terms) for site in sites]), missing=1, fewest=3)
+    rows = [bin_site(site, wide)[0] for site in sites]
     used = SurvivalSite(*map(np.concatenate, zip(*rows, strict=True)))
     for k, end in enumerate(wide.ends):  # events of four sites in every bin, so of three without any
         assert sum(bool(((row.time == end) & (row.event == 1)).any()) for row in rows) >= 4 or k == len(wide.ends) - 1
@@ -345,9 +345,9 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
         (everyone, "another", "for a different model"),
         ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "already summed over different sites"),
     ):
-        with pytest.raises(Broken, match=sentence):
+        with pytest.raises(ProtocolBroken, match=sentence):
             opened.reveal("session", {"cox": 1}, models, bases, threshold, question)
-    with pytest.raises(Broken, match="in another round, and 1 of the sites differ"):
+    with pytest.raises(ProtocolBroken, match="in another round, and 1 of the sites differ"):
         opened.reveal(
             "session", {"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2"
         )
@@ -355,7 +355,7 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
     for trace, content in ((trained, ""), (sent, '{"kind": "unmask", "round": 1, "status": "ok"}\n')):
         trace.write_text(content)
         next(tmp_path.rglob("opened.json")).write_text("damaged")
-        with pytest.raises(Broken, match="too long ago: fedloom no longer knows"):
+        with pytest.raises(ProtocolBroken, match="too long ago: fedloom no longer knows"):
             opened.reveal("session", {"cox": MAX_SUMS - 1}, models, everyone, threshold, "last")
         trace.unlink()
 
@@ -383,7 +383,7 @@ def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step
         for kept in (record, {**record, "steps": {}, "whole": False}, None):  # answered, begun anew, gone
             next(site.state.rglob("opened.json")).write_text("damaged")
             file.unlink() if kept is None else write_checked(file, kept)
-            with pytest.raises(Broken, match="too long ago: fedloom no longer knows"):
+            with pytest.raises(ProtocolBroken, match="too long ago: fedloom no longer knows"):
                 OpenedSums(file.parent).reveal("session", {"cox": MAX_SUMS - 1}, {"cox": "cox"}, everyone, 4, "last")
         masked = Client(site).answers
         masked._analyses.begin()  # of a site that has a state, a record cannot be whole
@@ -479,7 +479,7 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
 class Watched(Rogue):
     """A dishonest server in a Cox regression."""
 
-    def step(self, step: int, beta: Sequence[float], clients: range) -> tuple[RogueSession, Terms]:
+    def step(self, step: int, beta: Sequence[float], clients: range) -> tuple[RogueSession, SessionTerms]:
         """Begin a session for a step, and say what it asks."""
         figures = tuple(str(site.answers.figures) for site in self.sites)
         question = AnalysisStep.create("cox", step, message_of(beta))
@@ -509,7 +509,7 @@ def unable(monkeypatch: pytest.MonkeyPatch, clients: Collection[int], steps: Col
             raise DataError("a reason that the server must not get")
         return answer(analysis, question, client, terms)
 
-    def entering(site: SiteAnalyses, one: Any, terms: Terms, rows: str) -> bool:
+    def entering(site: SiteAnalyses, one: Any, terms: SessionTerms, rows: str) -> bool:
         assert terms.question is not None
         now["step"] = terms.question.step
         return check(site, one, terms, rows)

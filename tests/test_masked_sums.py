@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import fedloom as fl
 from fedloom.analyses import AnalysisTerms, Bounds, Question, analysis_of
 from fedloom.analyses.run import answer_question, clients_of, run_questions, sum_answers
-from fedloom_sites.deploy.analyses import AnswerForm, TooLarge
-from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.analyses import AnswerForm, SumTooLarge
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 
 SIZES = (60, 45, 80, 50)
 
@@ -41,11 +41,11 @@ def test_a_sum_of_answers_is_exact_whatever_its_range(seed: int, sites: int, mag
 
 def test_a_range_without_room_and_a_sum_out_of_range_are_refused() -> None:
     wide = Bounds.between(*(torch.tensor([end], dtype=torch.float64) for end in (-(2.0**300), 2.0**300)))
-    with pytest.raises(TooLarge, match="bits"):
+    with pytest.raises(SumTooLarge, match="bits"):
         AnswerForm(wide, 5)
     form = AnswerForm(Bounds.counts(3, 10), 5)
     for wrong in ([11, 0, 0, 0, 9], [-1, 0, 0, 0, 9], [2**63 - 1, 0, 0, 0, 9], [0, 0, 0, 4, -1], [0, 0, 0, -1, 3]):
-        with pytest.raises(Broken, match="out of range"):
+        with pytest.raises(ProtocolBroken, match="out of range"):
             form.decode(np.array(wrong, dtype=np.int64).view(np.uint64), 1)
 
 

@@ -27,10 +27,10 @@ import fedloom as fl
 from fedloom.analyses.importance import check_importance, importance
 from fedloom.data.groups import groups_of
 from fedloom.errors import ConfigError, Refused
-from fedloom.lab.report.charts.calibrated import curve, point, wilson
+from fedloom.lab.report.charts.calibrated import calibration_curve, operating_point, wilson_interval
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
-from fedloom.lab.report.comparison.by_patient import delong
-from fedloom.lab.report.patients import Predicted
+from fedloom.lab.report.comparison.by_patient import delong_auroc
+from fedloom.lab.report.patients import StoredPredictions
 from fedloom.tasks.survival import SurvivalRows, concordance
 from fedloom_clinic.left_out import remove_client, scores_of_new
 from fedloom_clinic.references import check_references, references
@@ -186,18 +186,18 @@ def test_delong_is_the_paper_pair_by_pair(seed: int, cases: int, controls: int, 
     rng = np.random.default_rng(seed)
     target = np.repeat([1.0, 0.0], [cases, controls])
     scores = (rng.normal(size=(2, len(target))) + target).round(digits)
-    areas, covariance = delong(scores, target)
+    areas, covariance = delong_auroc(scores, target)
     expected, spread = naive_delong(scores, target)
     np.testing.assert_allclose(areas, expected, atol=1e-12)
     np.testing.assert_allclose(covariance, spread, atol=1e-12)
     assert areas[0] == pytest.approx(roc_auc_score(target, scores[0]))
 
 
-def timed(seed: int, rows: int) -> tuple[Predicted, Predicted]:
+def timed(seed: int, rows: int) -> tuple[StoredPredictions, StoredPredictions]:
     """Two models' predictions of the same targets, times of which some are censored."""
     rng = np.random.default_rng(seed)
     target, event = rng.integers(1, 30, rows).astype(float), (rng.random(rows) < 0.6).astype(float)
-    first = Predicted(np.zeros(rows, int), np.arange(rows), target, rng.random(rows).round(1) + 0.1, event)
+    first = StoredPredictions(np.zeros(rows, int), np.arange(rows), target, rng.random(rows).round(1) + 0.1, event)
     return first, first._replace(prediction=(first.prediction + rng.random(rows) / target).round(2))
 
 
@@ -231,28 +231,32 @@ def test_the_bootstrap_is_the_textbook_error_of_a_mean_and_pairs_the_patients() 
     assert standard_error("c_index", first, second) < math.hypot(*own)
 
 
-def sampled(seed: int, rows: int) -> Predicted:
+def sampled(seed: int, rows: int) -> StoredPredictions:
     rng = np.random.default_rng(seed)
     risk = rng.random(rows)
-    return Predicted(np.zeros(rows, int), np.arange(rows), (rng.random(rows) < risk).astype(float), risk)
+    return StoredPredictions(np.zeros(rows, int), np.arange(rows), (rng.random(rows) < risk).astype(float), risk)
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 200), threshold=st.floats(0.01, 0.9))
 def test_operating_points_and_curves_obey_their_laws(seed: int, rows: int, threshold: float) -> None:
     samples = sampled(seed, rows)
-    now, share = point(samples, threshold), samples.target.mean()
+    now, share = operating_point(samples, threshold), samples.target.mean()
     odds = threshold / (1 - threshold)
     assert now.treating_all == pytest.approx(share - (1 - share) * odds)
-    assert point(samples._replace(prediction=np.ones(rows)), threshold).benefit == pytest.approx(now.treating_all)
-    assert point(samples._replace(prediction=np.zeros(rows)), threshold).benefit == 0
+    assert operating_point(samples._replace(prediction=np.ones(rows)), threshold).benefit == pytest.approx(
+        now.treating_all
+    )
+    assert operating_point(samples._replace(prediction=np.zeros(rows)), threshold).benefit == 0
     assert now.benefit <= share + 1e-12  # that of knowing everything
     found = np.nan_to_num(now.sensitivity) * share - odds * (1 - np.nan_to_num(now.specificity, nan=1.0)) * (1 - share)
     assert now.benefit == pytest.approx(found)
-    bins = curve(samples)
+    bins = calibration_curve(samples)
     assert sum(size for *_, size in bins) == rows
     assert sum(observed * size for _, observed, size in bins) == pytest.approx(samples.target.sum())
-    assert wilson(share, rows) == pytest.approx(proportion_confint(samples.target.sum(), rows, method="wilson"))
+    assert wilson_interval(share, rows) == pytest.approx(
+        proportion_confint(samples.target.sum(), rows, method="wilson")
+    )
 
 
 def test_groups_take_columns_and_bounds() -> None:

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedloom.lab.report import prior_of, seeds_for
-from fedloom_studies.map.judge import judge
+from fedloom.lab.report import fit_common_prior, required_seeds
+from fedloom_studies.map.judge import judge_setup
 from fedloom_studies.map.records import fill_reused
 from fedloom_studies.map.records import read_records as read_map
-from fedloom_studies.map.setups import REFERENCE_METHODS, setups
+from fedloom_studies.map.setups import REFERENCE_METHODS, read_setups
 from fedloom_studies.reproduce import judge as papers_judge
 from fedloom_studies.reproduce import page
 from fedloom_studies.reproduce.looks import HOLDS
-from fedloom_studies.reproduce.recipe import Recipe, recipes
+from fedloom_studies.reproduce.recipe import Recipe, read_recipes
 from tests import recomputed
 
 ROOT = Path(__file__).resolve().parents[1]
-FULL = setups("full")
+FULL = read_setups("full")
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_every_verdict_of_the_map_again(protocol: str) -> None:
     for name, own in rows.groupby("setup"):
         if not {"local", "fedavg"} <= {*own["method"]}:
             continue
-        found, fresh = judge(FULL[str(name)], records), recomputed.judge_setup(own)
+        found, fresh = judge_setup(FULL[str(name)], records), recomputed.judge_setup(own)
         assert found.reference == fresh.reference
         assert {s.method: s.verdict for s in found.standings if s.gain} == fresh.verdicts
         for s in found.standings:
@@ -62,12 +62,12 @@ def test_every_planned_number_of_seeds_follows_from_the_spread_of_the_seeds_befo
 @pytest.mark.slow
 def test_every_verdict_of_the_papers_again() -> None:
     compared, words = 0, set[str]()
-    for name, recipe in recipes().items():
-        summary = page.last(recipe, recomputed.RECORDS)
+    for name, recipe in read_recipes().items():
+        summary = page.last_summary(recipe, recomputed.RECORDS)
         if summary is None:
             continue
         fresh = again(recipe, summary.numbers)
-        judged = papers_judge.claims(recipe, summary.numbers)
+        judged = papers_judge.judge_claims(recipe, summary.numbers)
         found = {one.claim.text: str(one.verdict) for one in judged if one.measured}
         assert found == fresh, name
         compared, words = compared + len(found), words | {*found.values()}
@@ -82,10 +82,10 @@ def again(recipe: Recipe, numbers: dict[str, dict[str, dict[str, float | None]]]
 
 def test_flame_is_fairer_on_mnist_as_the_paper_claims_it_by_ratios() -> None:
     """In all three recipes of the row; on differences one heavy seed of a rival rules the mean."""
-    every = recipes()
+    every = read_recipes()
     for name in ("flame-table3-mnist-published", "flame-table3-mnist-published-labels",
                  "flame-figures4-7-mnist-published"):  # fmt: skip
-        summary = page.last(every[name], recomputed.RECORDS)
+        summary = page.last_summary(every[name], recomputed.RECORDS)
         assert summary is not None
         fresh = again(every[name], summary.numbers)
         (fairer,) = (verdict for text, verdict in fresh.items() if text.startswith("FLAME-PM is fairer"))
@@ -108,9 +108,9 @@ def sign_flips(setup: str) -> tuple[int, int]:
 
 
 def judged_by_the_program(gaps: np.ndarray) -> int:
-    from fedloom.lab.report import family
+    from fedloom.lab.report import run_family_tests
 
-    tests = family({k: dict(enumerate(row)) for k, row in enumerate(gaps.tolist())}, moderate=True)
+    tests = run_family_tests({k: dict(enumerate(row)) for k, row in enumerate(gaps.tolist())}, moderate=True)
     return sum(test.significant for test in tests.values())
 
 
@@ -172,8 +172,8 @@ def test_seeds_that_are_planned_from_the_spread_keep_the_error_as_the_page_says(
         reference = max(("local", "fedavg"), key=lambda m: table.loc[m].mean())
         families = [*simulated((table.drop(index=reference) - table.loc[reference]).to_numpy(), 200, rng)]
         level = recomputed.MODERATED / len(families[0])
-        priors = [prior_of([*gaps[:, :5]]) for gaps in families]
-        counts = [min(20, max(5, seeds_for(0.03, one, level, 0.8))) for one in priors if one]
+        priors = [fit_common_prior([*gaps[:, :5]]) for gaps in families]
+        counts = [min(20, max(5, required_seeds(0.03, one, level, 0.8))) for one in priors if one]
         planned, drawn, five = (
             np.array([recomputed.shrink(gaps[:, :n]).p.min() <= level for gaps, n in zip(families, sizes, strict=True)])
             for sizes in (counts, rng.permutation(counts), [5] * len(counts))

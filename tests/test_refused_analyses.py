@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.rundir import analysis_file
-from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.flower.analyses import agreed_analysis
 
 SITES = 3
@@ -143,7 +143,7 @@ def enter(row: Row, entrance: Entrance, folder: Path) -> object:
     if entrance == "file":
         return Plan(parse(document(row, folder, at_sites=False)), folder / "run")
     if entrance == "deploy":
-        return plan(parse(document(row, folder, at_sites=True)), sites=SITES, own_data=True)
+        return plan_deployment(parse(document(row, folder, at_sites=True)), sites=SITES, own_data=True)
     options = [f"--set={key}={_toml(value)}" for key, value in row.options.items() if key != "rules"]
     options += [f"--rule={key}={value}" for key, value in row.options.get("rules", {}).items()]
     file.write_text(tomli_w.dumps(document(row, folder, at_sites=entrance != "command", analyses=False)))

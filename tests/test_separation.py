@@ -16,7 +16,7 @@ from statsmodels.api import families as glm_families
 from fedloom.errors import DataError
 from fedloom_clinic.fits import cox, glm
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
-from fedloom_clinic.fits.cox_vectors import agreement_on
+from fedloom_clinic.fits.cox_vectors import simulated_agreement
 from fedloom_clinic.fits.glm import GlmSite, fit_glm
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from tests.commands import call
@@ -184,7 +184,7 @@ def test_separation_of_masked_sums_is_named() -> None:
     y[1][x[:, 2] == 1] = 0
     sites = [SurvivalSite(*s) for s in zip(*(np.split(part, 3) for part in (x, *y)), strict=True)]
     with pytest.raises(DataError, match="no finite fit: drug separates the rows: its coefficient falls without limit"):
-        fit_secure_cox(sites, agreement_on(sites, 2.0, 5, "efron"), NAMES)
+        fit_secure_cox(sites, simulated_agreement(sites, 2.0, 5, "efron"), NAMES)
 
 
 def test_what_the_sentence_advises_gives_a_fit(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ import fedloom as fl
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError
 from fedloom.tasks import Count, Objective, Survival, task_of
-from fedloom.tasks.survival import SurvivalRows, baseline, brier, concordance, observed_expected, partial_loss
+from fedloom.tasks.survival import SurvivalRows, brier, concordance, fit_baseline, observed_expected, partial_loss
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
-from fedloom_clinic.fits.cox_vectors import agreement_on, binned
+from fedloom_clinic.fits.cox_vectors import bin_site, simulated_agreement
 from fedloom_clinic.fits.secure_cox import fit_secure_cox, ring_sum
 from tests.commands import call
 
@@ -177,11 +177,11 @@ def test_the_baseline_is_breslows() -> None:
     z = torch.tensor(fit.predict_log_partial_hazard(table).to_numpy())[:, None]
     y = target(table[time].to_numpy(float), table[event].to_numpy(float))
     owner = torch.zeros(len(z), dtype=torch.long)
-    slope, intercept = baseline(z, y, owner, 1, 40.0)[0].tolist()
+    slope, intercept = fit_baseline(z, y, owner, 1, 40.0)[0].tolist()
     hazard = fit.baseline_cumulative_hazard_.loc[:40.0].iloc[-1, 0]
     assert (slope, intercept) == (1.0, pytest.approx(np.log(hazard), rel=1e-9))
     silent = y * torch.tensor([1.0, 0.0])
-    assert float(baseline(z, silent, owner, 1, 40.0)[0, 1]) == pytest.approx(np.log(0.5 / z.exp().sum()))
+    assert float(fit_baseline(z, silent, owner, 1, 40.0)[0, 1]) == pytest.approx(np.log(0.5 / z.exp().sum()))
 
 
 @pytest.fixture(scope="module")
@@ -342,9 +342,9 @@ def test_secure_sums_give_the_pooled_fit_of_binned_rows_within_their_bound(cut: 
         return ring_sum(sent)
 
     for ties, least, step in (("efron", 2, 2.0**-40), ("breslow", 1, 2.0**-24)):
-        terms = agreement_on(sites, float(table[time].max()) / 13, least, ties)._replace(step=step)
+        terms = simulated_agreement(sites, float(table[time].max()) / 13, least, ties)._replace(step=step)
         secure = fit_secure_cox(sites, terms, names, masked)
-        rows = [binned(site, terms)[0] for site in sites]
+        rows = [bin_site(site, terms)[0] for site in sites]
         pooled = fit_cox([SurvivalSite(*map(np.concatenate, zip(*rows, strict=True)))], ties)
         gap = np.abs(secure.fit.beta - pooled.beta)
         assert (gap <= secure.bound).all()
@@ -363,7 +363,7 @@ def test_finer_bins_lose_less_and_at_exact_times_nothing() -> None:
     sites = [SurvivalSite(*patients(seed, rows)) for seed, rows in enumerate((120, 60))]
     exact = fit_cox(sites)
     gaps = [
-        np.abs(fit_secure_cox(sites, agreement_on(sites, width, 1, "efron")).fit.beta - exact.beta).max()
+        np.abs(fit_secure_cox(sites, simulated_agreement(sites, width, 1, "efron")).fit.beta - exact.beta).max()
         for width in (15.0, 5.0, 1.0)
     ]
     assert gaps[0] > gaps[1] > gaps[2]
@@ -372,7 +372,7 @@ def test_finer_bins_lose_less_and_at_exact_times_nothing() -> None:
 
 def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
     sites = [SurvivalSite(*patients(seed, 40)) for seed in range(2)]
-    terms = agreement_on(sites, 5.0, 1, "efron")
+    terms = simulated_agreement(sites, 5.0, 1, "efron")
     for bad, sentence in (
         (terms._replace(high=terms.high - 1), "site 0: column 0 has 1?[0-9] values outside the agreed"),
         (terms._replace(least=40), "no bin has 40 events"),
@@ -383,7 +383,7 @@ def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
     with pytest.raises(ConfigError, match="must be in increasing order"):
         fit_secure_cox(sites, terms._replace(ends=terms.ends[::-1]))
     with pytest.raises(ConfigError, match="a bin width of 1e-09 gives more than 10000 bins for times up to 24"):
-        agreement_on(sites, 1e-9, 1, "efron")
+        simulated_agreement(sites, 1e-9, 1, "efron")
     said = call("cox", run / "rossi.toml", "--bins", "8", "--min-events", "3")
     assert "of 114 events are censored" in said
     assert "with exact times" in said

@@ -15,7 +15,7 @@ from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
 from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.setting import Engine, Evaluate
-from fedloom.lab.experiment.cards import parts
+from fedloom.lab.experiment.cards import list_parts
 from fedloom.lab.experiment.schema import Top
 from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
@@ -325,7 +325,7 @@ def _kinds(page: Page) -> list[str]:
             lines.append(f"{next(iter(found.values())).line(default)} {shown} |")
         lines.append("")
     lines += ["## Kinds" if page.key == "kind" else "## Sources", ""]
-    titles = dict(parts("models")) if page.kinds is MODEL_CLASSES else {}
+    titles = dict(list_parts("models")) if page.kinds is MODEL_CLASSES else {}
     for position, (name, value) in enumerate(page.kinds.items()):
         first = titles[name] if name not in rows else (value.__doc__ or "").strip().partition("\n")[0]
         lines += [f'### {page.key} = "{name}"', "", _cell(first.replace("``", "`")), ""]

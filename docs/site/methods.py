@@ -14,12 +14,12 @@ from typing import Any
 import formulas
 
 from fedloom.algorithms import REGISTRY, Preset
-from fedloom.lab.experiment.cards import families, text
+from fedloom.lab.experiment.cards import card_text, list_families
 from fedloom.values import fields_of
-from fedloom_studies.map.judge import SetupVerdict, judge
+from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.page import standing_table
 from fedloom_studies.map.records import NOT_RUN, read_records
-from fedloom_studies.map.setups import setups
+from fedloom_studies.map.setups import read_setups
 from fedloom_studies.store import CHECKOUT_FOLDER
 
 
@@ -156,7 +156,7 @@ def _percent(share: float | None) -> str:
 def page(name: str) -> str:
     """The card of a method as Markdown."""
     entry = REGISTRY[name]
-    first, *parts = text(entry).split("\n\n")
+    first, *parts = card_text(entry).split("\n\n")
     line = first.partition(": ")[2]
     lines = [f"# {_title(name)}", "", _prose(line[:1].upper() + line[1:]), ""]
     lines += ["```toml", "[[method]]", f'algorithm = "{name}"', "```", ""]
@@ -182,7 +182,7 @@ def page(name: str) -> str:
 @cache
 def _judged_setups() -> tuple[SetupVerdict, ...]:
     records = read_records(ROOT / CHECKOUT_FOLDER / "map-full.jsonl")
-    return tuple(judge(setup, records) for setup in setups("full").values())
+    return tuple(judge_setup(setup, records) for setup in read_setups("full").values())
 
 
 def _on_the_map(name: str) -> Iterator[str]:
@@ -207,13 +207,13 @@ def _on_the_map(name: str) -> Iterator[str]:
 
 
 def _families() -> dict[str, list[tuple[str, str]]]:
-    found = families()
+    found = list_families()
     order = [*FAMILIES, *(name for name in found if name not in FAMILIES)]
     return {name: found[name] for name in order if name in found}
 
 
 def _title(name: str) -> str:
-    first = text(REGISTRY[name]).splitlines()[0].partition(":")[0]
+    first = card_text(REGISTRY[name]).splitlines()[0].partition(":")[0]
     return {"fedamp": "FedAMP", "heurfedamp": "HeurFedAMP"}.get(name, first)
 
 

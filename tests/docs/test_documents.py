@@ -26,7 +26,7 @@ import pytest
 import fedloom as fl
 from fedloom import storage
 from fedloom.algorithms import REGISTRY, upload_fields
-from fedloom.lab.experiment.cards import COUNTED_METHODS, cards, text
+from fedloom.lab.experiment.cards import COUNTED_METHODS, all_method_cards, card_text
 from fedloom.lab.report import PairVerdict
 from fedloom.values import fields_of
 
@@ -68,7 +68,7 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
 def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> None:
     text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
     assert f"check it against {len(fl.testing.METHOD_LAWS)} laws" in text
-    replayed = [name for name, card in cards().items() if "Replayed:" in card]
+    replayed = [name for name, card in all_method_cards().items() if "Replayed:" in card]
     assert f"{len(replayed)} of {len(COUNTED_METHODS)} are compared step by step with public code" in text
     assert f"It runs {len(COUNTED_METHODS)} published methods" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
@@ -234,7 +234,7 @@ def test_every_problem_is_a_formula_of_the_letters_on_its_card() -> None:
     assert problems.keys() <= REGISTRY.keys()
     words = {"min", "max", "sum", "frac", "left", "right", "quad", "qquad", "dots", "nabla", "exp", "odot", "in"}
     for name in problems:
-        (plain,) = [part for part in text(REGISTRY[name]).split("\n\n") if part.startswith("Problem:")]
+        (plain,) = [part for part in card_text(REGISTRY[name]).split("\n\n") if part.startswith("Problem:")]
         tex = re.sub(r"\\text\{[^}]*\}", "", problems[name]["problem"])
         letters = {"lam" if letter == "lambda" else letter for letter in re.findall("[A-Za-z]+", tex)} - words
         known = {"lam" if letter == "lambda" else letter for letter in re.findall("[A-Za-z]+", plain)}

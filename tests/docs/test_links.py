@@ -13,7 +13,7 @@ import pytest
 
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import json_schema
-from fedloom.lab.experiment.cards import parts
+from fedloom.lab.experiment.cards import list_parts
 from fedloom.lab.experiment.schema import SETTING_TABLES
 from fedloom.models import MODELS, PAPER_NETWORKS
 
@@ -70,7 +70,7 @@ def stated(page: str, kind: str) -> dict[str, str]:
 def test_the_page_the_schema_and_the_list_state_the_defaults_that_run(reference: dict[str, str]) -> None:
     tables = {name: table for name, table in SETTING_TABLES.items() if table.kinds and name != "data"}
     schema = json.loads(json_schema())
-    titles = dict(parts("models"))
+    titles = dict(list_parts("models"))
     compared = 0
     for name, table in tables.items():
         where = schema["$defs"].get(name) or schema["properties"][name]

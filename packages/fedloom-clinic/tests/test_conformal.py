@@ -16,7 +16,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.trained.predictions import Predictions
-from fedloom_clinic.conformal import EVERY_CLASS, Conformal, check_reached, flag_ranges, ranges_of_bins
+from fedloom_clinic.conformal import ALL_CLASSES_THRESHOLD, Conformal, check_reached, flag_ranges, ranges_of_bins
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_sets_have_the_classes_that_the_coverage_counts(trained: Result) -> None
 
 def test_too_few_rows_give_sets_of_every_class(trained: Result) -> None:
     table = fl.analyze("conformal", trained, alpha=0.0005).table.to_pandas()
-    assert table.threshold[0] == EVERY_CLASS
+    assert table.threshold[0] == ALL_CLASSES_THRESHOLD
     assert table.coverage[0] == 1
     assert table.set_size[0] == 10
 

@@ -18,7 +18,7 @@ import fedloom as fl
 from fedloom.errors import Note
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier
-from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.columns import TableSurvey
 
 N = 240
 
@@ -232,11 +232,11 @@ def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> No
     assert chosen.exit_code != 0
     assert "site. Name two different columns" in chosen.output
     frame.assign(stay_id=stay).to_csv(tmp_path / "u.csv", index=False)
-    assert Survey(tmp_path / "u.csv").subjects(["died"])[0] == ["subject_id"]
+    assert TableSurvey(tmp_path / "u.csv").subjects(["died"])[0] == ["subject_id"]
     for name in ("subject", "patient", "user"):  # a column of few is a site by its rows, and no subject
         few = frame.drop(columns=["subject_id", "hospital"]).assign(**{name: patient % 6})
         few.to_csv(tmp_path / "v.csv", index=False)
-        survey = Survey(tmp_path / "v.csv")
+        survey = TableSurvey(tmp_path / "v.csv")
         assert not {*survey.sites(["died"])[0]} & {*survey.subjects(["died"])[0]}
         assert "subject" not in survey.sites(["died"])[0]
 

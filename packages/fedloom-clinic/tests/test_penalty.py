@@ -20,7 +20,7 @@ from fedloom.analyses.run import clients_of
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.columns import design_of
 from fedloom_clinic.fits.cox import TIES_METHODS, SurvivalSite, fit_cox
-from fedloom_clinic.fits.cox_vectors import agreement_on, binned
+from fedloom_clinic.fits.cox_vectors import bin_site, simulated_agreement
 from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmSite, fit_glm
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
@@ -65,9 +65,9 @@ def test_a_ridge_of_a_cox_regression_is_lifelines_penalizer(strength: float) -> 
     np.testing.assert_allclose(fit.beta, pooled.params_, atol=1e-6)
     np.testing.assert_allclose(fit.se, pooled.standard_errors_, atol=1e-6)
     for stratify in (False, True):
-        terms = agreement_on(SITES, 5.0, 1, "efron", strength)
+        terms = simulated_agreement(SITES, 5.0, 1, "efron", strength)
         terms = terms._replace(ends=np.zeros(0), stratify=True) if stratify else terms
-        rows = SITES if stratify else [binned(site, terms)[0] for site in SITES]
+        rows = SITES if stratify else [bin_site(site, terms)[0] for site in SITES]
         exact = fit_cox(rows, stratify=stratify, penalty="ridge", strength=strength)
         secure = fit_secure_cox(SITES, terms)
         assert (np.abs(secure.fit.beta - exact.beta) <= secure.bound).all()
@@ -222,7 +222,7 @@ COX_FORMS: list[dict[str, Any]] = [{}, {"stratify": True}, {"width": 5.0, "min_e
 def test_firths_fit_by_sums_is_that_of_the_rows(form: dict[str, Any], ties: str) -> None:
     found = fl.analyze("cox", tables()["cox"], penalty="firth", ties=ties, **form).table.to_pandas()
     stratify = "stratify" in form
-    rows = [binned(site, agreement_on(ROWS, 5.0, 1, ties))[0] for site in ROWS] if "width" in form else ROWS
+    rows = [bin_site(site, simulated_agreement(ROWS, 5.0, 1, ties))[0] for site in ROWS] if "width" in form else ROWS
     fit = fit_cox(rows, ties, stratify=stratify, penalty="firth")
     np.testing.assert_allclose(found.coefficient, fit.beta, rtol=0, atol=1e-9)
     np.testing.assert_allclose(found.standard_error, fit.se, rtol=0, atol=1e-9)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
-from fedloom_clinic.drafts.columns import Survey
-from fedloom_clinic.drafts.draft import Draft
+from fedloom_clinic.drafts.columns import TableSurvey
+from fedloom_clinic.drafts.draft import ExperimentDraft
 from tests.outcome_key import KEY, WITHOUT_ONE, Key, frame_of
 
 RUNNER = CliRunner()
@@ -28,7 +28,7 @@ def found(name: str, folder: Path) -> Key | str:
     path = folder / f"{name.partition('.')[2]}.csv"
     frame_of(name).to_csv(path, index=False)
     try:
-        draft = Draft(Survey(path), None, None)
+        draft = ExperimentDraft(TableSurvey(path), None, None)
     except FedloomError as error:
         return str(error)
     return draft.questions[0] if draft.questions else Key(*draft.chosen)
@@ -118,7 +118,7 @@ def test_a_time_that_is_over_before_the_outcome_is_no_time_to_it(name: str, tmp_
     path = tmp_path / "t.csv"
     rows = [f"{20 + k % 50},{1 + k % 90},{(k // 7) % 2}" for k in range(200)]
     path.write_text("\n".join([f"bmi,{name},died", *rows]) + "\n")
-    draft = Draft(Survey(path), None, None)
+    draft = ExperimentDraft(TableSurvey(path), None, None)
     assert not draft.questions
     assert draft.chosen[:2] == ("died", None)
 
@@ -127,7 +127,7 @@ def test_times_of_zero_are_times(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = [f"{20 + k % 50},{k % 90},{(k // 7) % 2}" for k in range(200)]
     path.write_text("\n".join(["age,time,died", *rows]) + "\n")
-    draft = Draft(Survey(path), None, None)
+    draft = ExperimentDraft(TableSurvey(path), None, None)
     assert not draft.questions
     assert "time" in "\n".join(line for line in draft.report if line.startswith("target"))
 
@@ -136,12 +136,12 @@ def test_an_outcome_is_not_taken_for_the_site(tmp_path: Path) -> None:
     path = tmp_path / "admissions.csv"
     rows = [f"{k % 5},{20 + k % 61},{(k * 7) % 11 % 2},{int(k % 29 > 0)}" for k in range(200)]
     path.write_text("\n".join(["kind,age,hospital_expire_flag,has_chart", *rows]) + "\n")
-    draft = Draft(Survey(path), None, None)
+    draft = ExperimentDraft(TableSurvey(path), None, None)
     assert draft.questions
     assert "site: no column names a site" in "\n".join(draft.report)
 
 
-def synthetic(path: Path, columns: str, rows: int = 240) -> Draft:
+def synthetic(path: Path, columns: str, rows: int = 240) -> ExperimentDraft:
     """The draft of a table with columns of these kinds, as ``"age:n sex:b"``."""
     rng = np.random.default_rng(len(columns))
     made: dict[str, Callable[[], object]] = {
@@ -163,7 +163,7 @@ def synthetic(path: Path, columns: str, rows: int = 240) -> Draft:
     pd.DataFrame({name: made[kind]() for name, _, kind in (c.rpartition(":") for c in columns.split())}).to_csv(
         path, index=False
     )
-    return Draft(Survey(path), None, None)
+    return ExperimentDraft(TableSurvey(path), None, None)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +244,15 @@ def test_a_doubtful_class_of_the_target_is_asked_about(name: str, tmp_path: Path
     cell, words = DOUBTFUL[name]
     lines = [f"{20 + k % 50},{k * 37 % 101 / 7:.2f},{cell(k)}" for k in range(60)]
     (tmp_path / "rows.csv").write_text("\n".join(["age,crp,died", *lines, ""]))
-    assert any(words in question for question in Draft(Survey(tmp_path / "rows.csv"), None, "died").questions)
+    assert any(
+        words in question for question in ExperimentDraft(TableSurvey(tmp_path / "rows.csv"), None, "died").questions
+    )
 
 
 def test_a_time_that_holds_dates_is_asked_about(tmp_path: Path) -> None:
     lines = [f"{20 + k % 50},{1_700_000_000 + 86400 * (k * 7 % 60)},{k % 2}" for k in range(60)]
     (tmp_path / "rows.csv").write_text("\n".join(["age,time,event", *lines, ""]))
-    questions = Draft(Survey(tmp_path / "rows.csv"), None, "time", "event").questions
+    questions = ExperimentDraft(TableSurvey(tmp_path / "rows.csv"), None, "time", "event").questions
     assert any("may hold dates as seconds since 1970" in question for question in questions)
 
 
@@ -258,6 +260,6 @@ def test_errors_of_a_spreadsheet_are_missing_cells(tmp_path: Path) -> None:
     errors = ("#N/A", "#DIV/0!", "#REF!", "#VALUE!", "#NUM!", "#NAME?", "#NULL!")
     lines = [f"{20 + k % 50},{errors[k // 5 % 7] if k % 5 == 0 else k / 7},{k % 3 % 2}" for k in range(60)]
     (tmp_path / "rows.csv").write_text("\n".join(["age,crp,died", *lines, ""]))
-    draft = Draft(Survey(tmp_path / "rows.csv"), "", "died")
+    draft = ExperimentDraft(TableSurvey(tmp_path / "rows.csv"), "", "died")
     assert not draft.questions
     assert "which count as missing" in "\n".join(draft.report)

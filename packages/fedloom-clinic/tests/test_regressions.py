@@ -17,7 +17,7 @@ import fedloom as fl
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.cox import Cox
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
-from fedloom_clinic.fits.cox_vectors import agreement_on
+from fedloom_clinic.fits.cox_vectors import simulated_agreement
 from fedloom_clinic.fits.glm import GlmSite, fit_glm
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_clinic.glm import Glm
@@ -83,7 +83,7 @@ def test_binned_cox_is_the_fit_of_masked_sums_bit_by_bit() -> None:
     data = survival(tied=False)
     parts = [(data.x[data.users == k].numpy(), data.y[data.users == k].numpy()) for k in range(3)]
     sites = [SurvivalSite(x, *y.T) for x, y in parts]
-    want = fit_secure_cox(sites, agreement_on(sites, 4.0, 3, "efron")).fit
+    want = fit_secure_cox(sites, simulated_agreement(sites, 4.0, 3, "efron")).fit
     table = fl.analyze("cox", data, width=4.0, min_events=3).table
     assert table["coefficient"].to_pylist() == want.beta.tolist()
     assert table["standard_error"].to_pylist() == want.se.tolist()

@@ -22,12 +22,12 @@ from fedloom.data.site_rows import rows_by_site
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.facts import ColumnProfile
-from fedloom.data.survey.findings import reason_left_out
+from fedloom.data.survey.findings import exclusion_reason
 from fedloom.data.survey.leaks import ReadColumn
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
-from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.columns import TableSurvey
 
 N = 240
 RNG = np.random.default_rng(11)
@@ -230,7 +230,7 @@ def test_ordinary_columns_are_of_nobody() -> None:
     ):  # fmt: skip
         assert ColumnProfile(name, np.array(cells, object)).personal == "", name
         numbers = np.array([float(cell) if cell.isdigit() else np.nan for cell in cells])
-        assert np.isnan(numbers).any() or reason_left_out(name, ReadColumn(numbers), len(cells)) == "", name
+        assert np.isnan(numbers).any() or exclusion_reason(name, ReadColumn(numbers), len(cells)) == "", name
 
 
 def test_texts_that_are_named_as_categories_are_kept_if_they_only_look_like_names() -> None:
@@ -286,7 +286,7 @@ def test_the_survey_and_the_reader_have_one_type_for_a_column(cells: list[str], 
     path = Path(_FOLDER) / ("t.parquet" if parquet else "t.csv")
     frame.to_parquet(path, index=False) if parquet else frame.to_csv(path, index=False)
     options = {} if parquet else {"separator": ",", "decimal": "."}
-    profile = Survey(path).columns["c"]
+    profile = TableSurvey(path).columns["c"]
     kind = Parquet if parquet else Csv
     read = lambda **more: kind(path=str(path), target="y", impute=True, **options, **more).read(None)  # noqa: E731
     missing = [*profile.odd, *profile.extremes]

@@ -23,7 +23,7 @@ from fedloom.errors import ConfigError, capitalize, entered, worded
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.tune import Tuning
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
-from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.plan import plan_deployment
 from tests import impossible
 from tests.flower.app import App
 from tests.impossible import CLIENTS, ENTRANCES, ROWS, ROWS_OF_TABLE, Entrance, Kind, Row, samples
@@ -124,7 +124,7 @@ def flower(row: Row, folder: Path) -> object:
 
 
 def deploy(row: Row, folder: Path) -> object:
-    return plan(parse({k: v for k, v in document(row, folder).items() if k != "tune"}))
+    return plan_deployment(parse({k: v for k, v in document(row, folder).items() if k != "tune"}))
 
 
 ENTER: dict[Entrance, Callable[[Row, Path], object]] = {

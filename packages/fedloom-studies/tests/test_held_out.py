@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedloom.lab.experiment import read
-from fedloom_studies.map.setups import setups
+from fedloom_studies.map.setups import read_setups
 
 STUDIES = Path(__file__).parents[3] / "studies"
 FOLDER = STUDIES / "held-out"
@@ -31,7 +31,7 @@ def test_a_federation_is_as_it_was_chosen_and_is_not_on_the_map(name: str) -> No
     assert hashlib.sha256(content).hexdigest() == LISTED[name]
     settings = read(FOLDER / name, recorded=True).settings()
     assert settings["name"] == Path(name).stem
-    for setup in setups("full").values():
+    for setup in read_setups("full").values():
         assert any(setup.document[table] != settings[table] for table in DRAWS)
         assert clients_of(setup.document) != clients_of(settings)
 

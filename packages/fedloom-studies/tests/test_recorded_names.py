@@ -13,8 +13,8 @@ from fedloom.errors import ConfigError
 from fedloom.lab.experiment import parse, read, restore_document, update_document
 from fedloom.storage import read_toml
 from fedloom_studies.map.records import read_records
-from fedloom_studies.map.setups import Cell, setups
-from fedloom_studies.reproduce.recipe import recipes
+from fedloom_studies.map.setups import Cell, read_setups
+from fedloom_studies.reproduce.recipe import read_recipes
 
 STUDIES = Path(__file__).parents[3] / "studies"
 HELD_OUT = sorted((STUDIES / "held-out").glob("*.toml"))
@@ -23,7 +23,7 @@ HELD_OUT = sorted((STUDIES / "held-out").glob("*.toml"))
 @pytest.mark.parametrize("protocol", ["rounds", "gradients"])
 def test_every_record_of_the_map_is_of_its_setup_as_it_is_written_now(protocol: Any) -> None:
     """The digest of a record is of a document with the first names."""
-    found, of_scale = read_records(STUDIES / "results" / "map-full.jsonl", protocol), setups("full")
+    found, of_scale = read_records(STUDIES / "results" / "map-full.jsonl", protocol), read_setups("full")
     assert len(found) > 300
     for (setup, method), record in found.items():
         if record.status not in ("not applicable", "not run"):
@@ -37,8 +37,8 @@ def lines() -> Iterator[dict[str, Any]]:
 
 def test_records_of_papers_are_of_their_recipes_as_they_are_written_now() -> None:
     """A few records are of an earlier protocol, for other reasons than names."""
-    known = [line for line in lines() if line["recipe"] in recipes()]
-    fresh = [line for line in known if recipes()[line["recipe"]].protocol(line["scale"]) == line["protocol"]]
+    known = [line for line in lines() if line["recipe"] in read_recipes()]
+    fresh = [line for line in known if read_recipes()[line["recipe"]].protocol(line["scale"]) == line["protocol"]]
     assert len(fresh) >= 0.9 * len(known) > 50
 
 

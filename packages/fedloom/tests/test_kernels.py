@@ -122,10 +122,10 @@ def test_without_room_on_disk_nothing_is_kept_there(monkeypatch: pytest.MonkeyPa
     def add(a: float, b: float) -> float:
         return a + b
 
-    assert kernels.compiled(add)(1.0, 2.0) == 3.0
+    assert kernels.compile_loop(add)(1.0, 2.0) == 3.0
     assert list(tmp_path.rglob("*.nbc"))
     monkeypatch.setattr(machine, "MIN_FREE_BYTES", 1 << 60)
-    assert kernels.compiled(add)(1, 2) == 3
+    assert kernels.compile_loop(add)(1, 2) == 3
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
 
 
@@ -136,7 +136,7 @@ def test_one_process_at_a_time_stores_machine_code(monkeypatch: pytest.MonkeyPat
     def add(a: float, b: float) -> float:
         return a + b
 
-    loop: Any = kernels.compiled(add)
+    loop: Any = kernels.compile_loop(add)
     files, is_locked = loop._cache._cache_file, list[bool]()
 
     def observe(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def test_a_user_without_a_home_compiles_and_keeps_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
-    assert kernels.compiled(lambda a: a + 1)(1) == 2
+    assert kernels.compile_loop(lambda a: a + 1)(1) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -175,7 +175,7 @@ def test_without_a_folder_to_write_nothing_is_kept(monkeypatch: pytest.MonkeyPat
         return njit(**flags)
 
     monkeypatch.setattr(numba, "njit", refuse)
-    assert kernels.compiled(lambda a: a + 1)(1) == 2
+    assert kernels.compile_loop(lambda a: a + 1)(1) == 2
 
 
 def test_a_client_does_not_depend_on_who_shares_its_chunk() -> None:

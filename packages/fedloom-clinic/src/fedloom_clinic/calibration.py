@@ -22,11 +22,11 @@ from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, 
 from fedloom.analyses.tables import NUMBER_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.cells import merges
+from fedloom_clinic.cells import forbids_small_cells
 from fedloom_clinic.conformal import check_reached, ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
 
 
-class ScoredBins(NamedTuple):
+class CalibrationState(NamedTuple):
     """Ends of the bins, once known, and the totals: rows, scores and outcomes in each bin, and squared errors."""
 
     terms: AnalysisTerms
@@ -48,9 +48,9 @@ class Calibration(Analysis):
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(client.part == DATA_PARTS.index("test"))
 
-    def start(self, terms: AnalysisTerms) -> ScoredBins:
+    def start(self, terms: AnalysisTerms) -> CalibrationState:
         every = torch.zeros(len(self._ranges), dtype=torch.float64)
-        return ScoredBins(terms, None if merges(terms.rules) else every)
+        return CalibrationState(terms, None if forbids_small_cells(terms.rules) else every)
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "bins" and len(question.values["reached"]) != len(self._ranges):
@@ -58,7 +58,7 @@ class Calibration(Analysis):
         if question.name == "bins":
             check_reached(question.values["reached"], self._ranges, len(terms.sizes))
 
-    def question(self, state: ScoredBins) -> Question | None:
+    def question(self, state: CalibrationState) -> Question | None:
         if state.reached is None:
             return Question("reached")
         return Question("bins", {"reached": state.reached}) if state.total is None else None
@@ -90,14 +90,14 @@ class Calibration(Analysis):
         errors = (p - torch.nn.functional.one_hot(label, classes)).square().sum() / (2 if classes == 2 else 1)
         return torch.cat([rows, outcomes, scores, errors[None]])
 
-    def step(self, state: ScoredBins, total: Tensor, info: Info) -> ScoredBins:
+    def step(self, state: CalibrationState, total: Tensor, info: Info) -> CalibrationState:
         if state.reached is None:
             return state._replace(reached=total)
         if not total.any():
             raise DataError("no client has test rows. Set a test fraction in the partition")
         return state._replace(total=total)
 
-    def result(self, state: ScoredBins) -> pa.Table:
+    def result(self, state: CalibrationState) -> pa.Table:
         assert state.total is not None
         assert state.reached is not None
         ends = self._ends(state.reached, state.terms)
@@ -117,6 +117,6 @@ class Calibration(Analysis):
         return ranges_of_bins(self.bins)
 
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[int]:
-        if not merges(terms.rules):
+        if not forbids_small_cells(terms.rules):
             return [*range(self.bins + 1)]
         return ends_of_bins(reached, self._ranges, terms.rules, what="with the outcome and without it in the test part")

@@ -45,13 +45,13 @@ class MergedCells(NamedTuple):
         If no client counts a cell for missing values, the cell contains no rows.
 
         Args:
-            flags: flags of the original cells ``[n, L]``, see `merged_cells`.
+            flags: flags of the original cells ``[n, L]``, see `merge_small_cells`.
         """
         empty = self.names[-1] in BLANK_LEVELS and not bool(flags[:, self.of == len(self.names) - 1].any())
         return torch.arange(len(self.names)) < len(self.names) - empty
 
 
-def every_cell(names: Sequence[str]) -> MergedCells:
+def unmerged_cells(names: Sequence[str]) -> MergedCells:
     """Return the cells, none of which are merged."""
     return MergedCells(tuple(names), torch.arange(len(names)))
 
@@ -116,12 +116,12 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
     return torch.bincount(pairs[:, 0], minlength=cells).double()
 
 
-def merges(rules: Rules) -> bool:
+def forbids_small_cells(rules: Rules) -> bool:
     """Return True if the rules forbid small cells."""
     return rules.min_clients > 1 or rules.min_subjects > 1
 
 
-def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
+def merge_small_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
     """Return the cells after those in which too few clients have enough rows are merged into "other".
 
     One cell in which enough clients have enough rows is also merged, so that no sum reveals the content of the merged
@@ -135,15 +135,15 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool |
         gaps: True if at least one client counts the cell for missing values. If None, the flags of the last cell
             determine this.
     """
-    if not merges(rules) or len(names) == 1:
-        return every_cell(names)
+    if not forbids_small_cells(rules) or len(names) == 1:
+        return unmerged_cells(names)
     support = flags.sum(0)
     if names[-1] in BLANK_LEVELS and not (bool(support[-1]) if gaps is None else gaps):
-        cells = merged_cells(names[:-1], flags[:, :-1], rules)
+        cells = merge_small_cells(names[:-1], flags[:, :-1], rules)
         return MergedCells((*cells.names, names[-1]), torch.cat([cells.of, torch.tensor([len(cells.names)])]))
     enough = support - rules.missing >= rules.min_clients
     if bool(enough.all()):
-        return every_cell(names)
+        return unmerged_cells(names)
     ranked = [k for k in support.argsort(stable=True).tolist() if bool(enough[k])]
     joined = (~enough).nonzero().flatten().tolist() + ranked[:1]
     kept = [k for k in range(len(names)) if k not in joined]
@@ -153,7 +153,7 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool |
     )
 
 
-def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
+def merge_bins(filled: Tensor, rules: Rules) -> Tensor:
     """Return the index of the merged bin that each bin belongs to, ``[B]``.
 
     A bin is merged with the bins after it until the merged bin contains rows of enough clients.
@@ -168,7 +168,7 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
         ConfigError: there is no bin in which enough clients have rows in every group.
     """
     bins = filled.shape[2]
-    if not merges(rules):
+    if not forbids_small_cells(rules):
         return torch.arange(bins)
     inside, place, of = torch.zeros(filled.shape[:2], dtype=torch.bool), 0, list[int]()
     for k in range(bins):
@@ -185,7 +185,7 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
     return torch.tensor(of).clamp(max=place - 1)
 
 
-def summed(values: Tensor, of: Tensor) -> Tensor:
+def sum_by_cell(values: Tensor, of: Tensor) -> Tensor:
     """Return the sums ``[..., cells]`` of the values ``[..., L]`` that belong to each cell."""
     cells = int(of.max()) + 1 if len(of) else 0
     return values.new_zeros(*values.shape[:-1], cells).index_add(-1, of, values)

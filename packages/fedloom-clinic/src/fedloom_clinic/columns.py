@@ -13,7 +13,7 @@ from fedloom.analyses import AnalysisTerms, ClientRows, Schema
 from fedloom.data.site_rows import column_names, numbers_of
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, Refused
-from fedloom_clinic.cells import merges
+from fedloom_clinic.cells import forbids_small_cells
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -53,7 +53,7 @@ def require_columns(schema: Schema, what: str) -> None:
         )
 
 
-def missing_target_range(name: str) -> ConfigError:
+def missing_target_range_error(name: str) -> ConfigError:
     """Return the error for an analysis whose sites have not agreed on a range for the target."""
     return ConfigError(
         f"the analysis {name} needs an agreed range for the target, but the agreement does not contain one",
@@ -100,7 +100,7 @@ def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
         flagged: True if clients publish flags.
     """
     p = len(names_of(terms.schema))
-    if not (flagged and merges(terms.rules) and terms.published and p):
+    if not (flagged and forbids_small_cells(terms.rules) and terms.published and p):
         return np.ones(p, bool)
     support = torch.stack([flags[-p:] for flags in terms.published]).sum(0).numpy()
     alone = terms.rules.min_clients == 1  # no sum hides a client then, so all of them must reach the least count
@@ -129,11 +129,11 @@ def list_omitted_columns(terms: AnalysisTerms) -> str:
 def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
     """Return the smallest and the largest agreed value of each column that is used, ``[p]``."""
     kept = select_columns(terms, flagged=flagged)
-    low, high = _every_range(terms.schema)
+    low, high = _all_ranges(terms.schema)
     return low[kept], high[kept]
 
 
-def _every_range(schema: Schema) -> tuple[Floats, Floats]:
+def _all_ranges(schema: Schema) -> tuple[Floats, Floats]:
     pairs = [
         pair
         for column in schema.columns
@@ -147,7 +147,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
     """Return which of a client's rows a regression uses, with the columns that it uses."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
-    low, high = _every_range(terms.schema)
+    low, high = _all_ranges(terms.schema)
     inside = ((x >= low) & (x <= high)).all(1)
     for target, pair in zip(y.T, terms.schema.target_ranges, strict=True):
         if pair is not None:
@@ -157,7 +157,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
     return DesignColumns(x[inside][:, kept], y[inside], len(client) - int(inside.sum()), rows)
 
 
-def outweighs(*weights: Floats) -> bool:
+def has_dominant_row(*weights: Floats) -> bool:
     """Return True if one of several rows has more than half of their total weight ``[N]``.
 
     In this case, the sums would mostly reveal this row. The result is also True if the total weight is not finite.
@@ -171,14 +171,14 @@ def outweighs(*weights: Floats) -> bool:
     return False
 
 
-def triangle(matrices: Floats) -> Floats:
+def upper_triangles(matrices: Floats) -> Floats:
     """Return the upper triangles ``[..., p (p + 1) / 2]`` of symmetric matrices ``[..., p, p]``."""
     rows, columns = np.triu_indices(matrices.shape[-1])
     halves: Floats = matrices[..., rows, columns]
     return halves
 
 
-def square(halves: Floats, size: int) -> Floats:
+def symmetric_from_triangles(halves: Floats, size: int) -> Floats:
     """Return the symmetric matrices ``[..., p, p]`` that have the given upper triangles."""
     rows, columns = np.triu_indices(size)
     matrices = np.zeros((*halves.shape[:-1], size, size))
@@ -186,6 +186,6 @@ def square(halves: Floats, size: int) -> Floats:
     return matrices
 
 
-def tensor(*parts: ArrayLike) -> Tensor:
+def to_vector(*parts: ArrayLike) -> Tensor:
     """Join the values of several arrays to one float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

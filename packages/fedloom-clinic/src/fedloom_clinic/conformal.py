@@ -37,18 +37,18 @@ from fedloom.analyses.models import compute_outputs
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.cells import merges
+from fedloom_clinic.cells import forbids_small_cells
 
 if TYPE_CHECKING:
     from fedloom.engine import Setting
 
-EVERY_CLASS = 2.0
+ALL_CLASSES_THRESHOLD = 2.0
 """Threshold that is higher than all scores. This threshold is used if there are too few calibration rows for a smaller
 one, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also infinite
 if it would otherwise be beyond the last bin."""
 
 
-class Calibrated(NamedTuple):
+class ConformalState(NamedTuple):
     """Those results of a conformal analysis that are known so far.
 
     Attributes:
@@ -134,10 +134,10 @@ class Conformal(Analysis):
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(client.part == DATA_PARTS.index("test"))
 
-    def start(self, terms: AnalysisTerms) -> Calibrated:
+    def start(self, terms: AnalysisTerms) -> ConformalState:
         owners = len(terms.sizes) if self.by_client else 1
         every = torch.zeros(owners, len(self._nodes), dtype=torch.float64)
-        return Calibrated(terms, owners, None if merges(terms.rules) else every)
+        return ConformalState(terms, owners, None if forbids_small_cells(terms.rules) else every)
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         owners = self.start(terms).owners
@@ -154,7 +154,7 @@ class Conformal(Analysis):
         drawn = self._draws(test) < self.calibration_fraction
         return [test.select(drawn), test.select(~drawn)]
 
-    def question(self, state: Calibrated) -> Question | None:
+    def question(self, state: ConformalState) -> Question | None:
         if state.reached is None:
             return Question("reached")
         if state.thresholds is None:
@@ -197,7 +197,7 @@ class Conformal(Analysis):
         counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((every <= limit).sum())]).double()
         return counts.flatten()
 
-    def step(self, state: Calibrated, total: Tensor, info: Info) -> Calibrated:
+    def step(self, state: ConformalState, total: Tensor, info: Info) -> ConformalState:
         if state.reached is None:
             return state._replace(reached=total.view(state.owners, -1))
         if state.thresholds is not None:
@@ -210,7 +210,7 @@ class Conformal(Analysis):
         rows = torch.stack([row.sum() for row in counts])
         return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
 
-    def result(self, state: Calibrated) -> pa.Table:
+    def result(self, state: ConformalState) -> pa.Table:
         assert state.thresholds is not None
         assert state.rows is not None
         assert state.covered is not None
@@ -232,7 +232,7 @@ class Conformal(Analysis):
         Raises:
             Refused: too few clients have calibration rows.
         """
-        if not merges(terms.rules):
+        if not forbids_small_cells(terms.rules):
             return [[*range(self.bins + 1)]] * len(reached)
         rules = terms.rules.with_(min_clients=1, missing=0) if self.by_client else terms.rules
         return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
@@ -247,7 +247,7 @@ class Conformal(Analysis):
         at = len(counts) if rank > counts.sum() else int(torch.searchsorted(counts.cumsum(0), float(rank)))
         if schema.task == "regression":
             return math.inf if at >= len(counts) - 1 else ends[at + 1] / self.bins * self._unit(schema)
-        return EVERY_CLASS if at == len(counts) else ends[at + 1] / self.bins
+        return ALL_CLASSES_THRESHOLD if at == len(counts) else ends[at + 1] / self.bins
 
     def _unit(self, schema: Schema) -> float:
         """Return the score at the end of the last bin, which is 1 or the largest residual in the bins."""

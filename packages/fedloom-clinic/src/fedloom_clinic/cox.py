@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, Total
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.cells import merges
+from fedloom_clinic.cells import forbids_small_cells
 from fedloom_clinic.columns import (
     MAX_ROW_SHARE,
     Floats,
@@ -28,9 +28,9 @@ from fedloom_clinic.columns import (
     list_omitted_columns,
     ranges_of,
     require_columns,
-    square,
-    tensor,
-    triangle,
+    symmetric_from_triangles,
+    to_vector,
+    upper_triangles,
 )
 from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, firth_slope, likelihood, newton, risk_sums
 from fedloom_clinic.fits.cox_vectors import (
@@ -41,14 +41,23 @@ from fedloom_clinic.fits.cox_vectors import (
     SiteVectors,
     bin_ends,
     bins_with_events,
-    merged_ends,
+    merge_bin_ends,
 )
-from fedloom_clinic.fits.penalty import CV_FOLDS, FoldSums, Likelihood, Mask, Ridge, impossible, jeffreys, ridged
+from fedloom_clinic.fits.penalty import (
+    CV_FOLDS,
+    FoldSums,
+    Likelihood,
+    Mask,
+    Ridge,
+    add_firth_penalty,
+    add_ridge_penalty,
+    impossible_likelihood,
+)
 from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
 from fedloom_clinic.penalties import (
     FIT_COUNT,
     Penalized,
-    divided_clients,
+    find_divided_clients,
     flag_folds,
     fold_sums,
     folds_of,
@@ -169,7 +178,7 @@ class Cox(Penalized):
         if self.shows_rows:
             return torch.from_numpy(np.unique(site.time[site.event == 1]))
         bins = torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
-        if not merges(terms.rules):
+        if not forbids_small_cells(terms.rules):
             return bins
         least = max(self.min_events, terms.rules.min_subjects)
         folds = [flag_folds(client, terms, self._events, least)] if self.strength == "cv" else []
@@ -221,19 +230,19 @@ class Cox(Penalized):
         p = len(ranges_of(terms, flagged=not self.shows_rows)[0])
         moments = 1 + p + p * (p + 1) // 2
         if question.name == "means":
-            return Bounds.join([Bounds.counts(1, most), _symmetric(p, most)])
+            return Bounds.join([Bounds.counts(1, most), _symmetric_bounds(p, most)])
         if question.name == "spreads":
-            return Bounds.join([_symmetric(p, 4 * most), Bounds.counts(1, most)])
+            return Bounds.join([_symmetric_bounds(p, 4 * most), Bounds.counts(1, most)])
         if question.name in ("risk", "tilted-risk"):
             bins = len(values["times"])
             reach = (1 + values["centre"].abs()) / values["spread"]
             weight = most * float(torch.exp((values["beta"].abs() @ reach).clamp(max=MAX_EXPONENT)))
             largest = max(1.0, float(reach.max()))
-            sums = _symmetric(bins * 2 * moments, weight * largest**2)
-            risk = [sums, Bounds.counts(bins, most), _symmetric(bins * p, most * largest)]
+            sums = _symmetric_bounds(bins * 2 * moments, weight * largest**2)
+            risk = [sums, Bounds.counts(bins, most), _symmetric_bounds(bins * p, most * largest)]
             if "metric" in values:
                 longest = float(reach @ values["metric"].abs() @ reach)
-                risk.append(_symmetric(bins * 2 * (1 + p), weight * longest * largest))
+                risk.append(_symmetric_bounds(bins * 2 * (1 + p), weight * longest * largest))
             return Bounds.join(risk)
         agreed = self._merged(terms)
         counts = Bounds.counts(VECTOR_COUNTS, most)
@@ -242,19 +251,19 @@ class Cox(Penalized):
             for beta in values["betas"]:
                 lowest = -most * (2 * float(beta.abs().sum()) + float(np.log(most + 1)))
                 of_values = Bounds.between(torch.full((2,), lowest), torch.full((2,), agreed.step))
-                fits += [of_values, _symmetric(moments - 1, 2 * most)]
+                fits += [of_values, _symmetric_bounds(moments - 1, 2 * most)]
             return Bounds.join([Bounds.counts(CV_FOLDS + 1, most), *fits])
         tilt = list[Bounds]()
         if "metric" in values:  # rows in [-1, 1] have lengths up to the sum of the metric's sizes
             longest = 8 * most * max(float(values["metric"].abs().sum()), agreed.step)
-            tilt = [_symmetric(p if self.stratify else len(agreed.ends) * 2 * (1 + p), longest, agreed.step)]
+            tilt = [_symmetric_bounds(p if self.stratify else len(agreed.ends) * 2 * (1 + p), longest, agreed.step)]
         if self.stratify:
             lowest = most * (2 * float(values["beta"].abs().sum()) + float(np.log(most + 1)))
             value = Bounds.between(torch.tensor([-lowest]), torch.zeros(1) + agreed.step, agreed.step)
             plain = agreed._replace(firth=False).length - VECTOR_COUNTS
-            return Bounds.join([value, _symmetric(plain - 1, 2 * most, agreed.step), *tilt, counts])
+            return Bounds.join([value, _symmetric_bounds(plain - 1, 2 * most, agreed.step), *tilt, counts])
         plain = agreed._replace(firth=False).length - VECTOR_COUNTS
-        return Bounds.join([_symmetric(plain, most, agreed.step), *tilt, counts])
+        return Bounds.join([_symmetric_bounds(plain, most, agreed.step), *tilt, counts])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         site, design = self._site(client, terms), design_of(client, terms, flagged=not self.shows_rows)
@@ -262,23 +271,24 @@ class Cox(Penalized):
         low, high = ranges_of(terms, flagged=not self.shows_rows)
         scaled = (site.x - (high + low) / 2) / ((high - low) / 2)
         if question.name == "means":
-            return tensor(float(len(scaled)), scaled.sum(0))
+            return to_vector(float(len(scaled)), scaled.sum(0))
         if question.name == "spreads":
-            return tensor(((scaled - values["centre"]) ** 2).sum(0), site.event.sum())
+            return to_vector(((scaled - values["centre"]) ** 2).sum(0), site.event.sum())
         if question.name in ("risk", "tilted-risk"):
             standard = site._replace(x=(scaled - values["centre"]) / values["spread"])
             with np.errstate(over="ignore", invalid="ignore"):
                 sums = risk_sums(standard, values["beta"], values["times"], metric=values.get("metric"))
-                answer = tensor(*(part for of in (sums.risk, sums.tied) for part in (of[0], of[1], triangle(of[2]))),
+                answer = to_vector(*(part for of in (sums.risk, sums.tied) for part
+                                  in (of[0], of[1], upper_triangles(of[2]))),
                                 sums.deaths, sums.total,
                                 *(part for of in (sums.risk, sums.tied) for part in of[3:]))  # fmt: skip
             return answer if bool(answer.isfinite().all()) else None
         agreed = self._merged(terms)
         vectors = SiteVectors(site, agreed, design.left_out)
         fold, betas = np.full(len(site.time), -1), values["betas"] if "betas" in values else values["beta"][None]
-        if "betas" in values and divided_clients(terms)[client.place]:
+        if "betas" in values and find_divided_clients(terms)[client.place]:
             fold = folds_of(design, client, self._events(design.y))
-        if merges(terms.rules) and len(site.time) > 1:
+        if forbids_small_cells(terms.rules) and len(site.time) > 1:
             sets = [fold != k for k in range(-1, CV_FOLDS)] if "betas" in values else [fold == fold]
             sets[0] = fold == fold
             metric = values.get("metric")
@@ -288,13 +298,13 @@ class Cox(Penalized):
         if "betas" in values:
             fold = fold if vectors.rows else fold[:0]
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                paths = tensor(*fold_sums(vectors.likelihood_of, betas, fold))
+                paths = to_vector(*fold_sums(vectors.likelihood_of, betas, fold))
             return paths if bool(paths.isfinite().all()) else None
         try:
             vector = vectors.encode(values["beta"], values.get("metric")).view(np.int64)
         except DataError:  # a sum that has no room: Newton's step is too long
             return None
-        return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
+        return to_vector(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
 
     @staticmethod
     def _events(y: Floats) -> Mask:
@@ -320,7 +330,7 @@ class Cox(Penalized):
             return agreed
         bins = 1 if self.stratify else len(agreed.ends)
         filled = np.stack([flags.numpy()[:bins] > 0 for flags in terms.published])
-        return merged_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
+        return merge_bin_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
         """Return the fit of all rows, using their exact times."""
@@ -359,16 +369,16 @@ class Cox(Penalized):
         def evaluate(beta: Floats) -> Likelihood:
             sums = sums_at(beta, none)
             if sums is None:
-                return impossible(len(beta))
+                return impossible_likelihood(len(beta))
             return likelihood(sums._replace(risk=sums.risk[:3], tied=sums.tied[:3]), beta, self.ties)
 
         def slope(beta: Floats, inverse: Floats) -> Floats | None:
             sums = sums_at(beta, inverse)
             return None if sums is None else firth_slope(sums, self.ties, inverse)
 
-        penalized = jeffreys(evaluate, slope) if self.penalty == "firth" else evaluate
+        penalized = add_firth_penalty(evaluate, slope) if self.penalty == "firth" else evaluate
         if isinstance(self.strength, float):
-            penalized = ridged(evaluate, rows * self.strength * np.ones(len(names)))
+            penalized = add_ridge_penalty(evaluate, rows * self.strength * np.ones(len(names)))
         beta, here = newton(penalized, names, penalty=self.penalty)
         unit = spread * (high - low) / 2
         se = np.sqrt(np.linalg.inv(here.information).diagonal())
@@ -386,14 +396,15 @@ def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
     parts = np.split(vector, ends)
     moments: list[tuple[Floats, ...]] = [
-        (zero, one.reshape(bins, p), square(two.reshape(bins, half), p)) for zero, one, two in (parts[:3], parts[3:6])
+        (zero, one.reshape(bins, p), symmetric_from_triangles(two.reshape(bins, half), p))
+        for zero, one, two in (parts[:3], parts[3:6])
     ]
     if tilted:
         moments = [(*three, parts[k], parts[k + 1].reshape(bins, p)) for three, k in zip(moments, (8, 10), strict=True)]
     return RiskSums(moments[0], moments[1], parts[6], parts[7].reshape(bins, p))
 
 
-def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
+def _symmetric_bounds(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
     """Return bounds for numbers that may be positive or negative."""
     ends = torch.full((numbers,), float(most), dtype=torch.float64)
     return Bounds.between(-ends, ends, step)

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, Total, Transcript
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.cells import count_subjects, merges
+from fedloom_clinic.cells import count_subjects, forbids_small_cells
 from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
+    has_dominant_row,
     list_omitted_columns,
-    missing_target_range,
-    outweighs,
+    missing_target_range_error,
     ranges_of,
     require_columns,
-    square,
-    tensor,
-    triangle,
+    symmetric_from_triangles,
+    to_vector,
+    upper_triangles,
 )
 from fedloom_clinic.fits.cox import newton
 from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, firth_slope, glm_sums
@@ -42,16 +42,16 @@ from fedloom_clinic.fits.penalty import (
     Likelihood,
     Mask,
     Ridge,
+    add_firth_penalty,
+    add_ridge_penalty,
     find_ridge_by_sums,
-    impossible,
-    jeffreys,
-    ridged,
+    impossible_likelihood,
     tilt_error,
 )
 from fedloom_clinic.penalties import (
     FIT_COUNT,
     Penalized,
-    divided_clients,
+    find_divided_clients,
     flag_folds,
     fold_sums,
     folds_of,
@@ -116,7 +116,7 @@ class Glm(Penalized):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task != "binary" and schema.target_ranges[0] is None:
-            raise missing_target_range("glm")
+            raise missing_target_range_error("glm")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(ranges_of(terms)[0]) + 1
@@ -127,7 +127,7 @@ class Glm(Penalized):
             raise Refused("the spreads of a question must be greater than 0")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        if not merges(terms.rules):
+        if not forbids_small_cells(terms.rules):
             return torch.zeros(0, dtype=torch.float64)
         design = design_of(client, terms, flagged=False)
         outcomes = count_subjects(torch.from_numpy(design.y[:, 0] > 0).long(), client.subjects[design.rows], 2)
@@ -135,7 +135,7 @@ class Glm(Penalized):
         return torch.cat([(outcomes >= terms.rules.min_subjects).double(), *folds, flag_columns(client, terms)])
 
     def start(self, terms: AnalysisTerms) -> Transcript:
-        if terms.schema.task == "binary" and merges(terms.rules):
+        if terms.schema.task == "binary" and forbids_small_cells(terms.rules):
             support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
             if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
@@ -166,9 +166,9 @@ class Glm(Penalized):
         most, values = float(terms.most_rows), question.values
         numbers = len(ranges_of(terms)[0]) + 1  # columns and the target
         if question.name == "means":
-            return Bounds.join([Bounds.counts(1, most), _symmetric(torch.full((numbers,), most))])
+            return Bounds.join([Bounds.counts(1, most), _symmetric_bounds(torch.full((numbers,), most))])
         if question.name == "spreads":
-            return _symmetric(torch.full((numbers,), 4 * most))
+            return _symmetric_bounds(torch.full((numbers,), 4 * most))
         if question.name == "paths":
             parts = [self._step_bounds(beta, values["centre"], values["spread"], terms) for beta in values["betas"]]
             fits = [Bounds(*(side[[0, 0, *range(2, len(side))]] for side in one)) for one in parts]
@@ -180,7 +180,7 @@ class Glm(Penalized):
         first = self._intercepts(terms)
         reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
         variance = float(step.high[-1]) / float(reach[-1]) ** 2  # the third moment is at most the variance
-        return Bounds.join([step, _symmetric(variance * reach * float(reach @ values["metric"].abs() @ reach))])
+        return Bounds.join([step, _symmetric_bounds(variance * reach * float(reach @ values["metric"].abs() @ reach))])
 
     def _step_bounds(self, beta: Tensor, centre: Tensor, spread: Tensor, terms: AnalysisTerms) -> Bounds:
         most, first = float(terms.most_rows), self._intercepts(terms)
@@ -198,8 +198,8 @@ class Glm(Penalized):
         variance = 0.25 if family == "logistic" else variance
         value = torch.tensor([most * (target * eta + max(cumulant, 1.0)), most * target**2])
         gradient = most * (target + max(mean, 1.0)) * reach
-        information = most * variance * torch.from_numpy(triangle(torch.outer(reach, reach).numpy()))
-        return _symmetric(torch.cat([value, gradient, information]))
+        information = most * variance * torch.from_numpy(upper_triangles(torch.outer(reach, reach).numpy()))
+        return _symmetric_bounds(torch.cat([value, gradient, information]))
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         values = {name: value.numpy() for name, value in question.values.items()}
@@ -209,9 +209,9 @@ class Glm(Penalized):
         columns = np.column_stack([design.x, design.y])
         scaled = (columns - np.append((high + low) / 2, (top + bottom) / 2)) / half
         if question.name == "means":
-            return tensor(float(len(scaled)), scaled.sum(0))
+            return to_vector(float(len(scaled)), scaled.sum(0))
         if question.name == "spreads":
-            return tensor(((scaled - values["centre"]) ** 2).sum(0))
+            return to_vector(((scaled - values["centre"]) ** 2).sum(0))
         standard = (scaled - values["centre"]) / values["spread"]
         linear = terms.schema.task == "regression"
         y = standard[:, -1] if linear else design.y[:, 0]
@@ -220,25 +220,25 @@ class Glm(Penalized):
         site, family = GlmSite(np.hstack([ones, standard[:, :-1]]), y), FAMILY_OF_TASK[terms.schema.task]
         with np.errstate(over="ignore", invalid="ignore"):
             if question.name == "paths":
-                divided = divided_clients(terms)[client.place]
+                divided = find_divided_clients(terms)[client.place]
                 fold = folds_of(design, client, self._events(design.y)) if divided else np.full(len(y), -1)
                 parts = [y @ y, *fold_sums(lambda beta, rows: glm_sums(GlmSite(site.x[rows], y[rows]), beta, family),
                                            values["betas"], fold)]  # fmt: skip
                 betas, sets = values["betas"], [fold != k for k in range(CV_FOLDS)] if divided else []
             else:
                 here = glm_sums(site, values["beta"], family)
-                parts = [here.value, y @ y, here.gradient, triangle(here.information)]
+                parts = [here.value, y @ y, here.gradient, upper_triangles(here.information)]
                 betas, sets = values["beta"][None], []
             if question.name == "tilted":
                 parts.append(firth_slope(site, values["beta"], family, values["metric"]))
             whole = np.ones(len(y), bool)
-            if merges(terms.rules) and any(
+            if forbids_small_cells(terms.rules) and any(
                 self._is_dominated(GlmSite(site.x[rows], y[rows]), beta, family, values.get("metric"))
                 for beta in betas
                 for rows in (whole, *sets)
             ):
                 return None
-            answer = tensor(*parts)
+            answer = to_vector(*parts)
         return answer if bool(answer.isfinite().all()) else None
 
     @staticmethod
@@ -260,7 +260,7 @@ class Glm(Penalized):
             shares.append(np.abs(site.y - mean(eta)))
         if metric is not None and metric.any():
             shares.append(variance(eta) * np.abs(((site.x @ metric) * site.x).sum(1)))
-        return outweighs(*shares)
+        return has_dominant_row(*shares)
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
         """Return the fit, and the largest effect of rounding on each of its coefficients."""
@@ -302,9 +302,11 @@ class Glm(Penalized):
         def evaluate(beta: Floats) -> Likelihood:
             numbers = step(beta, np.zeros((size, size)))
             if numbers is None:
-                return impossible(size)
+                return impossible_likelihood(size)
             half = 2 + size + size * (size + 1) // 2
-            return Likelihood(float(numbers[0]), numbers[2 : 2 + size], square(numbers[2 + size : half], size))
+            return Likelihood(
+                float(numbers[0]), numbers[2 : 2 + size], symmetric_from_triangles(numbers[2 + size : half], size)
+            )
 
         def slope(beta: Floats, inverse: Floats) -> Floats | None:
             numbers = step(beta, inverse)
@@ -325,8 +327,8 @@ class Glm(Penalized):
             ridge, beta, here, exact = find_ridge_by_sums(paths, family_weights)
             weights = count * ridge.strength * family_weights
         else:
-            start = evaluate if ridge is None else ridged(evaluate, weights)
-            start = jeffreys(evaluate, slope) if self.penalty == "firth" else start
+            start = evaluate if ridge is None else add_ridge_penalty(evaluate, weights)
+            start = add_firth_penalty(evaluate, slope) if self.penalty == "firth" else start
             beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
@@ -384,6 +386,6 @@ class Glm(Penalized):
         return low, max(high, low + 1e-9)
 
 
-def _symmetric(most: Tensor) -> Bounds:
+def _symmetric_bounds(most: Tensor) -> Bounds:
     """Return bounds for numbers that may be positive or negative."""
     return Bounds.between(-most.double(), most.double(), ANSWER_STEP)

@@ -29,9 +29,9 @@ from fedloom_clinic.cells import (
     count_subjects,
     group_codes,
     groups_of,
-    merged_bins,
-    merged_cells,
-    summed,
+    merge_bins,
+    merge_small_cells,
+    sum_by_cell,
 )
 from fedloom_clinic.fits.cox_vectors import bin_ends
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 
-class Counted(NamedTuple):
+class SurvivalCounts(NamedTuple):
     """Cells that the question counts, and their total ``[G, 2, J]`` of events and censored rows, once it is known."""
 
     groups: MergedCells
@@ -103,17 +103,17 @@ class KaplanMeier(Analysis):
         events = count_subjects((code * bins + place)[event], some.subjects, groups * bins)
         return (torch.cat([count_subjects(code, client.subjects, groups), events]) >= terms.rules.min_subjects).double()
 
-    def start(self, terms: AnalysisTerms) -> Counted:
+    def start(self, terms: AnalysisTerms) -> SurvivalCounts:
         names, ends = groups_of(terms.schema, self.group, len(terms.sizes)), self._ends(terms)
         flags = torch.stack(terms.published)
-        groups = merged_cells(names, flags[:, : len(names)], terms.rules)
+        groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         filled = flags[:, len(names) :].view(len(flags), len(names), -1)
         filled = (groups.members @ filled > 0).double()[:, groups.reached(flags[:, : len(names)])]
-        of = merged_bins(filled, terms.rules)
+        of = merge_bins(filled, terms.rules)
         last = [int((of == k).nonzero().max()) for k in range(int(of.max()) + 1)]
-        return Counted(groups, ends[last])
+        return SurvivalCounts(groups, ends[last])
 
-    def question(self, state: Counted) -> Question | None:
+    def question(self, state: SurvivalCounts) -> Question | None:
         return Question("counts") if state.total is None else None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -124,14 +124,14 @@ class KaplanMeier(Analysis):
         state = self.start(terms)
         counts = self._counts(client, terms)
         of = torch.searchsorted(state.ends, self._ends(terms)).clamp(max=len(state.ends) - 1)
-        return summed((state.groups.members @ counts.flatten(1)).view(-1, 2, len(of)), of).flatten()
+        return sum_by_cell((state.groups.members @ counts.flatten(1)).view(-1, 2, len(of)), of).flatten()
 
-    def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
+    def step(self, state: SurvivalCounts, total: Tensor, info: Info) -> SurvivalCounts:
         if not total.any():
             raise DataError("no row contains a time, so no curve can be computed")
         return state._replace(total=total.view(len(state.groups.names), 2, -1))
 
-    def result(self, state: Counted) -> pa.Table:
+    def result(self, state: SurvivalCounts) -> pa.Table:
         assert state.total is not None
         counts, ends = state.total.numpy(), state.ends.numpy()
         used = [k for k in range(len(counts)) if counts[k].any()]

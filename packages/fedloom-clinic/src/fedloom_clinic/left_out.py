@@ -24,7 +24,7 @@ from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES_FIGURE = "samples"
 """Name under which the number of samples of the omitted client is recorded."""
-FEWEST_CLIENTS = 3
+MIN_CLIENTS = 3
 """Minimum number of clients in a federation for this analysis."""
 
 
@@ -34,9 +34,9 @@ class LeftOut(Analysis):
     kind: ClassVar[str] = "left-out"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        if fed.n < FEWEST_CLIENTS:
+        if fed.n < MIN_CLIENTS:
             raise Refused(
-                f"left-out needs at least {FEWEST_CLIENTS} clients, but there are only {fed.n}",
+                f"left-out needs at least {MIN_CLIENTS} clients, but there are only {fed.n}",
                 rule="left-out-too-few-clients",
                 fix="omit this analysis",
             )
@@ -85,7 +85,7 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
         index = index[~torch.isin(subjects[index], subjects[trained])]
     raw = fed.data.x.cpu() if fed.data.fitted is None else fed.data.fitted.raw
     if len(index):
-        for scaling, model in _models(result, raw[index]):
+        for scaling, model in _predictions_of_models(result, raw[index]):
             y = fed.targets(index.to(fed.device)).cpu()
             outputs = model.outputs(raw[index])
             owner = torch.zeros(len(index), dtype=torch.long)
@@ -95,7 +95,7 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     return table_of(rows, client=INTEGER_TYPE, scaling=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
 
 
-def _models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:
+def _predictions_of_models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:
     model = result.models.ready("global")
     yield TYPICAL_SCALE, model
     if (table := model.recipe.facts.table) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, from_numpy
 
 from fedloom.analyses import AnalysisTerms, ClientRows, Question, ScriptedAnalysis, Transcript
 from fedloom.errors import Refused
-from fedloom_clinic.cells import merges
+from fedloom_clinic.cells import forbids_small_cells
 from fedloom_clinic.columns import (
     DesignColumns,
     Floats,
@@ -27,8 +27,8 @@ from fedloom_clinic.columns import (
     design_of,
     names_of,
     select_columns,
-    square,
-    triangle,
+    symmetric_from_triangles,
+    upper_triangles,
     varying_columns,
 )
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, FoldSums, Likelihood
@@ -69,7 +69,7 @@ class Penalized(ScriptedAnalysis):
 
     def start(self, terms: AnalysisTerms) -> Transcript:
         if self.strength == "cv":
-            divided_clients(terms)
+            find_divided_clients(terms)
         return super().start(terms)
 
     @property
@@ -131,7 +131,7 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
     return from_numpy(np.append(float(outcomes), columns))
 
 
-def divided_clients(terms: AnalysisTerms) -> list[bool]:
+def find_divided_clients(terms: AnalysisTerms) -> list[bool]:
     """Return for each client whether its rows are divided into folds. The rows of all other clients are never held out.
 
     A client's rows are divided if each of its folds reaches the minimum counts in every cell.
@@ -139,7 +139,7 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     Raises:
         Refused: too few clients have rows that can be divided.
     """
-    if not merges(terms.rules) or not terms.published:
+    if not forbids_small_cells(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
     p, kept = len(names_of(terms.schema)), select_columns(terms)
     flags = [some[-2 * p - 1 : -p].numpy() for some in terms.published]
@@ -168,7 +168,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
     for k, beta in enumerate(betas):
         here = at(beta, sets[k % len(sets)])
         whole = here if k % len(sets) == CV_FOLDS else at(beta, sets[-1])
-        parts += [np.array([here.value, whole.value]), here.gradient, triangle(here.information)]
+        parts += [np.array([here.value, whole.value]), here.gradient, upper_triangles(here.information)]
     return parts
 
 
@@ -176,4 +176,6 @@ def read_fold_sums(numbers: Floats, size: int) -> FoldSums:
     """Return the sums of all fits from a vector. Each fit has ``size`` coefficients."""
     rows, rest = np.split(numbers, [CV_FOLDS + 1])
     fits = rest.reshape(FIT_COUNT, -1)
-    return FoldSums(rows, fits[:, 0], fits[:, 1], fits[:, 2 : 2 + size], square(fits[:, 2 + size :], size))
+    return FoldSums(
+        rows, fits[:, 0], fits[:, 1], fits[:, 2 : 2 + size], symmetric_from_triangles(fits[:, 2 + size :], size)
+    )

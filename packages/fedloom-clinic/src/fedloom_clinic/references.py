@@ -61,16 +61,16 @@ def references(result: Result) -> pa.Table:
         train, test = (fed.indices(part, client) for part in ("train", "test"))
         if not len(test) or (fed.data.classed and len(fed.targets(train).unique()) < 2):
             continue
-        for name, model in _models(fed, result.job.setting.seed).items():
+        for name, model in _fit_reference_models(fed, result.job.setting.seed).items():
             model.fit(fed.fetch(train).double().cpu().numpy(), fed.targets(train).squeeze(-1).cpu().numpy())
-            outputs = _outputs(fed, model, fed.fetch(test).double().cpu().numpy())
+            outputs = _network_outputs(fed, model, fed.fetch(test).double().cpu().numpy())
             owner = torch.zeros(len(test), dtype=torch.long)
             scores = task.metrics(outputs, fed.targets(test), owner, 1)
             rows += [(client, name, metric, float(value)) for metric, value in scores.items()]
     return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
 
 
-def _models(fed: Federation, seed: int) -> dict[str, Any]:
+def _fit_reference_models(fed: Federation, seed: int) -> dict[str, Any]:
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor  # slow to import
     from sklearn.linear_model import LogisticRegression, Ridge
 
@@ -80,7 +80,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
     return {"linear regression": Ridge(), "forest": RandomForestRegressor(**forest)}
 
 
-def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
+def _network_outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
     """Return the outputs in the form that a network for this task produces: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.columns import missing_target_range
+from fedloom_clinic.columns import missing_target_range_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,7 +77,7 @@ class RidgeRegression(ScriptedAnalysis):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task == "regression" and None in schema.target_ranges:
-            raise missing_target_range("ridge")
+            raise missing_target_range_error("ridge")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         numbers = len(input_names(terms.schema)) + self._outputs(terms.schema)
@@ -95,14 +95,14 @@ class RidgeRegression(ScriptedAnalysis):
         target = torch.full((c,), max(abs(low), abs(high)), dtype=torch.float64)
         both = torch.cat([reach, target])
         if question.name == "means":
-            return Bounds.join([Bounds.counts(1, most), _row_sums(both, most, both * MEAN_STEP)])
+            return Bounds.join([Bounds.counts(1, most), _row_sum_bounds(both, most, both * MEAN_STEP)])
         if question.name == "spreads":
-            return _row_sums(4 * both**2, most, both**2 * SQUARE_STEP)
+            return _row_sum_bounds(4 * both**2, most, both**2 * SQUARE_STEP)
         standard = (both + question.values["centre"].abs()) / question.values["spread"]
         products = torch.outer(standard[:p], standard)
         upper = torch.triu_indices(p, p)
         gram = torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()])
-        return _row_sums(gram, most, torch.full_like(gram, GRAM_STEP))
+        return _row_sum_bounds(gram, most, torch.full_like(gram, GRAM_STEP))
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         x, y, _ = self._samples(client, terms.schema)
@@ -206,7 +206,7 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
     return moved
 
 
-def _row_sums(largest: Tensor, most: float, step: Tensor) -> Bounds:
+def _row_sum_bounds(largest: Tensor, most: float, step: Tensor) -> Bounds:
     """Return the bounds of sums over rows whose numbers are at most ``largest [k]``, with the step of each sum."""
     return Bounds(-most * largest, most * largest, step.clamp(min=torch.finfo(torch.float64).tiny))
 

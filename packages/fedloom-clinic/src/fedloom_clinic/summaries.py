@@ -28,7 +28,7 @@ UNIT_FACTORS = {
 """Ratios between two units of the same quantity. These are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
 """Relative tolerance within which the ratio of two clients' medians counts as the ratio of two units."""
-NOTED_DISTANCE = 1.0
+MIN_NOTED_DISTANCE = 1.0
 """Distance of a client's mean from the others' mean that causes a note, in the others' standard deviations.
 
 For comparison, Cohen calls an effect of 0.8 large.
@@ -120,12 +120,12 @@ def describe_number(
             "beyond": counted[g][-2], "mean": mean[g] if n[g] else None,
             "deviation": deviation[g] if n[g] > 1 else None,
             **middle, "bin": float(np.diff(edges).max()), "standardized_difference": max(gaps, default=None),
-            "p_groups": _number(p), "p_clients": _number(_f_test(between, squares, clients, n.sum())),
-            "edges": edges.tolist(), "counts": counts.tolist(), "bound": _bound(of, g),
+            "p_groups": _p_value_number(p), "p_clients": _p_value_number(_f_test(between, squares, clients, n.sum())),
+            "edges": edges.tolist(), "counts": counts.tolist(), "bound": _rounding_bound(of, g),
         }  # fmt: skip
 
 
-def _bound(of: GroupMoments, group: int) -> float | None:
+def _rounding_bound(of: GroupMoments, group: int) -> float | None:
     """Return the largest effect of rounding on a group's mean or deviation.
 
     Return None if there are fewer than two rows.
@@ -160,7 +160,7 @@ def describe_code(
                 "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
                 "missing": counted[g, column.shown :].sum() if column.shown < counted.shape[1] else None,
                 "standardized_difference": max(gaps, default=None),
-                "p_groups": _number(p), "p_clients": _number(between),
+                "p_groups": _p_value_number(p), "p_clients": _p_value_number(between),
             }  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
     return float(np.interp(level * below[-1], below, edges))
 
 
-def _number(p: float | None) -> float | None:
+def _p_value_number(p: float | None) -> float | None:
     return None if p is None or not np.isfinite(p) else float(p)
 
 
@@ -212,7 +212,7 @@ def note_clients(rows: list[dict[str, object]]) -> None:
         centre = float((n * mean).sum() / n.sum())
         deviation = float(np.sqrt(((n - 1) * spread**2 + n * (mean - centre) ** 2).sum() / (n.sum() - 1)))
         gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
-        if abs(gap) <= NOTED_DISTANCE:
+        if abs(gap) <= MIN_NOTED_DISTANCE:
             continue
         note = (
             f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"

@@ -26,13 +26,13 @@ from fedloom_clinic.cells import (
     MISSING_LEVEL,
     MergedCells,
     count_subjects,
-    every_cell,
+    forbids_small_cells,
     group_codes,
     groups_of,
     level_codes,
-    merged_bins,
-    merged_cells,
-    merges,
+    merge_bins,
+    merge_small_cells,
+    unmerged_cells,
 )
 from fedloom_clinic.summaries import (
     TABLE_SCHEMA,
@@ -119,7 +119,7 @@ class TableOne(ScriptedAnalysis):
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
             some = client.select(code == g)
-            counts += [_subjects(some, column) for column in columns]
+            counts += [_subjects_by_level(some, column) for column in columns]
         return (torch.cat(counts) >= terms.rules.min_subjects).double()
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -134,7 +134,7 @@ class TableOne(ScriptedAnalysis):
             smallest = torch.tensor([float(row[row > 0].min()) if bool((row > 0).any()) else 1.0 for row in shares])
             between = Bounds.counts(len(numbers), 4 * most)
             chi = Bounds.between(torch.zeros(len(shares)), most / smallest)
-            unit = HOMOGENEITY_STEP if merges(terms.rules) else SUM_STEP
+            unit = HOMOGENEITY_STEP if forbids_small_cells(terms.rules) else SUM_STEP
             coarse = unit * (MIN_LEVEL_SHARE / smallest.double()).clamp(min=1)
             present = Bounds.counts(len(columns), 1)
             return Bounds.join([between._replace(step=unit * variances), chi._replace(step=coarse), present])
@@ -152,7 +152,9 @@ class TableOne(ScriptedAnalysis):
         groups, columns = self._cells(terms)
         filled = self._fill_rare_gaps(client, terms, groups, columns)
         return [  # rows as they are, so that other groups, which fill other cells, leave a subject the same
-            client.select(~filled.x[:, column.place].isnan() if column.edges is None else _scaled(filled, column)[1])
+            client.select(
+                ~filled.x[:, column.place].isnan() if column.edges is None else _scale_column(filled, column)[1]
+            )
             for column in columns
         ]
 
@@ -161,22 +163,22 @@ class TableOne(ScriptedAnalysis):
         client = self._fill_rare_gaps(client, terms, groups, columns)
         code = groups.of[group_codes(client, terms, self.group)]
         if question.name == "counts":
-            return _counted(client, terms, columns, groups, self.group)
+            return _count_groups(client, terms, columns, groups, self.group)
         numbers = [column for column in columns if column.edges is not None]
         if question.name == "spreads":
             squares = torch.zeros(len(groups.names), len(numbers), dtype=torch.float64)
             for k, column in enumerate(numbers):
-                u, whole = _scaled(client, column)
+                u, whole = _scale_column(client, column)
                 gap = torch.where(whole, u - question.values["centres"][code, k], 0.0)
                 squares[:, k].index_add_(0, code, gap**2)
             return squares.flatten()
         shares, between, chi, present = question.values["shares"], [], [], []
         for column, mean in zip(numbers, question.values["means"], strict=True):
-            u, whole = _scaled(client, column)
+            u, whole = _scale_column(client, column)
             between.append((u[whole] - mean).sum() ** 2 / max(int(whole.sum()), 1))
             present.append(whole.any().double())
         for k, column in enumerate(column for column in columns if column.edges is None):
-            counts = _levels(client, column)[: column.shown]
+            counts = _rows_by_level(client, column)[: column.shown]
             wanted = counts.sum() * shares[k, : column.shown]
             chi.append(torch.where(wanted > 0, (counts - wanted) ** 2 / wanted.clamp(min=1e-300), 0.0).sum())
             present.append(counts.any().double())
@@ -245,19 +247,19 @@ class TableOne(ScriptedAnalysis):
             if column.name == self.group:
                 continue
             if column.levels:
-                cells = every_cell([*map(str, column.names), MISSING_LEVEL])
+                cells = unmerged_cells([*map(str, column.names), MISSING_LEVEL])
                 columns.append(SummaryColumn(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
                 continue
             low, high = column.range or (0.0, 1.0)
             edges = torch.linspace(low, max(high, low + 1e-9), self.bins + 1, dtype=torch.float64)
-            columns.append(SummaryColumn(column.name, place, edges, every_cell(()), 0, torch.arange(self.bins)))
+            columns.append(SummaryColumn(column.name, place, edges, unmerged_cells(()), 0, torch.arange(self.bins)))
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
         """Return the groups, and the columns with only those cells in which enough clients have enough rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
-        groups = merged_cells(names, flags[:, : len(names)], terms.rules)
+        groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
         filled = (groups.members @ blocks > 0)[:, groups.reached(flags[:, : len(names)])]
         kept = list[SummaryColumn]()
@@ -265,9 +267,9 @@ class TableOne(ScriptedAnalysis):
             if column.edges is None:
                 every = cells.amin(1)  # in every group
                 gaps = bool(cells[:, :, -1].any())
-                kept.append(replace(column, cells=merged_cells(column.cells.names, every, terms.rules, gaps)))
+                kept.append(replace(column, cells=merge_small_cells(column.cells.names, every, terms.rules, gaps)))
                 continue
-            of = merged_bins(cells[:, :, : self.bins], terms.rules)
+            of = merge_bins(cells[:, :, : self.bins], terms.rules)
             ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
             kept.append(replace(column, edges=column.edges[[0, *ends]], of=of))
         return groups, kept
@@ -309,10 +311,10 @@ def compares_clients(terms: AnalysisTerms) -> bool:
     The number of clients excludes those that may be absent, and those with too few rows in every cell.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
-    return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
+    return not forbids_small_cells(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
 
 
-def _scaled(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
+def _scale_column(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
     """Return a number scaled to [-1, 1] as ``[N]``, and flags of cells that are present and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
@@ -320,13 +322,13 @@ def _scaled(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
     return torch.where(whole, (values - (high + low) / 2) / ((high - low) / 2), 0.0), whole
 
 
-def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
+def _rows_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of rows in every cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
-def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
+def _subjects_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of subjects that have a row in each cell of a column.
 
     The counts follow the order of the column's values in an answer. In place of the sum, the count is 0.
@@ -334,13 +336,13 @@ def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
     values = client.x[:, column.place]
     if column.edges is None:
         return count_subjects(level_codes(values, column.levels), client.subjects, len(column.cells.names))
-    bins, whole = len(column.edges) - 1, _scaled(client, column)[1]
+    bins, whole = len(column.edges) - 1, _scale_column(client, column)[1]
     code = torch.where(values.isnan(), bins, bins + 1)
     code[whole] = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
     return torch.cat([count_subjects(code, client.subjects, bins + 2), torch.zeros(1).double()])
 
 
-def _counted(
+def _count_groups(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
     """Return the number of rows in each group, and then the values of each column in each group."""
@@ -350,9 +352,9 @@ def _counted(
         some = client.select(code == g)
         for column in columns:
             if column.edges is None:
-                blocks.append(_levels(some, column))
+                blocks.append(_rows_by_level(some, column))
                 continue
-            values, (u, whole) = some.x[:, column.place], _scaled(some, column)
+            values, (u, whole) = some.x[:, column.place], _scale_column(some, column)
             place = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
             counts = torch.bincount(place, minlength=len(column.edges) - 1).double()
             missing = values.isnan().sum()

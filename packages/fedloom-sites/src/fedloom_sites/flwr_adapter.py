@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fedloom.lazy import getter
+from fedloom.lazy import make_getattr
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from flwr.supernode.cli.flower_supernode import flower_supernode as flower_supernode
 
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+    __getattr__ = make_getattr(__name__)
 
 
 def encode_records(records: RecordDict) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 
 from fedloom.lab.experiment import parse
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.server import bounded, presence, transport
 from tests.deploy.grid import Clock
 
@@ -33,7 +33,7 @@ def experiment():
 
 @pytest.fixture(scope="session")
 def planned():
-    return plan(make_experiment(), 3)
+    return plan_deployment(make_experiment(), 3)
 
 
 @pytest.fixture(scope="session")

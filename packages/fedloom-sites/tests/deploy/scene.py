@@ -20,11 +20,11 @@ from fedloom.errors import Stop
 from fedloom.lab.experiment import Experiment, parse, read
 from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
-from fedloom_sites.deploy.ops.keys import key_pair
-from fedloom_sites.deploy.protocol.envelope import digest_of, seal
-from fedloom_sites.deploy.protocol.identity import sign
-from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.setting_files import digest
+from fedloom_sites.deploy.ops.keys import make_key_pair
+from fedloom_sites.deploy.protocol.envelope import digest_of, seal_message
+from fedloom_sites.deploy.protocol.identity import sign_fields
+from fedloom_sites.deploy.server.run import serve_run
+from fedloom_sites.deploy.setting_files import sha256_hex
 from fedloom_sites.deploy.settings import Member, Server, Site
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import FakeGrid, Fault, outside_flower
@@ -32,7 +32,7 @@ from tests.deploy.grid import FakeGrid, Fault, outside_flower
 FIRST = 100
 """Flower's number of the node of client 0."""
 
-PAIRS = [(key_pair("signing"), key_pair("connection")) for _ in range(9)]
+PAIRS = [(make_key_pair("signing"), make_key_pair("connection")) for _ in range(9)]
 
 
 def document(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Scene(NamedTuple):
 
     def serve(self, grid: FakeGrid | None = None, **settings: Any) -> Stop:
         """Run the server, quietly."""
-        return serve(grid or self.grid(), self.server.with_(**settings), lambda _line: None)
+        return serve_run(grid or self.grid(), self.server.with_(**settings), lambda _line: None)
 
     def simulate(self, **changes: Any) -> Result:
         """The same run in simulation."""
@@ -105,7 +105,7 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
     shared: dict[str, Any] = {
         "name": "parity",
         "experiment": path,
-        "fingerprint": digest(path.read_bytes()),
+        "fingerprint": sha256_hex(path.read_bytes()),
         "clients": fed.n,
         "samples": InputSpec.create(fed.data),
         "version": __version__,
@@ -162,7 +162,7 @@ def changed(
     numbers = dict(reply.content.get("metrics", {})) if metrics is None else metrics
     new = {**old, "digest": digest_of(given), **(head or {})}
     key = signing_key_of(client)
-    sealed = seal({**new, "signature": sign(key, {**new, "metrics": numbers})}, given, numbers or None)
+    sealed = seal_message({**new, "signature": sign_fields(key, {**new, "metrics": numbers})}, given, numbers or None)
     other = Message(edit(sealed) or sealed, reply_to=_question(reply))
     other.metadata.__dict__.update(reply.metadata.__dict__)
     return other

@@ -14,8 +14,8 @@ from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.member import SessionMember
-from fedloom_sites.deploy.secure.terms import Terms
-from fedloom_sites.deploy.settings import Secure
+from fedloom_sites.deploy.secure.terms import SessionTerms
+from fedloom_sites.deploy.settings import SecureSettings
 from tests.deploy.scene import FIRST, Scene, scene, signing_key_of
 
 SMALL: dict[str, Any] = {
@@ -30,7 +30,7 @@ def secured(
     """A deployment under secure aggregation."""
     here = scene(folder, method, **{**SMALL, "rounds": 4, **changes})
     keys, names = (tuple(getattr(m, what) for m in here.server.sites) for what in ("signing_key", "site"))
-    value = Secure(threshold=threshold, keys=keys, names=names, **(agreed or {}))
+    value = SecureSettings(threshold=threshold, keys=keys, names=names, **(agreed or {}))
     return here._replace(
         server=here.server.with_(secure=value, quorum=threshold), sites=[s.with_(secure=value) for s in here.sites]
     )
@@ -54,9 +54,11 @@ def losing(lost: dict[tuple[int, str], Collection[int]]) -> Any:
     return fault
 
 
-def terms_of(n: int) -> Terms:
+def terms_of(n: int) -> SessionTerms:
     """What n sites of `Steps` are asked."""
-    return Terms(round=1, trains=True, sizes=((9, 3, 3),) * n, cohort=range(n), accepted=(0,) * n, download="0" * 64)
+    return SessionTerms(
+        round=1, trains=True, sizes=((9, 3, 3),) * n, cohort=range(n), accepted=(0,) * n, download="0" * 64
+    )
 
 
 TERMS = terms_of(5)
@@ -90,7 +92,7 @@ class Steps:
             for c, s in enumerate(self.sites)
         }
 
-    def receive(self, c: int, senders: Collection[int], terms: Terms | None = None) -> bytes:
+    def receive(self, c: int, senders: Collection[int], terms: SessionTerms | None = None) -> bytes:
         inbox = secure.join_parts({p: sent[c] for p, sent in self.shared().items() if p in senders and p != c})
         return self.sites[c].receive(1, self.nonce, inbox, terms or self.terms, {c: EQUAL[c] for c in range(self.n)})
 
@@ -106,7 +108,9 @@ class Steps:
 
     def agreed(self, survivors: Collection[int], signers: Collection[int]) -> bytes:
         """What the server sends with the last step: the sites of a sum, with signatures of some of them."""
-        text = secure.statement(secure.bound_to(self.session(), self.terms.digest, range(self.n)), survivors)
+        text = secure.encode_statement(
+            secure.session_binding(self.session(), self.terms.digest, range(self.n)), survivors
+        )
         return secure.join_parts({c: signing_key_of(c).sign(text) if c in signers else bytes(64) for c in survivors})
 
     def reveal(self, c: int, survivors: Collection[int], signers: Collection[int] | None = None) -> bytes:

@@ -13,9 +13,9 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.ops import admitted, loopback
-from fedloom_sites.deploy.ops.admitted import is_revoked, key_file, revoke
-from fedloom_sites.deploy.ops.commands import profile
-from fedloom_sites.deploy.ops.loopback import Loopback, run_all
+from fedloom_sites.deploy.ops.admitted import admitted_key_file, is_revoked, revoke
+from fedloom_sites.deploy.ops.commands import flower_profile
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment, run_all
 from fedloom_sites.deploy.ops.members import remove
 from fedloom_sites.deploy.ops.processes import ProcessError
 
@@ -47,8 +47,8 @@ def flower(ready, monkeypatch):
     """The server of a try-out, which knows site-0 and site-1."""
     (ready / "local" / "cli").mkdir(parents=True)
     made = Flower(ready / "local" / "superlink.db")
-    made.nodes = {name: made.register(key_file(ready / "server", name)) for name in SITES[:2]}
-    monkeypatch.setattr(admitted, "ask", made.ask)
+    made.nodes = {name: made.register(admitted_key_file(ready / "server", name)) for name in SITES[:2]}
+    monkeypatch.setattr(admitted, "ask_flower", made.ask)
     return made
 
 
@@ -64,12 +64,12 @@ def test_a_key_is_revoked_by_the_name_of_its_site(ready, flower):
 
 def test_no_later_start_of_a_try_out_lets_it_in(ready, flower, monkeypatch):
     monkeypatch.setattr(loopback, "check_certificate", lambda _: None)
-    monkeypatch.setattr(Loopback, "_await_tls", lambda *_: None)
-    monkeypatch.setattr(Loopback, "_start", lambda *_: None)
-    monkeypatch.setattr(Loopback, "run", lambda *_: None)
+    monkeypatch.setattr(LoopbackDeployment, "_await_tls", lambda *_: None)
+    monkeypatch.setattr(LoopbackDeployment, "_start", lambda *_: None)
+    monkeypatch.setattr(LoopbackDeployment, "run", lambda *_: None)
     begun, said = [], []
-    monkeypatch.setattr(Loopback, "start_site", lambda _, name: begun.append(name))
-    monkeypatch.setattr(Loopback, "register", lambda here, file: Flower(here.server.database).register(file))
+    monkeypatch.setattr(LoopbackDeployment, "start_site", lambda _, name: begun.append(name))
+    monkeypatch.setattr(LoopbackDeployment, "register", lambda here, file: Flower(here.server.database).register(file))
     revoke(ready, "site-1")
     run_all(ready, said.append)
     assert begun == ["site-0", "site-2"]
@@ -87,9 +87,9 @@ def test_nor_does_a_copy_of_the_folder_as_it_was(ready, flower, written):
 
 def test_a_site_may_come_back_with_another_key(ready, flower):
     revoke(ready, "site-1")
-    shutil.copy(key_file(ready / "server", "site-2"), key_file(ready / "server", "site-1"))
+    shutil.copy(admitted_key_file(ready / "server", "site-2"), admitted_key_file(ready / "server", "site-1"))
     assert not is_revoked(ready / "server", "site-1")
-    number = flower.register(key_file(ready / "server", "site-1"))
+    number = flower.register(admitted_key_file(ready / "server", "site-1"))
     assert revoke(ready, "site-1") == number
     assert not flower.lets_in(number)
     assert is_revoked(ready / "server", "site-1")
@@ -113,7 +113,7 @@ def test_a_server_that_does_not_answer_is_to_be_told_later(ready, flower, monkey
         raise ProcessError("supernode unregister 7: no connection")
 
     with monkeypatch.context() as silent:
-        silent.setattr(admitted, "ask", refuse)
+        silent.setattr(admitted, "ask_flower", refuse)
         with pytest.raises(ProcessError, match=r"no connection\nsite-1 cannot connect at any later start, because"):
             revoke(ready, "site-1")
     assert is_revoked(ready / "server", "site-1")
@@ -123,10 +123,10 @@ def test_a_server_that_does_not_answer_is_to_be_told_later(ready, flower, monkey
 
 def test_where_the_directory_is_in_its_place_its_own_server_is_told(ready, flower, monkeypatch):
     homes = []
-    monkeypatch.setattr(admitted, "ask", lambda _question, home, *_a, **_values: homes.append(home))
+    monkeypatch.setattr(admitted, "ask_flower", lambda _question, home, *_a, **_values: homes.append(home))
     revoke(ready, "site-1")
     own = ready / "server" / "cli"
-    (own / "config.toml").write_text(profile("127.0.0.1:18000", ready / "server" / "ca.crt"))
+    (own / "config.toml").write_text(flower_profile("127.0.0.1:18000", ready / "server" / "ca.crt"))
     with pytest.raises(ConfigError, match=r"cannot read the nodes of .*state/superlink.db .*; start the server"):
         revoke(ready, "site-0")
     number = Flower(ready / "server" / "state" / "superlink.db").register(ready / "server" / "nodes" / "site-2.pub")

@@ -20,7 +20,7 @@ from sklearn.metrics import log_loss
 from fedloom.data.new_data import NewData
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, Stop
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
 from tests import hospitals
@@ -139,7 +139,7 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
     clients = [Client(read_site(agreed / "sites" / name / "site.toml")) for name in NAMES]
     grid = FakeGrid({FIRST + c.site.client: c.answer for c in clients})
     said: list[str] = []
-    assert serve(grid, read_server(agreed / "server" / "server.toml"), said.append) is Stop.DONE
+    assert serve_run(grid, read_server(agreed / "server" / "server.toml"), said.append) is Stop.DONE
     assert any("round 3/3: 5 of 5 accepted" in line for line in said), said
     for site in hospitals.SITES:
         home = agreed / "sites" / site.lower()
@@ -200,7 +200,7 @@ def test_the_journey_over_real_processes(tmp_path: Path) -> None:
     here = shutil.copytree(real, tmp_path / "here")
     clients = [Client(read_site(here / "sites" / name / "site.toml")) for name in NAMES]
     grid = FakeGrid({FIRST + c.site.client: c.answer for c in clients})
-    assert serve(grid, read_server(here / "server" / "server.toml"), lambda _: None) is Stop.DONE
+    assert serve_run(grid, read_server(here / "server" / "server.toml"), lambda _: None) is Stop.DONE
     told = call("deploy", "local", real)
     assert "round 3/3: 5 of 5 accepted" in told
     assert "over TLS" in told
@@ -225,7 +225,7 @@ def test_times_to_an_event_are_learned_and_used_at_every_site(tmp_path: Path) ->
     clients = [Client(read_site(made / "sites" / site.lower() / "site.toml")) for site in sites]
     grid = FakeGrid({FIRST + c.site.client: c.answer for c in clients})
     said: list[str] = []
-    assert serve(grid, read_server(made / "server" / "server.toml"), said.append) is Stop.DONE
+    assert serve_run(grid, read_server(made / "server" / "server.toml"), said.append) is Stop.DONE
     assert any("round 3/3: 2 of 2 accepted" in line for line in said), said
     for site in sites:
         home, rows = made / "sites" / site.lower(), hospitals.patients(site, seed=5)

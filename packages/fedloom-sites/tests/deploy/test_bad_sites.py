@@ -15,7 +15,7 @@ from fedloom.errors import Stop
 from fedloom_sites.deploy.secure import integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import ANALYSES_ENTRY, read_checked
-from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, MOST_STEPS
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, MAX_ANALYSIS_STEPS
 from fedloom_sites.deploy.settings import Server
 from tests.deploy.scene import FIRST, Scene, changed, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, losing, secured
@@ -70,7 +70,7 @@ def advertised_anew(field: str) -> Edit:
         [file] = here.sites[client].state.rglob("session.json")
         [advert] = secure.read_adverts(data)
         forged, name = advert._replace(**{field: bytes(32)}), bytes.fromhex((read_checked(file) or {})["name"])
-        signature = signing_key_of(client).sign(secure._advertised(name, forged))
+        signature = signing_key_of(client).sign(secure._signed_advert_text(name, forged))
         return secure.write_adverts([forged._replace(signature=signature)])
 
     return edit
@@ -163,7 +163,7 @@ def test_a_damaged_list_of_opened_sums_opens_no_old_round(tmp_path: Path) -> Non
         known = read_checked(file)
         assert known is not None
         [experiment] = known["experiments"].values()
-        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, ANALYSES_ENTRY: MOST_STEPS}
+        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, ANALYSES_ENTRY: MAX_ANALYSIS_STEPS}
         assert [*experiment["opened"]["uploads"]] == ["3", "4"]
         assert known["sites"]["lost"]
 
@@ -188,7 +188,9 @@ BAD: dict[str, tuple[str, Edit, str]] = {
         "masked",
         lambda here, client, _: (
             ACCUSATION_PREFIX
-            + secure.join_parts({3: shares.accuse(session_of(here, client), client, 3, signing_key_of(client))})
+            + secure.join_parts(
+                {3: shares.sign_accusation(session_of(here, client), client, 3, signing_key_of(client))}
+            )
         ),
         "it claims that the share of site-3 does not decrypt, but it does",
     ),

@@ -18,8 +18,8 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
 from fedloom.errors import Stop, WireError
-from fedloom_sites.deploy.protocol.envelope import HEAD_LIMIT, STATUS_FIELDS, seal, unseal
-from fedloom_sites.deploy.server.bounded import pull
+from fedloom_sites.deploy.protocol.envelope import HEAD_LIMIT, STATUS_FIELDS, seal_message, unseal_message
+from fedloom_sites.deploy.server.bounded import pull_replies
 from tests.deploy.grid import outside_flower
 from tests.deploy.scene import FIRST, changed, scene
 
@@ -74,13 +74,13 @@ def reply(content: RecordDict) -> Message:
 
 
 def record(*arrays: bytes, **head: Any) -> RecordDict:
-    return seal({"kind": "train", **head}, arrays)
+    return seal_message({"kind": "train", **head}, arrays)
 
 
 def test_a_reply_within_its_limit_arrives_as_it_was_sent() -> None:
     sent = reply(record(b"x" * MB, b"y" * 100))
     store = Store([sent])
-    [found] = pull(store.grid(), {"asked": 2 * MB})
+    [found] = pull_replies(store.grid(), {"asked": 2 * MB})
     assert not found.has_error()
     assert [a.data for a in found.content["arrays"].values()] == [b"x" * MB, b"y" * 100]
     assert store.confirmed == [sent.object_id]
@@ -105,7 +105,7 @@ def test_parts_that_are_claimed_many_times_are_counted_as_often(arrays: int, tim
     store = bomb(arrays, times)
     tracemalloc.start()
     try:
-        [found] = pull(store.grid(), {"asked": 20 * MB})
+        [found] = pull_replies(store.grid(), {"asked": 20 * MB})
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -124,14 +124,14 @@ def test_noise_is_given_up_while_it_comes() -> None:
     chunks = [ArrayChunk(memoryview(k.to_bytes(4, "big") * (MB // 4))) for k in range(50)]
     store.contents |= {c.object_id: c.deflate() for c in chunks}
     store.trees[0].children.extend(ObjectTree(object_id=c.object_id) for c in chunks)
-    [found] = pull(store.grid(), {"asked": 10 * MB})
+    [found] = pull_replies(store.grid(), {"asked": 10 * MB})
     assert found.has_error()
     assert len(store.pulled) <= 10 + 4 + 16
 
 
 def test_a_reply_that_nobody_waits_for_is_not_put_together() -> None:
     store = Store([reply(record(b"x" * MB))])
-    [found] = pull(store.grid(), {"another": 10 * MB})
+    [found] = pull_replies(store.grid(), {"another": 10 * MB})
     assert found.has_error()
 
 
@@ -141,10 +141,10 @@ def test_the_head_is_limited_in_bytes() -> None:
         "protocol": 1, "release": "", "experiment": "", "kind": "hello", "round": 0, "client": 0, "nonce": b"",
         "digest": "", "status": "ok", "reason": "", "signature": b"", "vocabulary": ["word"],
     }  # fmt: skip
-    assert unseal(seal(good), fields, STATUS_FIELDS, 0).head["vocabulary"] == ["word"]
+    assert unseal_message(seal_message(good), fields, STATUS_FIELDS, 0).head["vocabulary"] == ["word"]
     for value in (["x" * 1000] * 2000, ["x" * (2 * HEAD_LIMIT)], ["word"] * 400_000):
         with pytest.raises(WireError, match=f"at most {HEAD_LIMIT} are allowed"):
-            unseal(seal(good | {"vocabulary": value}), fields, STATUS_FIELDS, 0)
+            unseal_message(seal_message(good | {"vocabulary": value}), fields, STATUS_FIELDS, 0)
 
 
 @pytest.mark.parametrize("kind", ["hello", "score", "train"])

@@ -21,17 +21,17 @@ from fedloom.algorithms._prototypes import shape_of, updated
 from fedloom.algorithms.qffl import Up
 from fedloom.choose.mixers import MIXERS
 from fedloom.choose.weighers import WEIGHERS
-from fedloom.data.input_spec import compared
+from fedloom.data.input_spec import comparable_facts
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
 from fedloom.lab.experiment import parse
 from fedloom.local.smoothness import largest
 from fedloom.rows import masks
 from fedloom.rows.algebra import lifted
-from fedloom_sites.deploy.ops.plan import _bound, plan
-from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.lengths import lengths, shortened
-from fedloom_sites.deploy.protocol.rejected import Rejected
+from fedloom_sites.deploy.ops.plan import _propose_norm_bound, plan_deployment
+from fedloom_sites.deploy.protocol.checks import ReplyChecks
+from fedloom_sites.deploy.protocol.lengths import shorten_upload, upload_norms
+from fedloom_sites.deploy.protocol.rejected import RejectedReply
 from fedloom_sites.deploy.setting_files import read_server
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
@@ -77,7 +77,7 @@ def test_no_honest_site_is_refused_by_bounds_and_ranges(name: str, tmp_path: Pat
     here = scene(tmp_path, given(name), **SMALL | {"rounds": 3})
     experiment = here.experiment
     fed = experiment.partition(experiment.source.load(), 0)
-    bound = _bound(*make_job(experiment.methods[0].setting, fed))
+    bound = _propose_norm_bound(*make_job(experiment.methods[0].setting, fed))
     if name == "fedadmm-inexact":  # in round 2 its u, with the dual in it, is 16 times as far as in round 1
         bound = 4 * bound  # type: ignore[operator]
     trains = name != "fedbabu"  # it trains no heads, and this model is a head
@@ -88,7 +88,9 @@ def test_no_honest_site_is_refused_by_bounds_and_ranges(name: str, tmp_path: Pat
 def test_every_field_has_a_bound_of_its_own(tmp_path: Path) -> None:
     here = scene(tmp_path, "scaffold", **SMALL)
     experiment = here.experiment
-    bound = _bound(*make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0)))
+    bound = _propose_norm_bound(
+        *make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    )
     assert isinstance(bound, dict)
     assert bound.keys() == {"dy", "dc"}
     here = here._replace(server=here.server.with_(norm_bound=bound, quorum=2))
@@ -488,21 +490,21 @@ def test_one_site_moves_a_mean_by_samples_by_its_claim(tmp_path: Path) -> None:
 
 
 def test_with_data_of_their_own_the_most_samples_are_said(experiment: Any) -> None:
-    assert plan(experiment(), 3, own_data=True).most_samples is None
-    assert plan(experiment(), 3, own_data=True).by_samples
-    assert plan(experiment(), 3, own_data=True, most_samples=700).most_samples == 700
-    assert not plan(experiment(client_weights="uniform"), 3, own_data=True).by_samples
+    assert plan_deployment(experiment(), 3, own_data=True).most_samples is None
+    assert plan_deployment(experiment(), 3, own_data=True).by_samples
+    assert plan_deployment(experiment(), 3, own_data=True, most_samples=700).most_samples == 700
+    assert not plan_deployment(experiment(client_weights="uniform"), 3, own_data=True).by_samples
 
 
 def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path, planned: Any) -> None:
     """`init` has cut the data, so it knows the largest part of any site; a larger one is refused at the start."""
     server = read_server(written / "server" / "server.toml")
     assert server.examples_limit == planned.most_samples < 10_000
-    head = {"sizes": [server.examples_limit + 1, 0, 0], "figures": "", **compared(server.samples)}
-    with pytest.raises(Rejected, match="the sample counts must be three numbers from 0 to"):
-        Checks(server, {}).check_data(head)
-    Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})
-    greeting, other = (Checks(server, {}).longest(kind) for kind in ("hello", "score"))
+    head = {"sizes": [server.examples_limit + 1, 0, 0], "figures": "", **comparable_facts(server.samples)}
+    with pytest.raises(RejectedReply, match="the sample counts must be three numbers from 0 to"):
+        ReplyChecks(server, {}).check_data(head)
+    ReplyChecks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})
+    greeting, other = (ReplyChecks(server, {}).longest(kind) for kind in ("hello", "score"))
     assert greeting - other >= len(json.dumps(server.samples.model_dump_json()))  # beside the head, JSON in JSON
 
 
@@ -518,13 +520,13 @@ def test_an_upload_is_projected_onto_every_bound(name: str, scale: float, tmp_pa
     up = type(client.forms.idle)(
         *(scale * torch.randn(f.shape, generator=draws, dtype=f.dtype) for f in client.forms.idle)
     )
-    before = lengths(job, up, down)
-    after, is_cut = shortened(job, up, down, dict.fromkeys(job.fields, 0.5))
+    before = upload_norms(job, up, down)
+    after, is_cut = shorten_upload(job, up, down, dict.fromkeys(job.fields, 0.5))
     assert is_cut == any(float(norm) > 0.5 for norm in before.values())
-    for field, norm in lengths(job, after, down).items():
+    for field, norm in upload_norms(job, after, down).items():
         assert float(norm) == pytest.approx(min(0.5, float(before[field])), rel=1e-6)
     engine = job.setting.engine.with_(norm_bound=0.25)
-    within, is_cut = shortened(replace(job, setting=job.setting.with_(engine=engine)), up, down, {})
+    within, is_cut = shorten_upload(replace(job, setting=job.setting.with_(engine=engine)), up, down, {})
     assert is_cut == any(float((f / scale).norm()) > 0.25 / scale for f in up)
     for field, old in zip(within, up, strict=True):
         assert float(field.norm()) <= 0.25 * (1 + 1e-6)

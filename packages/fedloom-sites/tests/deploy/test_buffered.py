@@ -20,11 +20,11 @@ from fedloom.engine.privacy import epsilon
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.schedule import Devices, Fleet
-from fedloom_sites.deploy.noise import ReleasedNoise, released
+from fedloom_sites.deploy.noise import ReleasedNoise, deployed_part
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.server import transport
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.state import latest_models
 from tests.deploy.grid import Clock, Delay, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
 
@@ -119,7 +119,7 @@ def test_a_deployed_stream_is_the_simulated_one_of_the_same_arrivals(
         torch.testing.assert_close(here.model(), simulated.models.rows("global"), rtol=1e-10, atol=1e-10)
     if "personal" in simulated.models.kinds():
         for site in here.sites:
-            [mine] = models(site.state)
+            [mine] = latest_models(site.state)
             rows = simulated.models.rows("personal")[site.client]
             torch.testing.assert_close(load_file(mine.path)["rows"][0], rows, rtol=1e-10, atol=1e-10)
 
@@ -132,7 +132,7 @@ def ledger(site: Any) -> list[dict[str, Any]]:
 def test_epsilon_of_a_stream_is_that_of_the_site_that_sends_most(tmp_path: Path, clock: Clock) -> None:
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 8, "evaluate": {"every": 8}}, **buffered(2), **NOISE)
     assert here.serve(grid(here, clock, seconds(dict(enumerate(TIMES)))), **WAIT) is Stop.DONE
-    noise = released(here.experiment.methods[0].setting.upload_transform)
+    noise = deployed_part(here.experiment.methods[0].setting.upload_transform)
     assert isinstance(noise, ReleasedNoise)
     arrivals = [sum(f"site-{i}" in step for step in steps(here)) for i in range(N)]
     assert max(arrivals) > min(arrivals)
@@ -147,7 +147,7 @@ def test_epsilon_of_a_stream_is_that_of_the_site_that_sends_most(tmp_path: Path,
 
 def test_a_site_whose_budget_is_spent_leaves_a_stream_to_the_others(tmp_path: Path, clock: Clock) -> None:
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 6}, **buffered(2), **NOISE)
-    noise = released(here.experiment.methods[0].setting.upload_transform)
+    noise = deployed_part(here.experiment.methods[0].setting.upload_transform)
     assert isinstance(noise, ReleasedNoise)
     first = here.sites[0].with_(epsilon=(epsilon(noise, 2) + epsilon(noise, 3)) / 2)
     others = [site.with_(epsilon=100 * epsilon(noise, 6)) for site in here.sites[1:]]

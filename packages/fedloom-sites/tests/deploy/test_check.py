@@ -19,8 +19,8 @@ from fedloom.lab.experiment import parse
 from fedloom_sites.deploy.ops import check, keys
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.setting_files import read_site, text_of
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.setting_files import read_site, settings_text
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 from tests.deploy.sessions import secured
 
@@ -139,13 +139,13 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
 def test_authority_that_is_missing_damaged_or_out_of_date(site):
     site.ca.write_text("hello")
     assert "not a certificate in PEM format" in refused(site)[0]
-    site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) - timedelta(days=20)).pem())
+    site.ca.write_bytes(keys.make_authority("try", 10, datetime.now(UTC) - timedelta(days=20)).pem())
     assert "the authority's certificate expired on" in refused(site)[0]
-    site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) + timedelta(days=20)).pem())
+    site.ca.write_bytes(keys.make_authority("try", 10, datetime.now(UTC) + timedelta(days=20)).pem())
     (sentence,) = refused(site)
     assert f"UTC, the time here is {datetime.now(UTC):%Y-%m-%d}" in sentence  # both with their dates
     assert "Set the clock" in sentence
-    site.ca.write_bytes(keys.authority("try", 10).pem())
+    site.ca.write_bytes(keys.make_authority("try", 10).pem())
     assert any("expires soon" in f.sentence for f in check_site(site, offline=True) if f.level == "note")
     site.ca.unlink()
     assert "cannot read the authority's certificate" in refused(site)[0]
@@ -232,7 +232,7 @@ def test_key_that_the_server_does_not_know(status, level, sentence, site):
 
 def test_server_of_another_authority(site):
     with serving(site) as (_, address):
-        site.ca.write_bytes(keys.authority("other", 10).pem())
+        site.ca.write_bytes(keys.make_authority("other", 10).pem())
         (sentence,) = refused(changed(site, server=address), offline=False)
     assert "does not have the certificate of the server in ca.crt" in sentence
 
@@ -250,7 +250,7 @@ def test_server_whose_certificate_is_of_another_time_or_name(host, days, fault, 
     ca = keys.Authority.load(
         (ready / "authority" / "ca.key").read_bytes(), (ready / "authority" / "ca.crt").read_bytes()
     )
-    made = keys.server_certificate(ca, [host], 1, datetime.now(UTC) + timedelta(days=days))
+    made = keys.issue_server_certificate(ca, [host], 1, datetime.now(UTC) + timedelta(days=days))
     with serving(site, made=made) as (port, address):
         address = address if host.startswith("127") else f"localhost:{port}"
         (sentence,) = refused(changed(site, server=address), offline=False)
@@ -274,7 +274,7 @@ def test_exit_code_of_the_command(ready, site):
     fine = CliRunner().invoke(app, ["deploy", "check", str(folder), "--offline"])
     assert fine.exit_code == 0, fine.output
     (folder / "site.toml").write_text(
-        text_of(changed(site, version="9.9.9")),
+        settings_text(changed(site, version="9.9.9")),
     )
     bad = CliRunner().invoke(app, ["deploy", "check", str(folder), "--offline"])
     assert bad.exit_code == 1
@@ -301,7 +301,7 @@ def clinic(tmp_path_factory):
         "partition": {"kind": "iid", "clients": 2},
         "method": [{"algorithm": "fedavg"}],
     }
-    write_directory(plan(parse(document), 2, own_data=True), folder / "try", Location())
+    write_directory(plan_deployment(parse(document), 2, own_data=True), folder / "try", Location())
     return folder
 
 
@@ -341,15 +341,15 @@ def test_doubtful_columns_are_named_where_they_are(clinic, tmp_path, change, lev
 
 
 def test_every_version_that_a_result_can_depend_on_is_compared(site):
-    here = check.versions()
+    here = check.result_versions()
     assert {"python", "torch", "numpy", "flwr", "cryptography", "pycryptodome", "opendp"} <= here.keys()
     assert site.versions == here
     other = site.with_(versions={**here, "torch": "1.0", "opendp": "0.1"})
-    [note] = [f for f in check._versions(other) if "versions that differ" in f.sentence]
+    [note] = [f for f in check._check_versions(other) if "versions that differ" in f.sentence]
     assert note.level == "note"
     assert f"torch {here['torch']}, there 1.0; " in note.sentence
     assert f"opendp {here['opendp']}, there 0.1" in note.sentence
-    assert not [f for f in check._versions(site) if "versions that differ" in f.sentence]
+    assert not [f for f in check._check_versions(site) if "versions that differ" in f.sentence]
 
 
 def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
@@ -358,7 +358,9 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     def notes(name, client, agreed=None, **changes):
         here = secured(tmp_path / name, "fedavg", agreed=agreed, **changes)
         train = part_sizes(site_federation(here.experiment, here.sites[client]), client)[0]
-        found = [f.sentence for f in check._data(here.sites[client]) if f.level == "note" and f.sentence[:5] == "sums:"]
+        found = [
+            f.sentence for f in check._check_data(here.sites[client]) if f.level == "note" and f.sentence[:5] == "sums:"
+        ]
         return found, train
 
     [sentence], train = notes("samples", 1)

@@ -17,9 +17,9 @@ from fedloom_sites.deploy import code
 from fedloom_sites.deploy.code import check_code, code_of, read_agreed
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.loopback import Loopback
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.ops.processes import Processes
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.ops.processes import ManagedProcesses
 from fedloom_sites.deploy.setting_files import read_server, read_site
 
 METHOD = """
@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch):
 def deployed(folder, tmp_path, experiment, monkeypatch):
     """A deployment of it, looked at from elsewhere, by a process that has not imported it."""
     out = tmp_path / "out"
-    write_directory(plan(experiment("method_of_mine:Mine")), out, Location())
+    write_directory(plan_deployment(experiment("method_of_mine:Mine")), out, Location())
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(folder)
     for name in [name for name in sys.modules if "mine" in name]:
@@ -108,7 +108,7 @@ def test_other_code_is_refused_before_it_runs(deployed, how):
         file.write_text("raise SystemExit('it ran')\n")
     site = read_site(deployed / "sites" / "site-0" / "site.toml")
     what = "cannot read the user code" if how == "missing" else "helper_of_mine.py is not the agreed"
-    for call in (check_code, read_agreed, lambda _: Loopback(deployed, Processes())):
+    for call in (check_code, read_agreed, lambda _: LoopbackDeployment(deployed, ManagedProcesses())):
         with pytest.raises(ConfigError, match=what):
             call(site)
     assert any(f.level == "refused" and what in f.sentence for f in check_site(site, offline=True))
@@ -166,7 +166,7 @@ def test_what_is_installed_stays_there_and_is_compared(written):
 
     found = code_of({"method": [{"algorithm": "sortedcontainers.sortedlist:SortedList"}]})
     assert not found.files
-    assert found.installed == {module.__name__: code.digest(Path(module.__file__).read_bytes())}
+    assert found.installed == {module.__name__: code.sha256_hex(Path(module.__file__).read_bytes())}
     check_code(site.model_copy(update={"installed": found.installed}))
     for other, why in (({module.__name__: "0" * 64}, "is not the"), ({"no_such.mine": "0" * 64}, "install")):
         with pytest.raises(ConfigError, match=why):

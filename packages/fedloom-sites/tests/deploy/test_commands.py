@@ -8,7 +8,7 @@ from flwr.common.config import parse_config_args
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fedloom.errors import ConfigError
-from fedloom_sites.deploy.ops.commands import command, environment
+from fedloom_sites.deploy.ops.commands import command_words, process_environment
 from fedloom_sites.deploy.setting_files import read_server, read_site
 
 
@@ -29,7 +29,7 @@ def options(words):
 
 
 def test_superlink_has_tls_node_keys_and_installs_nothing(server):
-    given = options(command("superlink", server))
+    given = options(command_words("superlink", server))
     assert given["--ssl-certfile"] == str(server.certificate)
     assert given["--ssl-keyfile"] == str(server.key)
     assert given["--ssl-ca-certfile"] == str(server.ca)
@@ -41,7 +41,7 @@ def test_superlink_has_tls_node_keys_and_installs_nothing(server):
 
 
 def test_superexec_reaches_the_superlink_and_shares_its_secret(server):
-    link, given = options(command("superlink", server)), options(command("superexec", server))
+    link, given = options(command_words("superlink", server)), options(command_words("superexec", server))
     assert given["--runtime-api-address"] == f"{link['--host']}:{link['--port']}"
     assert given["--superexec-auth-secret-file"] == link["--superexec-auth-secret-file"]
     assert given["--root-certificates"] == str(server.ca)
@@ -49,7 +49,7 @@ def test_superexec_reaches_the_superlink_and_shares_its_secret(server):
 
 
 def test_flower_reads_the_supernodes_command_line(site):
-    words = command("supernode", site, file=Path("/srv/site 1/site.toml"))
+    words = command_words("supernode", site, file=Path("/srv/site 1/site.toml"))
     begin = next(k for k, word in enumerate(words) if word.endswith("flower-supernode"))
     args = _parse_args_run_supernode().parse_args(words[begin + 1 :])
     assert args.superlink == "fl.example.org:8443"
@@ -62,7 +62,7 @@ def test_flower_reads_the_supernodes_command_line(site):
 
 
 def test_flower_reads_the_runs_configuration(written):
-    given = options(command("run", app=written / "app", file=written / "server.toml"))
+    given = options(command_words("run", app=written / "app", file=written / "server.toml"))
     assert parse_config_args([given["--run-config"]]) == {"server": str(written / "server.toml")}
     app = tomllib.loads((written / "server" / "app" / "pyproject.toml").read_text())
     assert set(app["tool"]["flwr"]["app"]["config"]) == {"server"}
@@ -72,14 +72,14 @@ def test_flower_reads_the_runs_configuration(written):
 @pytest.mark.parametrize("path", ['/a"b', "/a'b", "/a\\b"])
 def test_a_path_that_flower_cannot_be_told_is_refused(site, path):
     with pytest.raises(ConfigError, match="another folder"):
-        command("supernode", site, file=Path(path))
+        command_words("supernode", site, file=Path(path))
 
 
 def test_no_secret_is_on_a_command_line(server, site):
     words = [
-        *command("superlink", server),
-        *command("superexec", server),
-        *command("supernode", site, file=Path("/s.toml")),
+        *command_words("superlink", server),
+        *command_words("superexec", server),
+        *command_words("supernode", site, file=Path("/s.toml")),
     ]
     for path in (server.key, server.secret, site.node_key, site.signing_key):
         content = path.read_bytes()
@@ -87,7 +87,7 @@ def test_no_secret_is_on_a_command_line(server, site):
 
 
 def test_every_process_is_told_to_send_and_install_nothing():
-    given = environment(Path("/home/fl"), Path("/opt/bin"), threads=2)
+    given = process_environment(Path("/home/fl"), Path("/opt/bin"), threads=2)
     assert given["FLWR_TELEMETRY_ENABLED"] == "0"
     assert given["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert given["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"

@@ -25,7 +25,7 @@ from fedloom_sites.deploy.secure.counters import (
     read_counters,
     write_counters,
 )
-from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, ProtocolBroken
 
 SITES = range(5)
 BOUND = bytes(range(32))
@@ -49,8 +49,8 @@ class Sent(NamedTuple):
 def sent(arrived: tuple[int, ...] = (*SITES,), bound: bytes = BOUND, mine: Sequence[Sequence[int]] = MINE) -> Sent:
     """All sites share their secrets, and the counters of some arrive."""
     secrets = {c: secure.new_secrets() for c in SITES}
-    session = secure.session_of(bytes(32), 3, [secure.advertise(bytes(32), c, secrets[c], KEYS[c]) for c in SITES])
-    sealed = {c: shares.share(session, c, secrets[c], KEYS[c]) for c in SITES}
+    session = secure.session_of(bytes(32), 3, [secure.make_advert(bytes(32), c, secrets[c], KEYS[c]) for c in SITES])
+    sealed = {c: shares.make_shares(session, c, secrets[c], KEYS[c]) for c in SITES}
     held = {
         to: {c: all_[to] if c == to else shares.open_share(session, to, secrets[to], c, all_[to], PUBLIC[c])
              for c, all_ in sealed.items()} for to in SITES
@@ -87,16 +87,16 @@ def test_counters_open_for_all_sites_of_a_sum_alone() -> None:
         "in another's name": lambda: one.opened(messages=one.messages | {0: one.messages[1]}),
     }
     for make in wrong.values():
-        with pytest.raises(Broken):
+        with pytest.raises(ProtocolBroken):
             make()
 
 
 def test_the_shares_of_counters_do_not_open_the_vectors() -> None:
     """The two sums of a session have seeds of their own, each committed to."""
     one = sent()
-    with pytest.raises(Broken, match="fits the committed value"):
-        shares.restored(one.session, SITES, SITES, one.told)
-    assert shares.restored(one.session, SITES, SITES, one.told, of_counters=True)[1] == set()
+    with pytest.raises(ProtocolBroken, match="fits the committed value"):
+        shares.restore_secrets(one.session, SITES, SITES, one.told)
+    assert shares.restore_secrets(one.session, SITES, SITES, one.told, of_counters=True)[1] == set()
 
 
 def test_one_bit_more_is_not_what_a_site_signed() -> None:
@@ -123,15 +123,15 @@ def test_what_a_site_sends_is_uniform_whatever_its_counters_are() -> None:
 
 @pytest.mark.parametrize(("answered", "threshold"), [(0, 3), (2, 3), (3, 4)])
 def test_fewer_answers_than_the_threshold_are_not_enough(answered: int, threshold: int) -> None:
-    with pytest.raises(Broken, match=f"only {answered} sites answered .* needs {threshold}"):
+    with pytest.raises(ProtocolBroken, match=f"only {answered} sites answered .* needs {threshold}"):
         check_enough(AnswerCounts(answered, 9, 0), threshold)
     check_enough(AnswerCounts(threshold, 2, 0), threshold)
-    with pytest.raises(Broken, match="1 of the sites could not answer"):
+    with pytest.raises(ProtocolBroken, match="1 of the sites could not answer"):
         check_enough(AnswerCounts(threshold + 1, 0, 1), threshold)
 
 
 def test_a_wrong_counter_of_one_site_is_no_sum() -> None:
     for huge in (6, 2**64 - 1, int.from_bytes(os.urandom(8), "little") | 8):
         one = sent(mine=[(huge, 0, 0) if c == 1 else ABSENT_COUNTS for c in SITES])
-        with pytest.raises(Broken, match="out of range"):
+        with pytest.raises(ProtocolBroken, match="out of range"):
             one.opened()

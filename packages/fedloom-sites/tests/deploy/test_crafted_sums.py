@@ -19,7 +19,7 @@ from fedloom_sites.deploy.rehearsal.samples import (
     craft_bins,
     find_first_layer,
     read_bins,
-    training_rows,
+    site_training_rows,
 )
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from tests.deploy.sessions import secured, sum_honestly
@@ -43,10 +43,10 @@ def read_from_one_sum(folder: Path, agreed: dict[str, Any], **changes: Any) -> t
     cut = {"partition": {"kind": "iid", "clients": SITES, "max_train_per_client": 40}}
     here = secured(folder, "fedavg", 3, agreed=agreed, model={"kind": "mlp", "hidden": [UNITS]}, **{**cut, **changes})
     rogue = Rogue(here)
-    rows = torch.cat([training_rows(c, site.trainer.fed) for c, site in enumerate(rogue.sites)])
+    rows = torch.cat([site_training_rows(c, site.trainer.fed) for c, site in enumerate(rogue.sites)])
     job = rogue.trainer.job
     layer = find_first_layer(job, rows.shape[1])
-    every = training_rows(0, Iid(clients=1)(here.experiment.source.load(), 1))
+    every = site_training_rows(0, Iid(clients=1)(here.experiment.source.load(), 1))
     public = every[(torch.cdist(every, rows) > 0).all(1)]  # the server has digits like those of the sites
     assert len(public) > 3 * len(rows)
     change = change_of_sum(rogue, *ask(rogue, craft_bins(rogue, layer, public)))

@@ -23,11 +23,18 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import read
 from fedloom_sites.deploy.ops import join, keys
 from fedloom_sites.deploy.ops import run as service
-from fedloom_sites.deploy.ops.commands import command
-from fedloom_sites.deploy.ops.directory import Location, compose, gate, renew, units, write_directory
+from fedloom_sites.deploy.ops.commands import command_words
+from fedloom_sites.deploy.ops.directory import (
+    Location,
+    compose_file,
+    proxy_configuration,
+    renew,
+    systemd_units,
+    write_directory,
+)
 from fedloom_sites.deploy.ops.loopback import check_certificate
-from fedloom_sites.deploy.ops.plan import _names, plan
-from fedloom_sites.deploy.setting_files import check_fingerprint, read_server, read_site, text_of
+from fedloom_sites.deploy.ops.plan import _folder_names, plan_deployment
+from fedloom_sites.deploy.setting_files import check_fingerprint, read_server, read_site, settings_text
 from fedloom_sites.deploy.site import handover
 from tests.commands import call, in_a_fork
 from tests.deploy.scene import scene
@@ -76,8 +83,8 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     assert one.methods[0].setting.rounds == 3
     several = experiment("fedavg", "flame", seeds=[4, 5])
     with pytest.raises(ConfigError, match="fedavg, flame. Choose one with --method"):
-        plan(several)
-    chosen = tomllib.loads(plan(several, method="flame", rounds=7).experiment)
+        plan_deployment(several)
+    chosen = tomllib.loads(plan_deployment(several, method="flame", rounds=7).experiment)
     assert (chosen["seeds"], chosen["method"][0]["label"], chosen["method"][0]["rounds"]) == ([4], "flame", 7)
 
 
@@ -94,13 +101,13 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
 )
 def test_what_cannot_be_deployed_is_refused(experiment, given, options, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        plan(experiment(**given), **options)
+        plan_deployment(experiment(**given), **options)
 
 
 def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
     krum = {"algorithm": "ifca", "aggregator": {"kind": "krum", "f": 0}}
     with pytest.raises(Refused):
-        plan(experiment(krum))
+        plan_deployment(experiment(krum))
 
 
 @pytest.mark.parametrize(
@@ -123,16 +130,16 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
 )
 def test_every_site_has_a_folder_of_its_own_on_every_disk(experiment, names, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        plan(experiment(), names=names.split(","))
+        plan_deployment(experiment(), names=names.split(","))
 
 
 def test_clients_whose_names_differ_in_case_only_are_numbered():
-    assert _names(["Nord", "nord"]) == ("site-0", "site-1")
-    assert _names(["Nord", "Ost"]) == ("Nord", "Ost")
+    assert _folder_names(["Nord", "nord"]) == ("site-0", "site-1")
+    assert _folder_names(["Nord", "Ost"]) == ("Nord", "Ost")
 
 
 def test_sites_with_data_of_their_own(experiment, tmp_path):
-    planned = plan(experiment(), 5, own_data=True)
+    planned = plan_deployment(experiment(), 5, own_data=True)
     assert (len(planned.sites), planned.share) == (5, "all")
     write_directory(planned, tmp_path / "own", Location())
     assert read_site(tmp_path / "own" / "sites" / "site-4" / "site.toml").clients == 5
@@ -149,7 +156,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_done(planned, ready, mo
     with pytest.raises(ConfigError, match="belongs to a deployment"):
         write_directory(planned, ready, Location())
     assert (ready / "authority" / "ca.key").read_bytes() == before
-    monkeypatch.setattr(keys, "server_certificate", lambda *_: 1 / 0)
+    monkeypatch.setattr(keys, "issue_server_certificate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_directory(planned, ready.parent / "new", Location())
     assert [p.name for p in ready.parent.iterdir()] == ["try"]
@@ -174,15 +181,15 @@ def test_the_certificate_is_the_authoritys_and_names_the_gate_and_loopback(writt
     ],
 )
 def test_tls_takes_the_certificate_only_while_it_holds_and_for_its_names(tmp_path, name, now, problem):
-    ca = keys.authority("try", 100, datetime.now(UTC) - timedelta(days=60))
-    made = keys.server_certificate(ca, ["localhost", "127.0.0.1"], 30, now)
+    ca = keys.make_authority("try", 100, datetime.now(UTC) - timedelta(days=60))
+    made = keys.issue_server_certificate(ca, ["localhost", "127.0.0.1"], 30, now)
     found = handshake(tmp_path, made, ca, name)
     assert found is None if problem is None else problem in found
 
 
 def test_tls_refuses_another_authority(tmp_path):
-    made = keys.server_certificate(keys.authority("try", 100), ["localhost"], 30)
-    assert "unable to get local issuer" in handshake(tmp_path, made, keys.authority("other", 100), "localhost")
+    made = keys.issue_server_certificate(keys.make_authority("try", 100), ["localhost"], 30)
+    assert "unable to get local issuer" in handshake(tmp_path, made, keys.make_authority("other", 100), "localhost")
 
 
 def handshake(folder, made, ca, name):
@@ -231,7 +238,7 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
 @pytest.mark.parametrize("public", ["fl.example.org:8443", "[2001:db8::7]:8443", "10.0.0.7:443"])
 def test_renew_keeps_the_name_that_sites_reach_the_server_by(ready, public):
     file = ready / "server" / "server.toml"
-    file.write_text(text_of(read_server(file).with_(public=public)))
+    file.write_text(settings_text(read_server(file).with_(public=public)))
     call("deploy", "renew", ready)
     made = x509.load_pem_x509_certificate((ready / "server" / "server.crt").read_bytes())
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -291,7 +298,7 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
     server = read_server(written / "server" / "server.toml")
     place = Location(host="192.0.2.7", home="/srv/fl", programs="/opt/fl/bin")
     site = read_site(written / "sites" / "site-1" / "site.toml")
-    texts = {**units(server, place), **units(site, place)}
+    texts = {**systemd_units(server, place), **systemd_units(site, place)}
     for unit_name, unit in texts.items():
         name = unit_name.removeprefix("fedloom-srv-fl-")
         given = settings(unit)
@@ -334,10 +341,10 @@ def test_a_site_starts_with_what_its_file_says_then(ready, monkeypatch):
     file = ready / "sites" / "site-1" / "site.toml"
     lines = []
     monkeypatch.setattr(os, "execv", lambda program, words: lines.append((program, words)))
-    file.write_text(text_of(read_site(file).with_(server="192.0.2.9:443", port=9095)))
+    file.write_text(settings_text(read_site(file).with_(server="192.0.2.9:443", port=9095)))
     join.main(file)
     [(program, words)] = lines
-    assert words == command("supernode", read_site(file), file=file)
+    assert words == command_words("supernode", read_site(file), file=file)
     assert program == words[0]
     assert words[3:5] == [handover.__name__, str(file)]
     assert [words[words.index(option) + 1] for option in ("--superlink", "--port")] == ["192.0.2.9:443", "9095"]
@@ -370,7 +377,7 @@ def test_systemd_takes_the_units(written, tmp_path):
     for program in ("flower-superlink", "flower-superexec", "flower-supernode", "python3", "fedloom"):
         (tmp_path / program).touch(0o755)
     site = read_site(written / "sites" / "site-1" / "site.toml")
-    texts = {**units(server, place), **units(site, place)}
+    texts = {**systemd_units(server, place), **systemd_units(site, place)}
     for name, text in texts.items():
         (tmp_path / f"{name}.service").write_text(text)
     files = [tmp_path / f"{name}.service" for name in texts]
@@ -392,7 +399,7 @@ def test_a_folder_that_a_unit_or_the_gate_would_cut_is_refused(folder):
 
 def test_the_gate_lets_the_fleet_api_through_and_nothing_else(written):
     server = read_server(written / "server" / "server.toml")
-    text = gate(server, Location(host="fl.example.org", proxy_port=444, home="/srv/fl"))
+    text = proxy_configuration(server, Location(host="fl.example.org", proxy_port=444, home="/srv/fl"))
     assert re.findall(r"location (\S+)", text) == ["/v1/fleet/", "/"]
     assert "listen 444 ssl;" in text
     assert f"client_max_body_size    {server.body_limit};" in text
@@ -439,7 +446,7 @@ def test_the_command(experiment, tmp_path):
 @pytest.mark.parametrize(("method", "channel"), [("fedavg", {}), ("flame", {}), ("scaffold", {}), ("fedavg", TOP_K)])
 def test_the_bound_is_ten_times_the_longest_difference_of_the_first_round(tmp_path, method, channel):
     experiment = scene(tmp_path, method, rounds=1, **channel).experiment
-    planned = plan(experiment)
+    planned = plan_deployment(experiment)
     [agreed] = tomllib.loads(planned.experiment)["method"]
     here = scene(tmp_path / "agreed", agreed, rounds=1)
     assert here.serve() is Stop.DONE
@@ -449,11 +456,11 @@ def test_the_bound_is_ten_times_the_longest_difference_of_the_first_round(tmp_pa
         assert 0.99 * 10 * longest <= together <= 1.01 * 10 * longest * len(planned.norm_bound) ** 0.5
     else:
         assert planned.norm_bound == pytest.approx(10 * longest, rel=0.006)
-    assert plan(experiment, norm_bound=3.0).norm_bound == 3.0
+    assert plan_deployment(experiment, norm_bound=3.0).norm_bound == 3.0
 
 
 def test_a_method_that_sends_nothing_has_no_bound(experiment):
-    assert plan(experiment("local")).norm_bound is None
+    assert plan_deployment(experiment("local")).norm_bound is None
 
 
 def test_the_bound_is_the_servers(written):
@@ -466,8 +473,8 @@ def test_containers_run_the_commands_of_the_units(written):
     place = Location(home="/srv/fl", programs="/opt/fl/bin")
     server = read_server(written / "server" / "server.toml")
     site = read_site(written / "sites" / "site-1" / "site.toml")
-    texts = {**units(server, place), **units(site, place)}
-    services = {n: s for of in (server, site) for n, s in yaml.safe_load(compose(of, place))["services"].items()}
+    texts = {**systemd_units(server, place), **systemd_units(site, place)}
+    services = {n: s for of in (server, site) for n, s in yaml.safe_load(compose_file(of, place))["services"].items()}
     assert {f"fedloom-srv-fl-{name}" for name in services} == texts.keys()
     for name, container in services.items():
         side = "site" if name == "site" else "server"

@@ -22,8 +22,8 @@ from fedloom.storage import disk
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.protocol import Broken
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_terms
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
+from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms, check_terms
 from fedloom_sites.deploy.secure.vectors import MAX_SCORE_TOTAL, ScoreVector, UploadVector
 from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured, sum_honestly, terms_of
@@ -86,7 +86,7 @@ def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     assert not rogue.refused
 
 
-def attacked(rogue: Rogue, asks: Mapping[int, tuple[Terms, bytes]], vectors: Collection[int] = ALL) -> None:
+def attacked(rogue: Rogue, asks: Mapping[int, tuple[SessionTerms, bytes]], vectors: Collection[int] = ALL) -> None:
     """A session in which sites are asked different things: some send a vector, and none says a share."""
     session = rogue.begin(1)
     for c, (terms, download) in asks.items():
@@ -227,7 +227,7 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
 
 SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
 STEP = SCORES.with_(scored=-1, question=AnalysisStep.create("regression", 0, b"0.5"))
-WRONG: dict[str, tuple[Terms, str]] = {
+WRONG: dict[str, tuple[SessionTerms, str]] = {
     "a step of a regression that scores too": (STEP.with_(scored=2), "must not ask for anything else"),
     "a step of a regression that trains too": (STEP.with_(trains=True), "must not ask for anything else"),
     "an analysis that is called uploads": (
@@ -253,7 +253,7 @@ def test_terms_that_no_site_accepts(case: str) -> None:
     for terms, figures in ((SCORES, "3"), (STEP, "3"), (terms_of(3), "")):
         check_terms(terms, 0, (9, 3, 3), figures, 3, 0)
     terms, sentence = WRONG[case]
-    with pytest.raises(Broken, match=sentence):
+    with pytest.raises(ProtocolBroken, match=sentence):
         check_terms(terms, 0, (9, 3, 3), terms.figures[0] if terms.figures else "", 3, 0)
 
 
@@ -340,7 +340,7 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
         first.open(c)
     assert first.shown.keys() == {4}  # which has heard of no other session: one share is no secret
     assert not first.told
-    with pytest.raises(Broken, match="1 site sent their shares, but 3 are required"):
+    with pytest.raises(ProtocolBroken, match="1 site sent their shares, but 3 are required"):
         first.counts(terms)
 
 
@@ -402,7 +402,7 @@ def test_a_site_killed_at_any_write_opens_one_sum(
             for count in order:
                 try:
                     answers.add(steps.reveal(0, range(count)))
-                except Broken:
+                except ProtocolBroken:
                     continue
                 opened.add(count)
             assert len(answers) <= 1, place
@@ -455,7 +455,7 @@ def split(tmp_path: Path, threshold: int, colluders: Collection[int]) -> tuple[s
         ):
             try:
                 steps.reveal(c, survivors, signed)
-            except Broken:
+            except ProtocolBroken:
                 continue
             opened[name] += 1
     return {name for name, count in opened.items() if count >= threshold}, steps
@@ -464,14 +464,14 @@ def split(tmp_path: Path, threshold: int, colluders: Collection[int]) -> tuple[s
 @pytest.mark.parametrize(("threshold", "colluders"), [(5, []), (6, [0]), (7, [0, 1]), (7, [0, 1, 2, 3])])
 def test_a_split_view_of_nine_sites_opens_one_sum_at_most(threshold: int, colluders: list[int], tmp_path: Path) -> None:
     """Within 2 T > n + c, both the sum of nine and that of eight, whose difference is one upload, are never open."""
-    assert len(colluders) <= secure.colluders(9, threshold)
+    assert len(colluders) <= secure.max_colluders(9, threshold)
     found, _ = split(tmp_path, threshold, colluders)
     assert len(found) <= 1
 
 
 def test_the_bound_of_a_split_view_is_sharp(tmp_path: Path) -> None:
     """One colluding site more, and both sums are open: the attack above is a real one."""
-    assert secure.colluders(9, 5) == 0
+    assert secure.max_colluders(9, 5) == 0
     found, _ = split(tmp_path, 5, [0])
     assert found == {"all", "eight"}
 

@@ -27,11 +27,11 @@ from fedloom_sites.deploy.protocol.envelope import (
     REQUEST_FIELDS,
     Kind,
     digest_of,
-    seal,
+    seal_message,
 )
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.ledger import Ledger, Spent
-from fedloom_sites.deploy.site.state import MODEL_FILE, Generation, Rewound, SiteState
+from fedloom_sites.deploy.site.ledger import BudgetSpent, Ledger
+from fedloom_sites.deploy.site.state import MODEL_FILE, ServerRewound, SiteState, StateGeneration
 from tests.deploy.scene import FIRST, Scene, scene
 from tests.deploy.sessions import losing, secured
 from tests.deploy.test_faults_in_runs import personal
@@ -49,7 +49,7 @@ def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str,
     head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
     head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": client.site.fingerprint, "kind": kind}
     head |= {"client": client.site.client, "digest": digest_of(arrays)} | fields
-    answer = client.reply(seal(head, arrays))["head"]
+    answer = client.reply(seal_message(head, arrays))["head"]
     assert isinstance(answer, ConfigRecord)
     return str(answer["status"]), str(answer["reason"])
 
@@ -128,15 +128,15 @@ def test_the_last_accepted_state_outlives_a_server_that_claims_others(tmp_path: 
     """A server that names rounds as accepted which the site never computed: the last real state stays."""
     memory = SiteState(tmp_path, "a" * 64, 0)
     for t in (1, 2):
-        memory.keep(Generation(t, t - 1, "d", {"rows.w": torch.full((2,), float(t))}, {}))
+        memory.keep(StateGeneration(t, t - 1, "d", {"rows.w": torch.full((2,), float(t))}, {}))
         memory.settle(t)
     for t in (5, 7, 9, 11):
         state = memory.settle(t)
         assert state is not None
         assert state.round == 2
-        memory.keep(Generation(t + 1, 2, "d", {"rows.w": torch.zeros(2)}, {}))
+        memory.keep(StateGeneration(t + 1, 2, "d", {"rows.w": torch.zeros(2)}, {}))
     assert memory.read(2) is not None
-    with pytest.raises(Rewound):
+    with pytest.raises(ServerRewound):
         memory.settle(7)
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_ledger_gives_no_budget_anew(case: str, tmp_path: Path) -> Non
     client = here.clients()[0]
     before = files(site.state)
     with pytest.raises(
-        Spent, match="is damaged in line|lists [0-9]+ releases, but the state in the same folder counts 4"
+        BudgetSpent, match="is damaged in line|lists [0-9]+ releases, but the state in the same folder counts 4"
     ):
         client.trainer._ledger.release(4)
     assert files(site.state) == before
@@ -242,7 +242,7 @@ def test_lines_that_a_crash_cut_short_count_and_the_chain_goes_on(tmp_path: Path
     book.release(3)
     assert Ledger(tmp_path, noise, None, "x", least=5).releases() == 5
     book.release(4)
-    with pytest.raises(Spent, match="release 7 would raise"):
+    with pytest.raises(BudgetSpent, match="release 7 would raise"):
         book.release(5)
 
 

@@ -21,9 +21,15 @@ from fedloom.errors import Stop
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
-from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, HEAD_RECORD, MAX_FIGURES, METRICS_RECORD, Pending
-from fedloom_sites.deploy.protocol.rejected import Rejected
+from fedloom_sites.deploy.protocol.checks import ReplyChecks
+from fedloom_sites.deploy.protocol.envelope import (
+    ARRAYS_RECORD,
+    HEAD_RECORD,
+    MAX_FIGURES,
+    METRICS_RECORD,
+    PendingRequest,
+)
+from fedloom_sites.deploy.protocol.rejected import RejectedReply
 from tests.deploy.grid import outside_flower, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
 
@@ -189,23 +195,23 @@ def run(here: Scene, bend: Bend, kind: str = "train", **settings: Any) -> Stop:
 class Heard(NamedTuple):
     """An honest reply, what it answers, and its judge."""
 
-    checks: Checks
+    checks: ReplyChecks
     reply: Message
-    asked: Pending
+    asked: PendingRequest
 
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> Heard:
     found: list[Heard] = []
-    check = Checks.check
+    check = ReplyChecks.check
 
-    def look(self: Checks, reply: Message, asked: Pending, **more: Any) -> Any:
+    def look(self: ReplyChecks, reply: Message, asked: PendingRequest, **more: Any) -> Any:
         if asked.kind == "train" and asked.client == BAD:
             found.append(Heard(self, reply, asked))
         return check(self, reply, asked, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checks, "check", look)
+        patch.setattr(ReplyChecks, "check", look)
         here = scene(tmp_path_factory.mktemp("heard"), "fedavg", **SMALL)
         assert here.serve(norm_bound=100.0, message_limit=1_000_000) is Stop.DONE
     return found[0]
@@ -217,7 +223,7 @@ def test_rejected(case: str, heard: Heard) -> None:
     assert heard.checks.check(heard.reply, heard.asked).client == BAD
     bent = bend(heard.reply)
     assert isinstance(bent, Message)
-    with pytest.raises(Rejected) as error:
+    with pytest.raises(RejectedReply) as error:
         heard.checks.check(wire(bent), heard.asked)
     assert error.value.step == step, error.value
     assert 10 < len(error.value.reason) <= 500

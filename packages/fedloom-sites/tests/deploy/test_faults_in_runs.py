@@ -24,10 +24,10 @@ from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirErr
 from fedloom.storage import disk
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.state import latest_models
 from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def personal(here: Scene, client: int) -> torch.Tensor:
-    [mine] = models(here.sites[client].state)
+    [mine] = latest_models(here.sites[client].state)
     return load_file(mine.path)["rows"]
 
 
@@ -174,8 +174,8 @@ def test_states_of_experiments_are_never_mixed(tmp_path: Path) -> None:  # 18
     assert other._replace(server=server).serve() is Stop.DONE
     alone = scene(tmp_path / "alone", {"algorithm": "flame", "rho": 0.5}, **SMALL)
     assert alone.serve() is Stop.DONE
-    assert len(models(here.sites[0].state)) == 2
-    found = {m.experiment: load_file(m.path)["rows"] for m in models(here.sites[0].state)}
+    assert len(latest_models(here.sites[0].state)) == 2
+    found = {m.experiment: load_file(m.path)["rows"] for m in latest_models(here.sites[0].state)}
     assert torch.equal(found[other.sites[0].fingerprint], personal(alone, 0))
     assert torch.equal(found[here.sites[0].fingerprint], before)
 
@@ -238,10 +238,10 @@ def test_who_the_first_round_waits_for_is_said_once(tmp_path: Path) -> None:
     here, said = scene(tmp_path, "fedavg", **SMALL), list[str]()
     two = here.grid()
     del two.nodes[FIRST + LOST]
-    assert serve(two, here.server, said.append) is Stop.TOO_FEW
+    assert serve_run(two, here.server, said.append) is Stop.TOO_FEW
     waits = f"fedloom: waits for site-1, at most {here.server.patience:g} s"
     assert [line for line in said if "waits for" in line] == [waits]
-    assert serve(here.grid(), here.server, said.append) is Stop.DONE
+    assert serve_run(here.grid(), here.server, said.append) is Stop.DONE
     assert len([line for line in said if "waits for" in line]) == 1
 
 
@@ -415,7 +415,7 @@ def test_a_site_without_data(tmp_path: Path) -> None:  # 29
     assert here.serve() is Stop.DONE
     assert not here.audit(kind="train", client=LOST)
     assert here.summary()["sites"]["site-1"]["here"] is True
-    [mine] = models(here.sites[LOST].state)
+    [mine] = latest_models(here.sites[LOST].state)
     assert (mine.kind, mine.round) == ("global", 4)
     assert torch.equal(personal(here, LOST)[0], here.model())
 
@@ -511,7 +511,7 @@ def test_samples_that_change_at_equal_size(fixed: bool, tmp_path: Path, monkeypa
 
     grid.nodes[FIRST + LOST] = anew
     said: list[str] = []
-    assert serve(grid, here.server.with_(quorum=2), said.append) is Stop.DONE
+    assert serve_run(grid, here.server.with_(quorum=2), said.append) is Stop.DONE
     sentence = "the samples of site-1 differ from those at the start"
     if fixed:
         assert {r["round"] for r in here.audit("rejected", kind="train", client=LOST)} == {3, 4}
@@ -568,7 +568,7 @@ def test_a_finished_run_asks_no_site(tmp_path: Path) -> None:
     assert here.serve() is Stop.DONE
     before = {p: p.read_bytes() for p in (here.folder / "results").iterdir()}
     said: list[str] = []
-    assert serve(here.grid(clients=[]), here.server.with_(patience=1e-3), said.append) is Stop.DONE
+    assert serve_run(here.grid(clients=[]), here.server.with_(patience=1e-3), said.append) is Stop.DONE
     assert said == ["fedloom: all rounds are done. For more rounds, deploy an experiment with more rounds"]
     assert before == {p: p.read_bytes() for p in (here.folder / "results").iterdir()}
 

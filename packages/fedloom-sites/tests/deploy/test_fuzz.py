@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import Stop, WireError
-from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, HEAD_RECORD, METRICS_RECORD, Pending
-from fedloom_sites.deploy.protocol.rejected import Rejected
+from fedloom_sites.deploy.protocol.checks import ReplyChecks
+from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, HEAD_RECORD, METRICS_RECORD, PendingRequest
+from fedloom_sites.deploy.protocol.rejected import RejectedReply
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import wire
 from tests.deploy.scene import changed, scene
@@ -26,18 +26,18 @@ BAD = 1
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checks, Message, Pending, Client, Message]:
+def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplyChecks, Message, PendingRequest, Client, Message]:
     """A judge, an honest reply, what it answers; and the site that gave it, with the message."""
-    found: list[tuple[Checks, Message, Pending]] = []
-    check = Checks.check
+    found: list[tuple[ReplyChecks, Message, PendingRequest]] = []
+    check = ReplyChecks.check
 
-    def look(self: Checks, reply: Message, asked: Pending, **more: Any) -> Any:
+    def look(self: ReplyChecks, reply: Message, asked: PendingRequest, **more: Any) -> Any:
         if asked.kind == "train" and asked.client == BAD:
             found.append((self, reply, asked))
         return check(self, reply, asked, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checks, "check", look)
+        patch.setattr(ReplyChecks, "check", look)
         patch.setattr(os, "fsync", lambda _fd: None)
         here = scene(tmp_path_factory.mktemp("fuzz"), "fedavg", **SMALL)
         grid = here.grid()
@@ -51,10 +51,10 @@ def upload(reply: Message) -> bytes:
     return next(iter(reply.content[ARRAYS_RECORD].values())).data
 
 
-def is_rejected(checks: Checks, reply: Message, asked: Pending) -> bool:
+def is_rejected(checks: ReplyChecks, reply: Message, asked: PendingRequest) -> bool:
     try:
         checks.check(reply, asked)
-    except Rejected as error:
+    except RejectedReply as error:
         return 2 <= error.step <= 12 and error.reason.isprintable() and len(error.reason) <= 500
     return False
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedloom.analyses.importance import importance
 from fedloom.analyses.patients import group_scores
-from fedloom.data.groups import keeping
+from fedloom.data.groups import keep_group_columns
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
 from fedloom.lab.experiment import parse
@@ -27,12 +27,18 @@ from fedloom.lab.report.numbers import leading_metric, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.rundir import FEDERATION_CLIENT
 from fedloom_sites.deploy.groups import GroupSums
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.setting_files import text_of
-from fedloom_sites.deploy.settings import Secure
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.server.run import serve_run
+from fedloom_sites.deploy.setting_files import settings_text
+from fedloom_sites.deploy.settings import SecureSettings
 from fedloom_sites.deploy.site.groups import SiteGroups
-from fedloom_sites.deploy.site.models import importances, module_of, owned, score_site_model, used
+from fedloom_sites.deploy.site.models import (
+    column_importances,
+    find_owned_models,
+    load_raw_model,
+    module_of,
+    score_site_model,
+)
 from tests.commands import call
 from tests.deploy.scene import Scene, scene
 from tests.deploy.sessions import sum_honestly
@@ -83,7 +89,7 @@ def deployed(folder: Path, *, task: str = "binary", method: str = "ditto", maske
     )  # fmt: skip
     if not masked:
         return here
-    agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites), scores=scores)
+    agreed = SecureSettings(threshold=4, keys=tuple(m.signing_key for m in here.server.sites), scores=scores)
     return here._replace(
         server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
     )
@@ -92,7 +98,7 @@ def deployed(folder: Path, *, task: str = "binary", method: str = "ditto", maske
 def wanted(here: Scene) -> dict[tuple[Any, ...], float]:
     """The scores of the simulation."""
     experiment = here.experiment
-    data = keeping(experiment.source, GROUPS).load()
+    data = keep_group_columns(experiment.source, GROUPS).load()
     result = simulate(experiment.methods[0].setting, experiment.partition(data, 0))
     scores = group_scores(result, GROUPS, experiment.find("groups").min_rows)
     return {tuple(row.values())[:4]: row["value"] for row in scores.to_pylist()}
@@ -242,7 +248,7 @@ def test_a_column_for_scoring_only_has_its_levels_from_the_agreement(tmp_path: P
 def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     here = deployed(tmp_path)
     with pytest.raises(ConfigError, match="have not agreed on the levels of 'ward'"):
-        plan(parse({**here.experiment.settings(), "analysis": [{"kind": "groups", "by": ["ward"]}]}))
+        plan_deployment(parse({**here.experiment.settings(), "analysis": [{"kind": "groups", "by": ["ward"]}]}))
     file = table(tmp_path / "wide.csv", {"A": 300, "B": 300}, "regression")
     data = {
         **here.experiment.settings()["data"],
@@ -251,7 +257,9 @@ def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp
         "categorical": ["age", "sex"],
     }
     with pytest.raises(ConfigError, match="do not fit into a message"):
-        plan(parse({**here.experiment.settings(), "data": data, "analysis": [{"kind": "groups", "by": ["age"] * 9}]}))
+        plan_deployment(
+            parse({**here.experiment.settings(), "data": data, "analysis": [{"kind": "groups", "by": ["age"] * 9}]})
+        )
 
 
 def normalised(shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -268,19 +276,19 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
     here = deployed(tmp_path, method=method, model={"kind": model}, evaluate={"batchnorm_stats": "own"})
     assert here.serve() is Stop.DONE
     run, site, kind = here.simulate(), here.sites[2], "global" if method == "fedavg" else "personal"
-    (site.state / "site.toml").write_text(text_of(site))
+    (site.state / "site.toml").write_text(settings_text(site))
     simulated = [row for row in importance(run).to_pylist() if (row["client"], row["model"]) == (2, kind)]
-    lines = importances(site.state)
+    lines = column_importances(site.state)
     assert len(lines) == len(simulated) == 3
     for (column, metric, mean, spread), row in zip(lines, simulated, strict=True):
         assert (column, metric) == (row["column"], row["metric"])
         assert (mean, spread) == pytest.approx((row["value"], row["spread"]), abs=1e-10)
-    (one,) = owned(site.state)
+    (one,) = find_owned_models(site.state)
     scores = score_site_model(one)
     assert {"auroc", "loss"} <= scores.keys()
     assert scores == pytest.approx({name: float(run.final(kind, name)[2]) for name in scores}, abs=1e-10)
-    assert used(site.state).module().state_dict().keys() == module_of(one).state_dict().keys()
-    for tensor, same in zip(used(site.state).module().buffers(), module_of(one).buffers(), strict=True):
+    assert load_raw_model(site.state).module().state_dict().keys() == module_of(one).state_dict().keys()
+    for tensor, same in zip(load_raw_model(site.state).module().buffers(), module_of(one).buffers(), strict=True):
         assert torch.equal(tensor, same)
     file = tmp_path / "test.csv"
     with (tmp_path / "all.csv").open() as rows:
@@ -295,14 +303,14 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
 
 def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_path: Path) -> None:
     here, lines = deployed(tmp_path, method="fedavg", model={"kind": NORMALISED}), list[str]()
-    assert serve(here.grid(), here.server, lines.append) is Stop.DONE
+    assert serve_run(here.grid(), here.server, lines.append) is Stop.DONE
     (note,) = [line for line in lines if "statistics are not sent. A" in line]
     assert "the client's own" in note
     assert "averaged" not in note
     site = here.sites[2]
-    (site.state / "site.toml").write_text(text_of(site))
+    (site.state / "site.toml").write_text(settings_text(site))
     assert "statistics of this site's own training part" in call("deploy", "evaluate", site.state, "--importance")
-    (one,) = owned(site.state)
+    (one,) = find_owned_models(site.state)
     (tmp_path / "all.csv").write_text("site,age,sex,x,y\n")
     with pytest.raises(ConfigError, match="site-2 has no samples, but the model's normalization layers need"):
         module_of(one)

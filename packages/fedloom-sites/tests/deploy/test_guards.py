@@ -18,22 +18,22 @@ from fedloom.errors import ConfigError, RunStopped, Stop, WireError
 from fedloom.rows.aggregators import Krum
 from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
-from fedloom_sites.deploy.protocol.checks import Checks
+from fedloom_sites.deploy.protocol.checks import ReplyChecks
 from fedloom_sites.deploy.protocol.envelope import (
     HEAD_LIMIT,
     HEAD_RECORD,
     REPLY_FIELDS,
     STATUS_FIELDS,
-    Pending,
-    Reply,
-    Request,
-    unseal,
+    PendingRequest,
+    SiteRequest,
+    ValidReply,
+    unseal_message,
 )
-from fedloom_sites.deploy.protocol.rejected import Rejected
+from fedloom_sites.deploy.protocol.rejected import RejectedReply
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.deploy.site.state import Generation, SiteState
+from fedloom_sites.deploy.site.state import SiteState, StateGeneration
 from tests.deploy.grid import Clock, FakeGrid, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
 from tests.deploy.test_mute import FEW
@@ -66,7 +66,7 @@ def test_a_client_counts_once_though_two_messages_were_answered_in_its_name(
     other = Client(here.sites[BAD])
     grid.nodes[FIRST + 50] = other.answer
     transport.presence.welcome = lambda *_: None  # type: ignore[method-assign]
-    good, _ = transport.exchange(0, [Request("hello", None, node=n) for n in (FIRST + BAD, FIRST + 50)], 2, 0.2)
+    good, _ = transport.exchange(0, [SiteRequest("hello", None, node=n) for n in (FIRST + BAD, FIRST + 50)], 2, 0.2)
     assert set(good) == {BAD}
     assert any("has already answered" in line for line in said)
 
@@ -78,7 +78,7 @@ def test_a_message_is_answered_once(here: Scene) -> None:  # 11, the first guard
     check = transport.checks.check
     transport.checks.check = lambda *a, **more: (check(*a, **more), looked.append(1))[0]  # type: ignore[method-assign]
     grid.fault = lambda _n, _m, reply: [reply, reply]
-    good, _ = transport.exchange(0, [Request("hello", None, node=FIRST)], 1, 0.2)
+    good, _ = transport.exchange(0, [SiteRequest("hello", None, node=FIRST)], 1, 0.2)
     assert set(good) == {0}
     assert len(looked) == 1
 
@@ -103,14 +103,14 @@ def test_a_round_closes_at_the_deadline_if_the_quorum_is_there(
     transport.greet()
     grid.fault = lambda node, _, reply: None if node == FIRST + BAD else reply
     start = clock.now
-    good, _ = transport.exchange(1, [Request("hello", None, node=FIRST + c) for c in range(2)], need, 20.0)
+    good, _ = transport.exchange(1, [SiteRequest("hello", None, node=FIRST + c) for c in range(2)], need, 20.0)
     assert set(good) == {0}
     assert waits <= clock.now - start < waits + 1
 
 
 def test_a_message_lives_as_long_as_the_settings_say(here: Scene) -> None:  # 16
     transport, grid, _ = hello(here)
-    transport.exchange(0, [Request("hello", None, node=FIRST)], 1, 0.2)
+    transport.exchange(0, [SiteRequest("hello", None, node=FIRST)], 1, 0.2)
     assert grid.sent[-1].metadata.ttl == here.server.ttl
 
 
@@ -129,14 +129,14 @@ def test_an_answer_after_the_life_of_its_message_is_none(here: Scene, clock: Clo
 def test_a_site_may_have_a_large_vocabulary(here: Scene) -> None:
     """And no string, nor any list, may be of any length."""
     transport, grid, _ = hello(here)
-    transport.exchange(0, [Request("hello", None, node=FIRST)], 1, 0.2)
+    transport.exchange(0, [SiteRequest("hello", None, node=FIRST)], 1, 0.2)
     reply = Client(here.sites[0]).answer(grid.sent[-1])
     words = [f"w{k}" for k in range(20_000)]
-    read = unseal(wire(changed(reply, 0, head={"vocabulary": words})).content, REPLY_FIELDS, STATUS_FIELDS, 1)
+    read = unseal_message(wire(changed(reply, 0, head={"vocabulary": words})).content, REPLY_FIELDS, STATUS_FIELDS, 1)
     assert read.head["vocabulary"] == words
     for head in ({"reason": "x" * 20_000}, {"sizes": [0] * HEAD_LIMIT}):
         with pytest.raises(WireError, match="long|at most"):
-            unseal(changed(reply, 0, head=head).content, REPLY_FIELDS, STATUS_FIELDS, 1)
+            unseal_message(changed(reply, 0, head=head).content, REPLY_FIELDS, STATUS_FIELDS, 1)
 
 
 @pytest.mark.parametrize("sizes", [[-1, 0, 0], [1, 2], [10**9, 0, 0], [1.0, 0.0, 0.0]])
@@ -150,40 +150,42 @@ def test_numbers_of_samples_that_cannot_be_are_refused_in_a_greeting(here: Scene
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checks, Message, Pending]:
+def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplyChecks, Message, PendingRequest]:
     """A judge, an honest reply, and what it answers."""
-    found: list[tuple[Checks, Message, Pending]] = []
-    check = Checks.check
+    found: list[tuple[ReplyChecks, Message, PendingRequest]] = []
+    check = ReplyChecks.check
 
-    def look(self: Checks, reply: Message, asked: Pending, **more: Any) -> Reply:
+    def look(self: ReplyChecks, reply: Message, asked: PendingRequest, **more: Any) -> ValidReply:
         if asked.kind == "train" and asked.client == BAD:
             found.append((self, reply, asked))
         return check(self, reply, asked, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checks, "check", look)
+        patch.setattr(ReplyChecks, "check", look)
         assert scene(tmp_path_factory.mktemp("heard"), "fedavg", **FEW).serve() is Stop.DONE
     return found[0]
 
 
-def test_a_site_with_its_own_key_cannot_answer_for_another(heard: tuple[Checks, Message, Pending]) -> None:  # 13
+def test_a_site_with_its_own_key_cannot_answer_for_another(
+    heard: tuple[ReplyChecks, Message, PendingRequest],
+) -> None:  # 13
     """Client 0 answers the message to client 1 as itself: its signature holds, but it was not asked."""
     checks, reply, asked = heard
-    with pytest.raises(Rejected, match="client is 0, not 1"):
+    with pytest.raises(RejectedReply, match="client is 0, not 1"):
         checks.check(wire(changed(reply, 0, head={"client": 0})), asked)
 
 
-def test_a_reply_in_the_right_name_needs_its_key(heard: tuple[Checks, Message, Pending]) -> None:  # 13
+def test_a_reply_in_the_right_name_needs_its_key(heard: tuple[ReplyChecks, Message, PendingRequest]) -> None:  # 13
     """All else is as it must be: the client, the nonce, the digest."""
     checks, reply, asked = heard
-    with pytest.raises(Rejected, match="not made with the key of client 1"):
+    with pytest.raises(RejectedReply, match="not made with the key of client 1"):
         checks.check(wire(changed(reply, 0)), asked)
 
 
 def test_a_state_file_of_another_experiment_is_not_read(tmp_path: Path) -> None:  # 18
     """Even where the folder is the same, since the first 16 digits are."""
     one, two = (SiteState(tmp_path, "a" * 16 + rest * 48, 0) for rest in "bc")
-    one.keep(Generation(3, 0, "d", {"rows.w": torch.ones(2)}, {}))
+    one.keep(StateGeneration(3, 0, "d", {"rows.w": torch.ones(2)}, {}))
     one.settle(3)
     assert one.read(3) is not None
     assert one.accepted() == (3, 0)
@@ -195,7 +197,7 @@ def test_a_state_file_of_another_experiment_is_not_read(tmp_path: Path) -> None:
 
 def test_a_kept_reply_answers_the_same_question_only(tmp_path: Path) -> None:  # 19
     memory = SiteState(tmp_path, "a" * 64, 0)
-    memory.keep(Generation(3, 2, "d", {"rows.w": torch.ones(2)}, {}))
+    memory.keep(StateGeneration(3, 2, "d", {"rows.w": torch.ones(2)}, {}))
     assert memory.answered(3, 2, "d") is not None
     assert memory.answered(3, 1, "d") is None  # from another state
     assert memory.answered(3, 2, "e") is None  # with another download
@@ -215,7 +217,7 @@ def test_a_kept_reply_answers_the_same_question_only(tmp_path: Path) -> None:  #
 def test_a_site_refuses_by_itself(here: Scene, field: str, value: Any, sentence: str) -> None:
     """The server would not send it, or would reject the reply: the site does not rely on that."""
     transport, grid, _ = hello(here)
-    transport.exchange(0, [Request("hello", BAD, node=FIRST + BAD)], 1, 0.2)
+    transport.exchange(0, [SiteRequest("hello", BAD, node=FIRST + BAD)], 1, 0.2)
     message = grid.sent[-1]
     head = {**message.content[HEAD_RECORD], field: value}
     message.content = RecordDict({**message.content, HEAD_RECORD: ConfigRecord(head)})
@@ -234,7 +236,7 @@ def test_a_server_file_of_another_release(here: Scene) -> None:  # 34
 def test_a_site_file_of_another_release(here: Scene) -> None:  # 34
     """All that the server sends is of its own release."""
     transport, grid, _ = hello(here)
-    transport.exchange(0, [Request("hello", BAD, node=FIRST + BAD)], 1, 0.2)
+    transport.exchange(0, [SiteRequest("hello", BAD, node=FIRST + BAD)], 1, 0.2)
     answer = Client(here.sites[BAD].with_(version="9.9.9")).answer(grid.sent[-1]).content[HEAD_RECORD]
     assert answer["status"] == "refused"
     assert f"fedloom is {__version__} here, but the experiment runs 9.9.9" in answer["reason"]
@@ -287,7 +289,7 @@ def test_a_server_that_stays_away_is_a_sentence(
             start = clock.now
             with pytest.raises(RunStopped, match="Flower's server does not answer: connection refused"):
                 transport.exchange(
-                    0, [Request("hello", None, node=FIRST)], 1, 0.2
+                    0, [SiteRequest("hello", None, node=FIRST)], 1, 0.2
                 ) if name != "get_node_ids" else transport.greet()
             assert clock.now - start >= here.server.ttl
 

@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 from fedloom.errors import ConfigError, FedloomError, Stop
 from fedloom.lab.cli import app
 from fedloom.rows.channels import GaussianNoise
-from fedloom_sites.deploy.ops.status import lines, status_of, table
+from fedloom_sites.deploy.ops.status import status_lines, status_of, status_table
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server
 from fedloom_sites.deploy.site.handover import SITE_LOG_FILE, SOCKET_LOCK_FILE, hand_over
-from fedloom_sites.deploy.site.ledger import Ledger, Spent
+from fedloom_sites.deploy.site.ledger import BudgetSpent, Ledger
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import outside_flower
-from tests.deploy.test_members import Location, grid, plan, read, write_directory
+from tests.deploy.test_members import Location, grid, plan_deployment, read, write_directory
 
 pytestmark = pytest.mark.attack("hostile directories")
 
@@ -42,8 +42,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "d"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _fd: None)
-        write_directory(plan(make_experiment(rounds=1), 3), folder, Location())
-        assert serve(grid(folder, range(3)), read(folder), lambda _: None) is Stop.DONE
+        write_directory(plan_deployment(make_experiment(rounds=1), 3), folder, Location())
+        assert serve_run(grid(folder, range(3)), read(folder), lambda _: None) is Stop.DONE
     return folder
 
 
@@ -105,7 +105,7 @@ def test_a_ledger_may_be_anything_and_releases_nothing_then(kind: str, tmp_path:
     put(tmp_path / "ledger.jsonl", kind)
     book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site", least=1)
     for call in (book.releases, lambda: book.release(1)):
-        with pytest.raises(Spent, match=r"(is unknown|counts \d+)\. Restore"):
+        with pytest.raises(BudgetSpent, match=r"(is unknown|counts \d+)\. Restore"):
             call()
 
 
@@ -170,8 +170,8 @@ def test_every_fact_of_the_log_may_be_another(copy: Path, record_property: Any) 
                 tried += 1
                 try:
                     status = status_of(server)
-                    lines(status)
-                    table(status)
+                    status_lines(status)
+                    status_table(status)
                 except FedloomError as error:
                     sentences.append(str(error))
     record_property("tries", tried)

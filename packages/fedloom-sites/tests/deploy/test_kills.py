@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedloom.errors import Stop
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.state import latest_models
 from tests.deploy.scene import scene
 from tests.deploy.test_faults_in_runs import SMALL, personal, same
 
@@ -67,5 +67,5 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     here = scene(folder, "flame", **SMALL)
     same(here, whole)
     for site in here.sites:
-        assert [m.round for m in models(site.state)] == [4]
+        assert [m.round for m in latest_models(site.state)] == [4]
         assert bool(torch.isfinite(personal(here, site.client)).all())

@@ -9,9 +9,9 @@ from fedloom.errors import ConfigError, RunDirError
 from fedloom.lab.cli import app
 from fedloom.storage.locks import lock
 from fedloom_sites.deploy.ops import loopback
-from fedloom_sites.deploy.ops.loopback import Loopback, run_all
-from fedloom_sites.deploy.ops.processes import ProcessError, Processes
-from fedloom_sites.deploy.setting_files import read_server, text_of
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment, run_all
+from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError
+from fedloom_sites.deploy.setting_files import read_server, settings_text
 
 
 def local(*words):
@@ -52,8 +52,8 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(rea
         file.unlink()
     else:
         file.write_bytes((ready / content).read_bytes())
-    with Processes() as processes, pytest.raises(ConfigError, match=sentence):
-        Loopback(ready, processes).start_server()
+    with ManagedProcesses() as processes, pytest.raises(ConfigError, match=sentence):
+        LoopbackDeployment(ready, processes).start_server()
     assert not processes.started
     assert not (ready / "local").exists()
 
@@ -65,11 +65,11 @@ def test_one_at_a_time(ready):
 
 
 def test_a_run_whose_server_is_killed_says_how_to_go_on(ready, monkeypatch):
-    monkeypatch.setattr(loopback, "command", lambda *_, **__: ["true"])
-    monkeypatch.setattr(Loopback, "status", lambda _: "finished:failed")
+    monkeypatch.setattr(loopback, "command_words", lambda *_, **__: ["true"])
+    monkeypatch.setattr(LoopbackDeployment, "status", lambda _: "finished:failed")
     sentence = "the run ended with status finished:failed; the same command resumes after the last round"
-    with Processes() as processes, pytest.raises(ProcessError, match=sentence):
-        Loopback(ready, processes).run(str)
+    with ManagedProcesses() as processes, pytest.raises(ProcessError, match=sentence):
+        LoopbackDeployment(ready, processes).run(str)
 
 
 def test_a_site_with_another_experiment_file(ready):
@@ -78,18 +78,18 @@ def test_a_site_with_another_experiment_file(ready):
     with pytest.raises(
         ConfigError, match=r"sites/site-2/experiment.toml is not the agreed experiment file: its SHA-256 is"
     ):
-        Loopback(ready, Processes())
+        LoopbackDeployment(ready, ManagedProcesses())
 
 
 def test_another_version_of_fedloom(ready):
     file = ready / "server" / "server.toml"
-    file.write_text(text_of(read_server(file).model_copy(update={"version": "9.9.9"})))
+    file.write_text(settings_text(read_server(file).model_copy(update={"version": "9.9.9"})))
     with pytest.raises(ConfigError, match=r"here, but the experiment runs 9\.9\.9"):
-        Loopback(ready, Processes())
+        LoopbackDeployment(ready, ManagedProcesses())
 
 
 def test_sites_reach_the_server_on_loopback_at_ports_of_their_own(ready):
-    here = Loopback(ready, Processes())
+    here = LoopbackDeployment(ready, ManagedProcesses())
     assert here.server.address == "127.0.0.1"
     assert len({here.server.port, *here._ports}) == 4
     assert list(here.sites) == ["site-0", "site-1", "site-2"]

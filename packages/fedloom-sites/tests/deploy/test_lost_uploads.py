@@ -20,7 +20,7 @@ from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.engine.result import Result
 from fedloom.errors import Stop
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.state import latest_models
 from tests.deploy.scene import FIRST, Scene, scene
 
 LOST, CLIENTS, ROUND = 1, 4, 2
@@ -80,7 +80,7 @@ def deployed(here: Scene, *, arrives: bool) -> Outcome:
     assert [(x["round"], x["client"]) for x in here.audit("missed")] == [(ROUND, LOST)]
     assert len(here.audit("rejected")) == arrives  # its round is over
     common = here.folder / "results" / "global.safetensors"
-    rows = [load_file(model.path)["rows"][0] for site in here.sites for model in models(site.state)]
+    rows = [load_file(model.path)["rows"][0] for site in here.sites for model in latest_models(site.state)]
     return Outcome(load_file(common)["rows"] if common.exists() else None, rows)
 
 

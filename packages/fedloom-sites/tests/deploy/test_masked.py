@@ -34,25 +34,25 @@ from fedloom.rows.aggregators import PrivateMean
 from fedloom.version import __version__
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.ops.check import check_site
-from fedloom_sites.deploy.ops.status import lines, status_of
+from fedloom_sites.deploy.ops.status import status_lines, status_of
 from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
     Kind,
     digest_of,
-    seal,
+    seal_message,
 )
 from fedloom_sites.deploy.secure import integers, opened, shares, vectors
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import check_maskable
-from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 from fedloom_sites.deploy.secure.sums import MAX_ATTEMPTS
-from fedloom_sites.deploy.secure.terms import Terms, check_summands, read_terms
+from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands, read_terms
 from fedloom_sites.deploy.secure.vectors import MEAN_SCORES, NUMBERS_PER_SCORE, ScoreVector, UploadVector
-from fedloom_sites.deploy.settings import Secure
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.settings import SecureSettings
+from fedloom_sites.deploy.site.state import latest_models
 from fedloom_sites.deploy.site.trainer import Trainer
 from fedloom_sites.transport import node as node_module
 from tests.deploy.grid import Clock, FakeGrid
@@ -82,7 +82,7 @@ def test_masked_is_plain(name: str, tmp_path: Path) -> None:
     if "personal" in result.models.kinds():
         rows = result.models.rows("personal")
         for site in here.sites:
-            [mine] = models(site.state)
+            [mine] = latest_models(site.state)
             torch.testing.assert_close(load_file(mine.path)["rows"][0], rows[site.client], **close)
     assert not here.audit("rejected")
 
@@ -120,7 +120,7 @@ def test_drop_outs(name: str, step: str, tmp_path: Path, plain: Callable[[str, b
     assert here.serve(here.grid(losing({(2, step): GONE}))) is Stop.DONE
     torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
     for mine, theirs in zip(here.sites, wanted.sites, strict=True):
-        for a, b in zip(models(mine.state), models(theirs.state), strict=True):
+        for a, b in zip(latest_models(mine.state), latest_models(theirs.state), strict=True):
             torch.testing.assert_close(load_file(a.path)["rows"], load_file(b.path)["rows"], rtol=0, atol=1e-6)
 
 
@@ -328,7 +328,7 @@ def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         [experiment] = known["experiments"].values()
         assert [*experiment["opened"]["uploads"]] == ["5", "6"]
         assert len(experiment["past"]) <= 2
-    with pytest.raises(Broken, match="too long ago: fedloom no longer knows"):
+    with pytest.raises(ProtocolBroken, match="too long ago: fedloom no longer knows"):
         opened.OpenedSums(clients[0]._memory.folder, here.sites[0].memory_folder).reveal(
             "another", {"uploads": 4}, {"uploads": ""}, {"0": 3, "1": 3, "2": 3}, 3
         )
@@ -414,7 +414,7 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
             return super().push_messages(messages)
 
         def edit(self, message: Message) -> None:
-            from fedloom_sites.deploy.protocol.envelope import digest_of, seal
+            from fedloom_sites.deploy.protocol.envelope import digest_of, seal_message
 
             adverts = secure.read_adverts(arrays_of(message)[0])
             if int(message.content["head"]["round"]) == 1:
@@ -422,11 +422,11 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
                 return
             for_replay = secure.read_adverts(old[0])[0]
             forged = adverts[0]._replace(
-                sealing=secure.public_of(forger.sealing), masking=secure.public_of(forger.masking)
+                sealing=secure.derive_public_key(forger.sealing), masking=secure.derive_public_key(forger.masking)
             )
             data = secure.write_adverts([for_replay if self.replays else forged, *adverts[1:]])
             head = dict(message.content["head"]) | {"digest": digest_of([data])}
-            message.content = seal(head, [data])
+            message.content = seal_message(head, [data])
 
         replays = False
 
@@ -480,7 +480,7 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     [line] = here.audit("clipped uploads")
     assert line["reason"] == "round 1: 5 of 5 uploads were clipped to the agreed bounds"
     [sentence] = [w for w in here.summary()["warnings"] if line["reason"] in w]
-    assert sentence in lines(status_of(here.server))
+    assert sentence in status_lines(status_of(here.server))
     moved, free = here.model().flatten() - first, start.model().flatten() - first
     assert 0 < float(moved.norm()) <= 1e-3 * (1 + 1e-6)
     assert float(torch.cosine_similarity(moved, free, 0)) > 0.9  # a mean of unit vectors in place of the mean
@@ -571,7 +571,7 @@ def test_masked_scores_are_the_weighted_means_of_the_plain_run(name: str, sample
     found = status_of(here.server)
     assert {row["model"] for row in found["means"]} == {k[1] for k in same}
     assert [row for row in found["means"] if row["sites"] == 5]
-    assert any("of 5 sites" in line for line in lines(found))
+    assert any("of 5 sites" in line for line in status_lines(found))
 
 
 SIZES = (8, 8, 40)
@@ -626,14 +626,14 @@ def test_sums_with_different_weights_that_isolate_a_site_stay_closed() -> None:
     """A model and a control that follow from each other: one sum less a multiple of the other."""
     means, shares = (1.0, 2.0, 2.0), (1.0, 1.0, 1.0)
     check_summands(dict(enumerate(zip(means, means, strict=True))), range(3), 3, 0.8)
-    with pytest.raises(Broken, match="contains only the clients 0"):
+    with pytest.raises(ProtocolBroken, match="contains only the clients 0"):
         check_summands(dict(enumerate(zip(means, shares, strict=True))), range(3), 3, 0.8)
     distinct, alike = (1.0, 2.0, 4.0, 7.0, 11.0), (1.0,) * 5
     check_summands(dict(enumerate(zip(distinct, alike, strict=True))), range(5), 3, 0.8)
-    with pytest.raises(Broken, match="contains only the clients 3, 4"):
+    with pytest.raises(ProtocolBroken, match="contains only the clients 3, 4"):
         check_summands(dict(enumerate(zip((1.0, 1.0, 1.0, 7.0, 11.0), alike, strict=True))), range(5), 3, 0.8)
     nearly = (1.0, 2.0, 2.0001, 2.0002, 2.0003)
-    with pytest.raises(Broken, match="almost only one client"):
+    with pytest.raises(ProtocolBroken, match="almost only one client"):
         check_summands(dict(enumerate(zip(nearly, alike, strict=True))), range(5), 3, 0.8)
 
 
@@ -705,7 +705,7 @@ def test_figures_that_samples_define() -> None:
         assert found & {*wanted} == names
 
 
-def terms_of(message: Message) -> Terms:
+def terms_of(message: Message) -> SessionTerms:
     return read_terms(arrays_of(message)[kind_of(message) == "masked"])
 
 
@@ -770,7 +770,7 @@ def test_every_site_adds_its_share_of_the_noise(tmp_path: Path) -> None:
     assert status_of(here.server)["epsilon"] >= central - 1e-9
     alone = epsilon(noise_of.with_(sigma=PRIVATE["sigma"] / 3**0.5), 1)  # two of three sites know their shares
     assert status_of(here.server)["epsilon_sites"] == pytest.approx(alone)
-    assert f"{alone:.4g} against all other sites" in " ".join(lines(status_of(here.server)))
+    assert f"{alone:.4g} against all other sites" in " ".join(status_lines(status_of(here.server)))
     findings = " ".join(f.sentence for f in check_site(here.sites[0], offline=True))
     assert f"{alone:.3g} against all other sites" in findings
     for site in here.sites:
@@ -847,7 +847,7 @@ SINGLE = {
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_method_is_masked_or_refused_at_init_with_the_reason(name: str, experiment) -> None:
-    from fedloom_sites.deploy.ops.plan import plan
+    from fedloom_sites.deploy.ops.plan import plan_deployment
 
     given = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
     if name in PRESETS and "clusters" in REGISTRY[name].options:
@@ -855,9 +855,9 @@ def test_every_method_is_masked_or_refused_at_init_with_the_reason(name: str, ex
     made = experiment(given)
     if name in SINGLE:
         with pytest.raises(ConfigError, match=SINGLE[name]):
-            plan(made, norm_bound=1.0, secure_aggregation=True)
+            plan_deployment(made, norm_bound=1.0, secure_aggregation=True)
     else:
-        assert plan(made, norm_bound=1.0, secure_aggregation=True).threshold == 3
+        assert plan_deployment(made, norm_bound=1.0, secure_aggregation=True).threshold == 3
 
 
 def test_what_needs_single_uploads_is_refused() -> None:
@@ -882,10 +882,10 @@ def test_the_threshold_is_a_majority() -> None:
     keys = tuple(m.signing_key for m in secured_keys())
     for threshold in (1, 2, 6):
         with pytest.raises(ValueError, match="threshold"):
-            Secure(threshold=threshold, keys=keys)
+            SecureSettings(threshold=threshold, keys=keys)
     for threshold in (1, 2):
         with pytest.raises(ValueError, match="threshold"):
-            Secure(threshold=threshold, keys=keys[:3])
+            SecureSettings(threshold=threshold, keys=keys[:3])
 
 
 def test_thresholds_by_the_number_of_sites() -> None:
@@ -895,9 +895,9 @@ def test_thresholds_by_the_number_of_sites() -> None:
         assert 3 <= least <= usual <= n
         assert 2 * least > n
         assert 3 * usual > 2 * n
-        assert secure.colluders(n, usual) >= n // 3 - (n % 3 == 0)
+        assert secure.max_colluders(n, usual) >= n // 3 - (n % 3 == 0)
         for threshold in range(least, n + 1):
-            c = secure.colluders(n, threshold)
+            c = secure.max_colluders(n, threshold)
             one_sum, two_others = [2 * threshold > n + k for k in (c, c + 1)], [threshold - k > 1 for k in (c, c + 1)]
             assert one_sum[0]
             assert two_others[0]
@@ -915,10 +915,12 @@ def secured_keys() -> Any:
 
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
     from fedloom_sites.deploy.ops.directory import Location, write_directory
-    from fedloom_sites.deploy.ops.plan import plan
+    from fedloom_sites.deploy.ops.plan import plan_deployment
     from fedloom_sites.deploy.setting_files import read_server, read_site
 
-    write_directory(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location())
+    write_directory(
+        plan_deployment(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location()
+    )
     server = read_server(tmp_path / "out" / "server" / "server.toml")
     assert server.secure is not None
     assert (server.secure.threshold, server.quorum, server.secure.norm_bound) == (3, 3, server.norm_bound)
@@ -930,11 +932,11 @@ def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
 
 
 def test_init_refuses_what_cannot_be(experiment) -> None:
-    from fedloom_sites.deploy.ops.plan import plan
+    from fedloom_sites.deploy.ops.plan import plan_deployment
 
     def refused(sentence: str, *methods: Any, tables: dict[str, Any] | None = None, **options: Any) -> None:
         with pytest.raises(ConfigError, match=re.escape(sentence)):
-            plan(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
+            plan_deployment(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
 
     refused("aggregation. Add --secure-aggregation", threshold=2)
     for threshold in (1, 2, 4):  # of a sum of two, each would know the other's upload
@@ -952,8 +954,8 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
         "draws 3 of 4 sites in round 1, and two sums over different sites reveal", tables=most, secure_aggregation=True
     )
     with_noise = {**most, "aggregator": PRIVATE}
-    assert plan(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3
-    assert plan(experiment(**most), norm_bound=1.0, secure_aggregation=True, changes=8).changes == 8
+    assert plan_deployment(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3
+    assert plan_deployment(experiment(**most), norm_bound=1.0, secure_aggregation=True, changes=8).changes == 8
 
 
 @pytest.mark.parametrize(
@@ -1089,7 +1091,9 @@ def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, s
     blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
     head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
     head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.server.fingerprint, "kind": kind}
-    message = Message(seal(head | {"digest": digest_of(arrays)} | fields, arrays), dst_node_id=1, message_type="query")
+    message = Message(
+        seal_message(head | {"digest": digest_of(arrays)} | fields, arrays), dst_node_id=1, message_type="query"
+    )
     answer = here.clients()[0].answer(message).content["head"]
     return str(answer["status"]), str(answer["reason"])
 
@@ -1109,16 +1113,16 @@ def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
     total = np.zeros(uploads.length, dtype=np.uint64)
     assert uploads.decode(total, 3, 1.0)[1].tolist() == [0, 0, 0]
     total.view(np.int64)[-2] = -1
-    with pytest.raises(Broken, match="the sum of work is negative: a mask was not removed"):
+    with pytest.raises(ProtocolBroken, match="the sum of work is negative: a mask was not removed"):
         uploads.decode(total, 3, 1.0)
     total[-2:] = 0, 4
-    with pytest.raises(Broken, match="the counter of clipped uploads is out of range"):
+    with pytest.raises(ProtocolBroken, match="the counter of clipped uploads is out of range"):
         uploads.decode(total, 3, 1.0)
     for sites in (-1, 4):
         total = np.zeros(scores.length, dtype=np.int64)
         assert scores.decode(total.view(np.uint64), 3) == {}
         total[1:3] = sites
-        with pytest.raises(Broken, match="the sum of scores is out of range"):
+        with pytest.raises(ProtocolBroken, match="the sum of scores is out of range"):
             scores.decode(total.view(np.uint64), 3)
 
 
@@ -1133,7 +1137,7 @@ def test_a_site_refuses_by_itself_whatever_the_server_asks(case: str, five: Scen
     sentence, ask = REFUSED[case]
     for site in five.sites:
         shutil.rmtree(site.state / "alone", ignore_errors=True)
-    with pytest.raises(Broken, match=sentence):
+    with pytest.raises(ProtocolBroken, match=sentence):
         ask(Steps(five))
 
 
@@ -1146,10 +1150,10 @@ def test_the_steps_without_training_give_the_sum(five: Scene) -> None:
         steps.receive(c, range(5))
     total = sum(np.frombuffer(steps.masked(c), dtype="<u8", offset=64) for c in range(4))
     told = {c: secure.split_parts(steps.reveal(c, range(4)), secure.KEY_BYTES) for c in range(3)}
-    session, salt = steps.session(), secure.bound_to(steps.session(), TERMS.digest, range(5))
-    secrets, wrong = shares.restored(session, range(5), range(4), told)
+    session, salt = steps.session(), secure.session_binding(steps.session(), TERMS.digest, range(5))
+    secrets, wrong = shares.restore_secrets(session, range(5), range(4), told)
     assert not wrong
-    assert secure.unmasked(session, salt, range(4), total, secrets).tolist() == [28, 28, 28]
+    assert secure.unmask_sum(session, salt, range(4), total, secrets).tolist() == [28, 28, 28]
 
 
 @pytest.mark.parametrize(("spoilt", "ends"), [((1,), Stop.DONE), ((0, 1), Stop.DONE), ((0, 1, 2), Stop.TOO_FEW)])
@@ -1174,7 +1178,7 @@ def test_a_result_that_is_not_finite_is_a_neutral_upload(
     if ends is Stop.DONE:
         [line] = here.audit("neutral uploads")
         assert told in line["reason"]
-        assert any(told in sentence for sentence in lines(status_of(here.server)))
+        assert any(told in sentence for sentence in status_lines(status_of(here.server)))
     else:
         assert told in here.summary()["detail"]
         assert "a sum needs 3 others, so no site decrypts it" in here.summary()["detail"]

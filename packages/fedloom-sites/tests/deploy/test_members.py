@@ -28,13 +28,13 @@ from fedloom_sites.deploy.ops import amend as amendments
 from fedloom_sites.deploy.ops import members
 from fedloom_sites.deploy.ops.amend import rotate, upgrade
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.loopback import Loopback
-from fedloom_sites.deploy.ops.members import add, keys_digest, proposed, remove, take
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.ops.processes import Processes
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
+from fedloom_sites.deploy.ops.members import accept_agreement, add, check_proposal, keys_digest, remove
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.ops.processes import ManagedProcesses
 from fedloom_sites.deploy.protocol import checks, envelope
-from fedloom_sites.deploy.protocol.identity import public_line
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.protocol.identity import public_key_line
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site import client
@@ -63,9 +63,11 @@ def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     folder = tmp_path_factory.mktemp("members") / "d"
     experiment = make_experiment(rounds=3, partition={"kind": "iid", "clients": 3, "max_train_per_client": 30})
     write_directory(
-        plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Location()
+        plan_deployment(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0),
+        folder,
+        Location(),
     )
-    assert serve(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
+    assert serve_run(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
     return folder, request.param
 
 
@@ -85,19 +87,21 @@ def grid(folder: Path, clients: Any, rounds: int = 99) -> FakeGrid:
     return FakeGrid(nodes, lambda _n, message, reply: reply if message.content["head"]["round"] <= rounds else None)
 
 
-def apply(folder: Path, change: members.Change, approving: Any = range(3)) -> None:
+def apply(folder: Path, change: members.AgreementChange, approving: Any = range(3)) -> None:
     """Bring a change to the server, the new site, and the sites that approve."""
     shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
     shutil.copytree(change.folder / "site", folder / "sites" / "new")
     for c in approving:
-        take(folder / "sites" / f"site-{c}", change.folder / "approval", change.digest)
+        accept_agreement(folder / "sites" / f"site-{c}", change.folder / "approval", change.digest)
 
 
-def amend(folder: Path, change: members.Change, rotated: int | None = None, approving: Any = range(3)) -> None:
+def amend(folder: Path, change: members.AgreementChange, rotated: int | None = None, approving: Any = range(3)) -> None:
     """Bring an amendment to the server and to the sites that approve."""
     shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
     for c in approving:
-        take(folder / "sites" / f"site-{c}", change.folder / ("site" if c == rotated else "approval"), change.digest)
+        accept_agreement(
+            folder / "sites" / f"site-{c}", change.folder / ("site" if c == rotated else "approval"), change.digest
+        )
 
 
 def run_release(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -124,7 +128,7 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = shutil.copytree(ready, tmp_path / "whole")
-    assert serve(grid(whole, range(3)), read(whole), lambda _: None) is Stop.DONE
+    assert serve_run(grid(whole, range(3)), read(whole), lambda _: None) is Stop.DONE
     secure, kept = read(ready).secure is not None, memory(ready)
     old = read(ready).sites[1]
     rotated = rotate(ready, "site-1")
@@ -134,14 +138,14 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
     assert (new.site, new.client) == (old.site, old.client)
     assert {old.node_key, old.signing_key}.isdisjoint({new.node_key, new.signing_key})
     private = ready / "sites" / "site-1" / "signing-key"
-    assert public_line(private.read_bytes()) == new.signing_key
+    assert public_key_line(private.read_bytes()) == new.signing_key
     assert private.stat().st_mode & 0o777 == 0o600
     assert memory(ready) == kept, "state, sums and budgets stay"
     assert (ready / "server" / "nodes" / "site-1.pub").read_text().strip() == new.node_key
-    assert serve(grid(ready, range(3), rounds=2), read(ready), lambda _: None) is Stop.TOO_FEW
+    assert serve_run(grid(ready, range(3), rounds=2), read(ready), lambda _: None) is Stop.TOO_FEW
     run_release(monkeypatch, next_patch())
     with pytest.raises(ConfigError, match="fedloom deploy upgrade"):
-        serve(grid(ready, range(3)), read(ready), lambda _: None)
+        serve_run(grid(ready, range(3)), read(ready), lambda _: None)
     upgraded = upgrade(ready)
     amend(ready, upgraded, approving=range(2))
     late = read_site(ready / "sites" / "site-2" / "site.toml")
@@ -150,7 +154,7 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
     amend(ready, upgraded, approving=[2])
     sites = [read_site(p) for p in sorted(ready.glob("sites/*/site.toml"))]
     assert {site.digest for site in sites} == {read(ready).digest} == {upgraded.digest}
-    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+    assert serve_run(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
     models = [load_file(read(folder).results / "global.safetensors")["rows"] for folder in (whole, ready)]
     torch.testing.assert_close(*models, rtol=0, atol=0)
     log = lines_of(read(ready).audit)
@@ -173,21 +177,21 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
 def test_an_amendment_changes_nothing_else(change: dict[str, Any], sentence: str, ready: Path) -> None:
     made = rotate(ready, "site-1")
     site = ready / "sites" / "site-0"
-    proposed(site, made.folder / "approval")
+    check_proposal(site, made.folder / "approval")
     file = made.folder / "approval" / "agreement.json"
     document = json.loads(file.read_text())
     document["shared"] |= change
     file.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=sentence):
-        proposed(site, made.folder / "approval")
+        check_proposal(site, made.folder / "approval")
 
 
 def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
     change = rotate(ready, "site-1")
     with pytest.raises(ConfigError, match="Take the folder with the site's new keys"):
-        proposed(ready / "sites" / "site-1", change.folder / "approval")
+        check_proposal(ready / "sites" / "site-1", change.folder / "approval")
     with pytest.raises(ConfigError, match="the signing key of this site is another one"):
-        proposed(ready / "sites" / "site-0", change.folder / "site")
+        check_proposal(ready / "sites" / "site-0", change.folder / "site")
     with pytest.raises(ConfigError, match="already exists"):
         rotate(ready, "site-1")
     with pytest.raises(ConfigError, match="no site is called nope"):
@@ -198,7 +202,7 @@ def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
         document["shared"]["secure"]["keys"][2] = document["shared"]["secure"]["keys"][1]
         file.write_text(json.dumps(document))
         with pytest.raises(ConfigError, match="cannot be approved|more than the keys of one site"):
-            proposed(ready / "sites" / "site-0", change.folder / "approval")
+            check_proposal(ready / "sites" / "site-0", change.folder / "approval")
 
 
 def test_an_upgrade_is_to_another_patch_release_only(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +233,7 @@ def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path
     assert received == len(last)
     start = torch.cat([t.flatten() for t in load_file(ready / "server" / "weights.safetensors").values()])
     assert torch.equal(start.sort().values, last.sort().values)
-    assert serve(grid(ready, range(4)), server, lambda _: None) is Stop.DONE
+    assert serve_run(grid(ready, range(4)), server, lambda _: None) is Stop.DONE
     log = lines_of(server.audit)
     assert {x["site"] for x in log if x["what"] == "accepted"} == {"site-0", "site-1", "site-2", "new"}
     document = tomllib.loads((ready / "server" / "experiment.toml").read_text())
@@ -244,7 +248,9 @@ def test_a_site_that_joins_after_a_kill_begins_with_the_model_of_the_counted_rou
     cut = {"kind": "iid", "clients": 3, "max_train_per_client": 30}
     experiment = make_experiment(rounds=9, partition=cut, evaluate={"every": every})
     folder = tmp_path / "d"
-    write_directory(plan(experiment, 3, own_data=True, secure_aggregation=secure, norm_bound=50.0), folder, Location())
+    write_directory(
+        plan_deployment(experiment, 3, own_data=True, secure_aggregation=secure, norm_bound=50.0), folder, Location()
+    )
     server = read(folder)
 
     def killed(line: str) -> None:
@@ -252,7 +258,7 @@ def test_a_site_that_joins_after_a_kill_begins_with_the_model_of_the_counted_rou
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        serve(grid(folder, range(3)), server, killed)
+        serve_run(grid(folder, range(3)), server, killed)
     evaluated = load_file(server.results / "global.safetensors")["rows"].reshape(-1)
     before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     add(folder, "new", Location())
@@ -272,8 +278,8 @@ def test_a_method_without_a_global_model_admits_no_further_site_after_its_first_
     cut = {"kind": "iid", "clients": 3, "max_train_per_client": 30}
     experiment = make_experiment("fedper", rounds=3, partition=cut)
     folder = tmp_path / "d"
-    write_directory(plan(experiment, 3, own_data=True), folder, Location())
-    assert serve(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
+    write_directory(plan_deployment(experiment, 3, own_data=True), folder, Location())
+    assert serve_run(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
     with pytest.raises(Refused, match=r"no global model \(fedper\).*after round 1. Start a new deployment of all"):
         add(folder, "new", Location())
     assert not (folder / "changes").exists()
@@ -292,9 +298,9 @@ def test_the_printed_steps_name_every_folder_and_the_start_of_a_stopped_run(read
         assert f"supernode register /srv/fedloom/server/nodes/{words[1]}.pub" in said
         assert (f"fedloom deploy stop {ready} --undo" in said) is (words[0] == "rotate")
     shutil.copytree(change / "server", ready / "server", dirs_exist_ok=True)
-    assert serve(grid(ready, ()), read(ready), lambda _: None) is Stop.INTERRUPTED
+    assert serve_run(grid(ready, ()), read(ready), lambda _: None) is Stop.INTERRUPTED
     call("deploy", "stop", ready, "--undo")
-    assert serve(grid(ready, ()), read(ready), lambda _: None) is Stop.TOO_FEW
+    assert serve_run(grid(ready, ()), read(ready), lambda _: None) is Stop.TOO_FEW
 
 
 def test_the_unit_of_a_new_site_can_start_and_reach_the_server(ready: Path) -> None:
@@ -312,7 +318,7 @@ def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> N
     (tmp_path / "amsel.csv").write_text("age,ill\n" + "\n".join(f"{30 + k},{k % 2}" for k in range(40)))
     table = {"source": str(tmp_path / "amsel.csv"), "target": "ill"}
     document = {"data": table, "partition": {"kind": "iid", "clients": 2}, "method": [{"algorithm": "fedavg"}]}
-    write_directory(plan(parse(document), 2, own_data=True), tmp_path / "d", Location())
+    write_directory(plan_deployment(parse(document), 2, own_data=True), tmp_path / "d", Location())
     file = tmp_path / "d" / "sites" / "site-0" / "site.toml"
     before = tomllib.loads(file.read_text())
     own = {"path": table["source"], "missing": ["-9"], "factors": {"age": 12.0}, "separator": ","}
@@ -324,7 +330,7 @@ def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> N
 def test_a_further_site_gets_the_folders_of_the_deployment(tmp_path: Path) -> None:
     place = Location(home=Path("/data/fl"), programs=Path("/usr/local/fl/bin"))
     experiment = make_experiment(partition={"kind": "iid", "clients": 3})
-    write_directory(plan(experiment, 3, own_data=True), tmp_path / "d", place)
+    write_directory(plan_deployment(experiment, 3, own_data=True), tmp_path / "d", place)
     for words, home in (([], "/data/fl"), (["--home", "/srv/other"], "/srv/other")):
         done = CliRunner().invoke(app, ["deploy", "add", str(tmp_path / "d"), f"new{len(words)}", *words])
         assert done.exit_code == 0, done.output
@@ -337,7 +343,7 @@ def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None
     """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
     files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
     apply(ready, add(ready, "new", Location()), approving=())
-    assert serve(grid(ready, range(4)), read(ready), lambda _: None) is Stop.TOO_FEW
+    assert serve_run(grid(ready, range(4)), read(ready), lambda _: None) is Stop.TOO_FEW
     fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
     assert fresh
     assert {(line["status"], line["bytes"], line["numbers"]) for line in fresh} == {("refused", 0, 0)}
@@ -356,7 +362,7 @@ def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple
     old = read(ready)
     rogue = old.with_(clients=4, sites=forged.sites, secure=forged.secure, quorum=3, checkpoints=ready / "rogue")
     files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
-    assert serve(grid(ready, range(3)), rogue, lambda _: None) is Stop.TOO_FEW
+    assert serve_run(grid(ready, range(3)), rogue, lambda _: None) is Stop.TOO_FEW
     fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
     assert not [line for line in fresh if line["kind"] in ("shares", "masked", "unmask") and line["status"] == "ok"]
 
@@ -388,7 +394,7 @@ def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained
     before = (ready / "sites" / "site-0" / "site.toml").read_bytes()
     BENT[sentence](change.folder / "approval")
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        take(ready / "sites" / "site-0", change.folder / "approval", change.digest)
+        accept_agreement(ready / "sites" / "site-0", change.folder / "approval", change.digest)
     assert (ready / "sites" / "site-0" / "site.toml").read_bytes() == before
 
 
@@ -411,9 +417,9 @@ def test_a_new_agreement_may_be_anything(ready: Path) -> None:
         for odd in ODD:
             path.write_bytes(odd)
             with pytest.raises(ConfigError):
-                proposed(ready / "sites" / "site-0", approval)
+                check_proposal(ready / "sites" / "site-0", approval)
         path.write_bytes(content)
-    assert proposed(ready / "sites" / "site-0", approval).new
+    assert check_proposal(ready / "sites" / "site-0", approval).new
 
 
 def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +435,7 @@ def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monk
 
     monkeypatch.setattr(members, "check_approved_digest", swap)
     site = ready / "sites" / "site-0"
-    assert take(site, change.folder / "approval", change.digest).digest == change.digest
+    assert accept_agreement(site, change.folder / "approval", change.digest).digest == change.digest
     assert {name: (site / name).read_bytes() for name in names} == sent
 
 
@@ -441,20 +447,20 @@ def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bo
     lost = grid(folder, range(3))
     fault = lambda _n, message, reply: None if message.content["head"]["kind"] == "unmask" else reply  # noqa: E731
     lost.fault = fault
-    assert serve(lost, read(folder), lambda _: None) is Stop.TOO_FEW
+    assert serve_run(lost, read(folder), lambda _: None) is Stop.TOO_FEW
     with pytest.raises(RunDirError, match="secure session is in progress: the sum of round 2"):
         add(folder, "other", Location())
     site = folder / "sites" / "site-0"
     record = json.loads(next(site.glob("state/*/session/session.json")).read_bytes().rpartition(b"\n")[0])
     assert "told" in record  # this site has answered the last step
-    assert take(site, change.folder / "approval", change.digest).clients == 4
+    assert accept_agreement(site, change.folder / "approval", change.digest).clients == 4
 
 
 def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
     change = add(ready, "new", Location())
     with pytest.raises(ConfigError, match="the digest of the run is"):
-        take(ready / "sites" / "site-0", change.folder / "approval", "0" * 64)
-    site, new, _ = proposed(ready / "sites" / "site-0", change.folder / "approval")
+        accept_agreement(ready / "sites" / "site-0", change.folder / "approval", "0" * 64)
+    site, new, _ = check_proposal(ready / "sites" / "site-0", change.folder / "approval")
     assert site.digest == change.digest
     assert [(m.site, keys_digest([m])) for m in new] == [("new", change.keys)]
 
@@ -474,9 +480,9 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
             remove(ready, "site-1")
         return
     assert [m.site for m in remove(ready, "site-1").sites] == ["site-0", "site-2"]
-    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+    assert serve_run(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
     loss = {client: value for client, value in losses(ready) if client in (0, 2)}
-    table = [row for row in Loopback(ready, Processes()).table() if row["model"] == "global"]
+    table = [row for row in LoopbackDeployment(ready, ManagedProcesses()).table() if row["model"] == "global"]
     assert [(row["site"], row["loss"]) for row in table] == [("site-0", loss[0]), ("site-2", loss[2])]
     with pytest.raises(ConfigError, match="no site is called site-1; sites: site-0, site-2"):
         remove(ready, "site-1")
@@ -485,7 +491,7 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
 def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:
     for path in ready.glob("sites/*/site.toml"):
         path.write_text(tomli_w.dumps(tomllib.loads(path.read_text()) | {"approval": True}))
-    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.TOO_FEW
+    assert serve_run(grid(ready, range(3)), read(ready), lambda _: None) is Stop.TOO_FEW
     rejected = [x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"]
     assert any("has not approved run" in reason and reason.endswith("--digest DIGEST") for reason in rejected)
     for path in ready.glob("sites/*/site.toml"):
@@ -495,7 +501,7 @@ def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:
         assert wrong.exit_code == 2
         done = CliRunner().invoke(app, ["deploy", "approve", str(path.parent), "--digest", read(ready).digest])
         assert done.exit_code == 0, done.output
-    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+    assert serve_run(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
 
 
 def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
@@ -508,7 +514,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     save_file(state, weights)
     experiment = make_experiment(rounds=1, model={"kind": "softmax", "init_from": str(weights)})
     folder = tmp_path / "d"
-    write_directory(plan(experiment, 3), folder, Location())
+    write_directory(plan_deployment(experiment, 3), folder, Location())
     clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]
     assert bool((clients[0].trainer.node.server.x == 0.25).all())
     late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))

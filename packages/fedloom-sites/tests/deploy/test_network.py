@@ -15,10 +15,10 @@ import pytest
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import check_site
-from fedloom_sites.deploy.ops.commands import command, environment, profile
-from fedloom_sites.deploy.ops.loopback import Loopback
-from fedloom_sites.deploy.ops.processes import ProcessError, Processes, free_ports
-from fedloom_sites.deploy.site.pinned import NOT_LET_IN
+from fedloom_sites.deploy.ops.commands import command_words, flower_profile, process_environment
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
+from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError, free_ports
+from fedloom_sites.deploy.site.pinned import REFUSED_CONNECTION_HINT
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(300)]
 REFUSAL = 60.0
@@ -29,8 +29,8 @@ REFUSAL = 60.0
 def network(written, tmp_path_factory):
     """A server that knows site-0 and site-1; site-0 is there. site-2's key was never registered."""
     folder = shutil.copytree(written, tmp_path_factory.mktemp("network") / "try")
-    with Processes() as processes:
-        here = Loopback(folder, processes)
+    with ManagedProcesses() as processes:
+        here = LoopbackDeployment(folder, processes)
         here.start_server()
         here.nodes = {name: here.register(folder / "server" / "nodes" / f"{name}.pub") for name in ("site-0", "site-1")}
         here.start_site("site-0")
@@ -64,7 +64,7 @@ def refused(here, name, words):
     """What a node says that is started with a command line and is not let in."""
     log = here.work / f"{name}.log"
     log.unlink(missing_ok=True)
-    process = here._processes.start(name, words, environment(here.work / "refused"), log)
+    process = here._processes.start(name, words, process_environment(here.work / "refused"), log)
     try:
         return ended(process)
     finally:
@@ -74,7 +74,7 @@ def refused(here, name, words):
 
 def node(here, name, **changes):
     site = here.sites[name].model_copy(update={"server": here.address, "port": free_ports(1)[0], **changes})
-    return command("supernode", site, file=here.site_file(name))
+    return command_words("supernode", site, file=here.site_file(name))
 
 
 def without(words, option, values=1):
@@ -83,7 +83,7 @@ def without(words, option, values=1):
 
 
 def test_wrong_authority(network, tmp_path):
-    (tmp_path / "ca.crt").write_bytes(keys.authority("other", 10).pem())
+    (tmp_path / "ca.crt").write_bytes(keys.make_authority("other", 10).pem())
     text = refused(network, "wrong-ca", node(network, "site-1", ca=tmp_path / "ca.crt"))
     assert "CERTIFICATE_VERIFY_FAILED" in text
 
@@ -108,7 +108,7 @@ def test_key_that_is_not_registered(network):
 
 
 def test_key_in_use_by_a_node_that_is_there(network):
-    assert NOT_LET_IN in refused(network, "second", node(network, "site-0"))
+    assert REFUSED_CONNECTION_HINT in refused(network, "second", node(network, "site-0"))
     assert statuses(network)[network.nodes["site-0"]] == "online"
 
 
@@ -150,18 +150,18 @@ def test_revoked_key(network):
 
 def test_port_in_use(network, written, tmp_path):
     """Even by a server with a certificate of the same authority, which answers as well."""
-    other = Loopback(shutil.copytree(written, tmp_path / "try"), Processes(), network.server.port)
+    other = LoopbackDeployment(shutil.copytree(written, tmp_path / "try"), ManagedProcesses(), network.server.port)
     with pytest.raises(ConfigError, match=f"the server: port {network.server.port} on 127.0.0.1 is not free"):
         other.start_server()
 
 
 def test_expired_certificate(ready):
     ca = keys.Authority.load((ready / "authority/ca.key").read_bytes(), (ready / "authority/ca.crt").read_bytes())
-    made = keys.server_certificate(ca, ["localhost", "127.0.0.1"], 1, datetime.now(UTC) - timedelta(days=3))
+    made = keys.issue_server_certificate(ca, ["localhost", "127.0.0.1"], 1, datetime.now(UTC) - timedelta(days=3))
     (ready / "server" / "server.crt").write_bytes(made.certificate)
     (ready / "server" / "server.key").write_bytes(made.key)
-    with Processes() as processes:
-        here = Loopback(ready, processes)
+    with ManagedProcesses() as processes:
+        here = LoopbackDeployment(ready, processes)
         with pytest.raises(ProcessError, match="is not valid: certificate has expired; 'fedloom deploy renew'"):
             here.start_server()
 
@@ -187,7 +187,7 @@ def gate(network, tmp_path_factory):
         f"daemon off; pid {folder}/pid; error_log stderr; events {{}}\n"
         f"http {{ access_log off; {temporary}\n{text}\n}}\n"
     )
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
         running = processes.start("gate", words, {}, folder / "log")
         end = time.monotonic() + 20
@@ -226,10 +226,10 @@ def test_the_gate_refuses_a_body_beyond_the_limit(network, gate):
 
 
 def test_the_gate_does_not_let_the_command_line_in(network, gate, tmp_path):
-    (tmp_path / "config.toml").write_text(profile(gate, network.server.ca))
+    (tmp_path / "config.toml").write_text(flower_profile(gate, network.server.ca))
     done = subprocess.run(
-        command("nodes"),
-        env={"HOME": str(tmp_path), **environment(tmp_path)},
+        command_words("nodes"),
+        env={"HOME": str(tmp_path), **process_environment(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -18,7 +18,7 @@ from fedloom.engine import privacy
 from fedloom.rows.aggregators import PrivateMean, WeightedMean
 from fedloom.rows.channels import Clip, GaussianNoise
 from fedloom_sites.deploy import noise
-from fedloom_sites.deploy.noise import ReleasedMean, ReleasedNoise, noisy_sum, released
+from fedloom_sites.deploy.noise import ReleasedMean, ReleasedNoise, deployed_part, noisy_sum
 
 POSITIVE = st.floats(min_value=1e-12, max_value=1e12)
 
@@ -67,7 +67,7 @@ def test_coarse_noise_has_the_discrete_probabilities(monkeypatch: pytest.MonkeyP
     """P(k) proportional to exp(-k^2 / (2 t^2)) (Canonne, Kamath, Steinke, Definition 1), by a chi-squared test."""
     monkeypatch.setattr(noise, "_CLIP_BITS", 1)  # a clip of one step
     monkeypatch.setattr(noise, "_SUM_BITS", 1)
-    exponent, scale, _ = noise._grid(1.0, 0.75)
+    exponent, scale, _ = noise._noise_grid(1.0, 0.75)
     n = 20_000
     k = (noisy_sum(zeros(n), 1.0, 0.75) / 2.0**exponent).long()
     reach = torch.arange(-60, 61).double()
@@ -83,7 +83,7 @@ def test_coarse_noise_has_the_discrete_probabilities(monkeypatch: pytest.MonkeyP
 
 def test_what_leaves_is_on_the_grid_whatever_was_noised() -> None:
     """No trace of the values below the grid: a result is a whole number of steps, exactly (Mironov, 2012)."""
-    exponent, _, _ = noise._grid(1.0, 0.5)
+    exponent, _, _ = noise._noise_grid(1.0, 0.5)
     for row in (zeros(500), torch.full((1, 500), 1 / 3e5, dtype=torch.float64), zeros(500) + math.pi / 500):
         steps = noisy_sum(row, 1.0, 0.5).numpy() / 2.0**exponent
         assert np.array_equal(steps, np.round(steps))
@@ -96,7 +96,7 @@ def test_what_leaves_is_on_the_grid_whatever_was_noised() -> None:
 @settings(max_examples=300, deadline=None)
 def test_the_scale_over_the_bound_is_the_multiplier(clip: float, sigma: float) -> None:
     """In exact arithmetic: t / ||z|| >= sigma for every z that may be added, and 64 bits hold it all."""
-    exponent, scale, bound = noise._grid(clip, sigma)
+    exponent, scale, bound = noise._noise_grid(clip, sigma)
     assert bound * Fraction(sigma) ** 2 <= Fraction(scale) ** 2
     assert bound * Fraction(4) ** exponent <= Fraction(clip) ** 2
     assert bound <= 4**noise._CLIP_BITS
@@ -114,9 +114,9 @@ def test_the_scale_over_the_bound_is_the_multiplier(clip: float, sigma: float) -
 @settings(max_examples=500, deadline=None)
 def test_no_row_is_longer_than_the_bound(clip: float, sigma: float, row: list[float], repeat: int) -> None:
     """Any floats: huge, tiny, NaN; the integers' norm, computed exactly, keeps to the bound; rounding is toward 0."""
-    exponent, _, bound = noise._grid(clip, sigma)
+    exponent, _, bound = noise._noise_grid(clip, sigma)
     given = np.array(row * repeat)
-    steps = noise._integers(given, clip, exponent, bound)
+    steps = noise._round_to_grid(given, clip, exponent, bound)
     assert sum(int(s) ** 2 for s in steps) <= bound
     if not np.isfinite(given).all():
         assert not steps.any()
@@ -131,8 +131,8 @@ def test_rows_on_the_bound_lose_a_step_at_most() -> None:
         row = torch.randn(d, generator=gen, dtype=torch.float64)
         for length in (0.2, 1.0, 7.0):
             x = row / row.norm() * length
-            exponent, _, bound = noise._grid(1.0, 2.0)
-            steps = torch.from_numpy(noise._integers(x.numpy(), 1.0, exponent, bound))
+            exponent, _, bound = noise._noise_grid(1.0, 2.0)
+            steps = torch.from_numpy(noise._round_to_grid(x.numpy(), 1.0, exponent, bound))
             clipped = x * min(1.0, 1.0 / float(x.norm()))
             assert float((steps.double() * 2.0**exponent - clipped).abs().max()) <= 2.0**exponent * (1 + 1e-6)
 
@@ -152,10 +152,10 @@ def test_the_library_accounts_for_it_as_we_do() -> None:
     """OpenDP's own map gives rho of the measurement for the integers' sensitivity: 1 / (2 sigma^2), and Renyi's
     epsilon is at most that of rho by Proposition 12 at every order tried."""
     for clip, sigma in ((1.0, 3.0), (0.7, 1.3)):
-        _, scale, bound = noise._grid(clip, sigma)
-        rho = noise._measurement(scale).map(bound**0.5)
+        _, scale, bound = noise._noise_grid(clip, sigma)
+        rho = noise._noise_measurement(scale).map(bound**0.5)
         assert rho == pytest.approx(1 / (2 * sigma**2), rel=1e-6)
-        part = released(GaussianNoise(clip=clip, sigma=sigma, delta=1e-5, neighbours="zero"))
+        part = deployed_part(GaussianNoise(clip=clip, sigma=sigma, delta=1e-5, neighbours="zero"))
         orders = [1 + 10 ** (k / 500) for k in range(-1000, 1500)]
         best = min(a * rho + math.log1p(-1 / a) - math.log(1e-5 * a) / (a - 1) for a in orders)
         assert best * (1 - 1e-6) <= privacy.epsilon(part, 1) <= 1.02 * best
@@ -167,11 +167,11 @@ def test_what_is_deployed_is_accounted_by_renyi() -> None:
         (PrivateMean(sigma=2.0, delta=1e-5), ReleasedMean),
     ):
         assert part.accountant == "pld"
-        put = released(part)
+        put = deployed_part(part)
         assert type(put) is kind
         assert put.model_dump() == part.model_dump() | {"accountant": "rdp"}
     for other in (None, Clip(), WeightedMean()):
-        assert released(other) is other
+        assert deployed_part(other) is other
 
 
 # --- source
@@ -179,7 +179,7 @@ def test_what_is_deployed_is_accounted_by_renyi() -> None:
 
 def draws(d: int = 40) -> dict[str, torch.Tensor]:
     """What a site and a server send of nothing."""
-    channel, rule = released(GaussianNoise(sigma=1.5)), released(PrivateMean(sigma=1.5))
+    channel, rule = deployed_part(GaussianNoise(sigma=1.5)), deployed_part(PrivateMean(sigma=1.5))
     mean, _ = rule.combine({}, {"w": zeros(d)}, torch.ones(1, 1), "w", CTX)
     return {"site": channel.apply(None, zeros(d), ())[0][0], "server": mean["w"]}
 
@@ -222,7 +222,7 @@ def test_nothing_repeats_over_many_releases() -> None:
     """Beyond 32 bits of state: 300 releases of 64 numbers each have no number twice, whose grid has 2^29 steps per
     sigma and more; a source of 16 bits of state would repeat a release with near certainty, and releases are
     uncorrelated."""
-    found = torch.stack([released(GaussianNoise(sigma=1.0)).apply(None, zeros(64), ())[0][0] for _ in range(300)])
+    found = torch.stack([deployed_part(GaussianNoise(sigma=1.0)).apply(None, zeros(64), ())[0][0] for _ in range(300)])
     assert len({tuple(r) for r in found.tolist()}) == 300
     pairs = torch.corrcoef(found).triu(1)
     assert float(pairs.abs().max()) < 0.8
@@ -246,14 +246,14 @@ def test_known_coordinates_tell_nothing_of_the_others() -> None:
 
 def test_without_noise_it_is_clipping() -> None:
     x = torch.tensor([[3.0, 4.0]])
-    assert torch.allclose(released(GaussianNoise(sigma=0.0)).apply(None, x, [torch.Generator()])[0], x / 5)
+    assert torch.allclose(deployed_part(GaussianNoise(sigma=0.0)).apply(None, x, [torch.Generator()])[0], x / 5)
     twice = type("Ctx", (), {"rng": lambda self, _purpose: torch.Generator()})()
-    mean, _ = released(PrivateMean(sigma=0.0)).combine({}, {"w": x}, torch.ones(1, 1), "w", twice)
+    mean, _ = deployed_part(PrivateMean(sigma=0.0)).combine({}, {"w": x}, torch.ones(1, 1), "w", twice)
     assert torch.allclose(mean["w"], x[0] / 5)
 
 
 def test_types_and_fields_come_back_as_they_were() -> None:
     rows = {"w": torch.ones(3, 5), "c": torch.ones(3, 2, dtype=torch.float64)}
-    mean, _ = released(PrivateMean(clip=100.0, sigma=1e-6)).combine({}, rows, torch.ones(3, 1), "w", CTX)
+    mean, _ = deployed_part(PrivateMean(clip=100.0, sigma=1e-6)).combine({}, rows, torch.ones(3, 1), "w", CTX)
     assert {n: (v.shape, v.dtype) for n, v in mean.items()} == {n: (v[0].shape, v.dtype) for n, v in rows.items()}
     assert all(torch.allclose(v, torch.ones_like(v), atol=1e-2) for v in mean.values())

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedloom.errors import DataError, Stop
 from fedloom.lab.cli import app
 from fedloom_sites.deploy.ops.loopback import run_all
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import FakeGrid, outside_flower
@@ -100,7 +100,7 @@ def test_sites_that_share_no_path(kind: str, how: str, tmp_path: Path, monkeypat
         clients.append(Client(read_site(home / "site.toml")))
     shutil.rmtree(made)
     grid = FakeGrid({FIRST + c.site.client: c.answer for c in clients})
-    assert serve(grid, read_server(Path(server) / "server.toml"), lambda _: None) is Stop.DONE
+    assert serve_run(grid, read_server(Path(server) / "server.toml"), lambda _: None) is Stop.DONE
     assert str(tmp_path / "planner") not in "".join(p.read_text() for p in tmp_path.rglob("*.toml"))
 
 

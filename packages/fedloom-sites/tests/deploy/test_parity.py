@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
 from fedloom.engine.checks.refusals import check_mixer, check_together
-from fedloom.engine.clients.chunk import accept, run_clients
+from fedloom.engine.clients.chunk import accept_uploads, run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, Stop
 from fedloom.local.rows import rows_of
 from fedloom.processes.clients import ChunkResult, TrainTask
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.state import latest_models
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene
 
@@ -47,7 +47,7 @@ def in_simulation(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, U
             uploads[task.round, i] = {
                 name: value[k] for name, value in (output.sent or output.upload)._asdict().items()
             }
-        return accept(job, server, task, received, output)
+        return accept_uploads(job, server, task, received, output)
 
     monkeypatch.setattr(simulation, "train_chunk", train)
     return scene.simulate(), uploads
@@ -196,7 +196,7 @@ def check_parity(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     if "personal" in result.models.kinds():
         rows = result.models.rows("personal")
         for site in here.sites:
-            [mine] = models(site.state)
+            [mine] = latest_models(site.state)
             assert (mine.kind, mine.round, mine.client) == ("personal", 3, site.client)
             torch.testing.assert_close(load_file(mine.path)["rows"][0], rows[site.client], **close)
     for row, wanted in matched(here, result):
@@ -224,7 +224,7 @@ def test_what_is_set_in_torch_changes_no_bit(tmp_path: Path, set_in_torch: Calla
                 client.prepare()
             assert here.serve(grid) is Stop.DONE
         figures = pq.read_table(here.folder / "results" / "metrics.parquet")["value"].to_pylist()
-        personal = [load_file(models(site.state)[0].path)["rows"] for site in here.sites]
+        personal = [load_file(latest_models(site.state)[0].path)["rows"] for site in here.sites]
         return [here.model(), *personal, torch.tensor(figures).nan_to_num()]
 
     want, got = run(Path("plain"), nullcontext), run(Path("set"), set_in_torch)

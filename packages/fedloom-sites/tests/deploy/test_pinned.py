@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from fedloom_sites.deploy.apps import client_app
-from fedloom_sites.deploy.ops.commands import command, environment
-from fedloom_sites.deploy.ops.processes import Process, ProcessError
+from fedloom_sites.deploy.ops.commands import command_words, process_environment
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ProcessError
 from fedloom_sites.deploy.setting_files import read_site
 from fedloom_sites.deploy.site import pinned
-from fedloom_sites.deploy.site.pinned import CLIENT_PROGRAM, NOT_LET_IN, SECRET_OPTION, start_executor
+from fedloom_sites.deploy.site.pinned import CLIENT_PROGRAM, REFUSED_CONNECTION_HINT, SECRET_OPTION, start_executor
 
 
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_what_the_server_sent_is_not_installed_nor_loaded(monkeypatch: pytest.Mo
 def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:
     """By the command of its unit and of `deploy local`; the secret is not in the directory that `init` writes."""
     [file, *_] = sorted(written.glob("sites/*/site.toml"))
-    made = command("supernode", read_site(file), file=file)
+    made = command_words("supernode", read_site(file), file=file)
     assert made[made.index("--isolation") + 1] == "process"
     secret = Path(made[made.index(SECRET_OPTION) + 1])
     assert secret.parent == file.parent / "state"
@@ -104,10 +104,12 @@ def test_a_site_that_is_not_let_in_is_told_why_and_what_to_do(tmp_path: Path) ->
         node.flower_supernode = lambda: flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, "[code: 2004] why")
         pinned.run_network(["flower-supernode"], sys.argv[1])
     """
-    process = Process("site", [sys.executable, "-c", program, "."], environment(tmp_path), tmp_path / "log")
+    process = ManagedProcess(
+        "site", [sys.executable, "-c", program, "."], process_environment(tmp_path), tmp_path / "log"
+    )
     while process.alive():
         time.sleep(0.05)
     with pytest.raises(ProcessError, match="site ended with exit status 1") as refusal:
         process.check()
     [_, *lines] = str(refusal.value).splitlines()
-    assert lines == ["Exit Code: 305", "[code: 2004] why", NOT_LET_IN]
+    assert lines == ["Exit Code: 305", "[code: 2004] why", REFUSED_CONNECTION_HINT]

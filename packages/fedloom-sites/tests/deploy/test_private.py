@@ -20,10 +20,16 @@ from fedloom.errors import Refused, Stop
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.rows.channels import GaussianNoise
 from fedloom.version import __version__
-from fedloom_sites.deploy.noise import ReleasedNoise, released
+from fedloom_sites.deploy.noise import ReleasedNoise, deployed_part
 from fedloom_sites.deploy.ops.check import check_site
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, PROTOCOL_VERSION, STATUS_FIELDS, digest_of, seal
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    PROTOCOL_VERSION,
+    STATUS_FIELDS,
+    digest_of,
+    seal_message,
+)
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger
@@ -51,7 +57,7 @@ def limited(here: Scene, limit: float) -> Scene:
 
 def test_a_site_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 26
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = released(here.experiment.methods[0].setting.upload_transform)
+    noise = deployed_part(here.experiment.methods[0].setting.upload_transform)
     assert isinstance(noise, ReleasedNoise)
     here = limited(here, (epsilon(noise, 2) + epsilon(noise, 3)) / 2)
     assert here.serve() is Stop.TOO_FEW
@@ -65,7 +71,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 2
     for how, settings in (("local", LOCAL), ("central", CENTRAL)):
         here = scene(tmp_path / how, "fedavg", **SMALL, **settings)
         method = here.experiment.methods[0]
-        noise = released(method.setting.upload_transform or method.setting.aggregator)
+        noise = deployed_part(method.setting.upload_transform or method.setting.aggregator)
         assert isinstance(noise, GaussianNoise | PrivateMean)
         limit = (epsilon(noise, 2) + epsilon(noise, 3)) / 2
         assert here.serve(epsilon=limit) is Stop.BUDGET
@@ -237,7 +243,7 @@ def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
                 "ask",
             "round": 1, "client": 0, "nonce": b"0" * 16, "digest": digest_of([b"x"]),
         }  # fmt: skip
-        question = Message(seal(head, [b"x"]), dst_node_id=100, message_type="query", ttl=9.0)
+        question = Message(seal_message(head, [b"x"]), dst_node_id=100, message_type="query", ttl=9.0)
         reply = dict(site.answer(question).content["head"])
         assert reply["status"] == "refused"
         assert word in reply["reason"]
@@ -252,14 +258,14 @@ def test_answers_without_noise_are_refused_before_anything_starts(tmp_path: Path
         found = [f.sentence for f in check_site(here.sites[0], offline=True) if f.level == "refused"]
         assert any("answer without noise" in sentence for sentence in found)
         with pytest.raises(Refused, match="answer without noise"):
-            plan(here.experiment)
+            plan_deployment(here.experiment)
         with pytest.raises(Refused, match="answer without noise"):
             here.serve()
 
 
 def test_the_check_says_what_an_upload_costs(tmp_path: Path) -> None:
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = released(here.experiment.methods[0].setting.upload_transform)
+    noise = deployed_part(here.experiment.methods[0].setting.upload_transform)
     [said] = [f for f in check_site(here.sites[0], offline=True) if "privacy" in f.sentence]
     assert said.level == "ok"
     assert f"epsilon {epsilon(noise, 1):.3g}, 4 of them {epsilon(noise, 4):.3g}" in said.sentence

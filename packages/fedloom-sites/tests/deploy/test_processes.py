@@ -11,7 +11,7 @@ import pytest
 
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.ops import reaper
-from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_ports
 
 CHILD = (
     "import subprocess, sys, time; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); time.sleep(1000)"
@@ -49,7 +49,7 @@ def output(process, seconds=120):
 def test_all_end_with_the_block_children_too(tmp_path, error):
     pids = []
     try:
-        with Processes() as processes:
+        with ManagedProcesses() as processes:
             one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
             two = processes.start("two", ["sleep", "100"], {}, tmp_path / "two.log")
             pids += [one.pid, two.pid, int(output(one))]
@@ -63,14 +63,14 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
 
 def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(reaper, "GROUP_GRACE_SECONDS", 0.3)
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
         assert output(one)
     assert gone(one.pid)
 
 
 def test_children_of_a_dead_process_end_as_well(tmp_path):
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
         child = int(output(one))
         os.kill(one.pid, signal.SIGKILL)
@@ -83,9 +83,11 @@ def test_children_of_a_dead_process_end_as_well(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
     script = (
-        "import signal, time; from pathlib import Path; from fedloom_sites.deploy.ops.processes import Processes\n"
+        "import signal, time; from pathlib import Path\n"
+        "from fedloom_sites.deploy.ops.processes import ManagedProcesses\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
-        f"with Processes() as p:\n    one = p.start('one', ['sleep', '1000'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
+        "with ManagedProcesses() as p:\n"
+        f"    one = p.start('one', ['sleep', '1000'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
         "    print(one.pid, flush=True)\n    time.sleep(1000)\n"
     )
     with subprocess.Popen(
@@ -100,20 +102,20 @@ def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
 
 def test_the_reaper_ends_what_it_is_given_and_nothing_else(tmp_path):
     """What does not listen is killed, and what is not there any more is no error."""
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
         two = processes.start("two", [sys.executable, "-c", STUBBORN], {}, tmp_path / "two.log")
         three = processes.start("three", ["sleep", "100"], {}, tmp_path / "three.log")
         four = subprocess.Popen(["true"], start_new_session=True)
         four.wait()
         child, _ = int(output(one)), output(two)
-        reaper.reap([f"{p.pid}\n" for p in (one, two, four)], grace=0.3)
+        reaper.end_groups_at_close([f"{p.pid}\n" for p in (one, two, four)], grace=0.3)
         assert all(gone(pid) for pid in (one.pid, two.pid, child))
         assert runs(three.pid)
 
 
 def test_no_reaper_stays(tmp_path):
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         processes.start("one", ["sleep", "100"], {}, tmp_path / "one.log")
         pid = processes._reaper.pid
         assert runs(pid)
@@ -121,7 +123,7 @@ def test_no_reaper_stays(tmp_path):
 
 
 def test_without_its_reaper_the_block_ends_them_itself(tmp_path):
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
         child = int(output(one))
         os.kill(processes._reaper.pid, signal.SIGKILL)
@@ -133,14 +135,14 @@ def test_without_its_reaper_the_block_ends_them_itself(tmp_path):
 def test_the_end_comes_as_soon_as_they_have_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(reaper, "GROUP_GRACE_SECONDS", 600.0)
     before = time.monotonic()
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         for name in ("one", "two", "three"):
             processes.start(name, ["sleep", "1000"], {}, tmp_path / f"{name}.log")
     assert time.monotonic() - before < reaper.GROUP_GRACE_SECONDS / 5
 
 
 def test_one_that_ended_is_named_with_the_end_of_its_output(tmp_path):
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         one = processes.start("server", ["sh", "-c", "echo the disk is full; exit 3"], {}, tmp_path / "server.log")
         while one.alive():
             time.sleep(0.01)
@@ -149,7 +151,7 @@ def test_one_that_ended_is_named_with_the_end_of_its_output(tmp_path):
 
 
 def test_environment_is_added(tmp_path):
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         one = processes.start("one", ["sh", "-c", "echo $FL-$HOME"], {"FL": "x"}, tmp_path / "log")
         assert output(one).strip() == f"x-{os.environ['HOME']}"
 
@@ -168,7 +170,7 @@ def test_a_port_that_was_taken_meanwhile_is_named_with_the_cure(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         bind = f"import socket; socket.create_server(('127.0.0.1', {port}))"
-        process = Process("superlink", [sys.executable, "-c", bind], {}, tmp_path / "log")
+        process = ManagedProcess("superlink", [sys.executable, "-c", bind], {}, tmp_path / "log")
         while process.alive():
             time.sleep(0.02)
     with pytest.raises(

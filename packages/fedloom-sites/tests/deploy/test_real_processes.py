@@ -20,11 +20,11 @@ from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
 from fedloom_sites.deploy.ops.amend import rotate
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import run_all
-from fedloom_sites.deploy.ops.members import take
-from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.members import accept_agreement
+from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.ops.processes import ProcessError
 from fedloom_sites.deploy.ops.status import status_of
-from fedloom_sites.deploy.server.run import finished
+from fedloom_sites.deploy.server.run import finished_reason
 from fedloom_sites.deploy.setting_files import read_server
 from tests.commands import call
 
@@ -37,10 +37,10 @@ KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}
 def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: Any, tmp_path: Path) -> None:
     tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
     folder = tmp_path / "try"
-    write_directory(plan(experiment(rounds=1, **tables), 3, secure_aggregation=masked), folder, Location())
+    write_directory(plan_deployment(experiment(rounds=1, **tables), 3, secure_aggregation=masked), folder, Location())
     said = list[str]()
     here = run_all(folder, said.append)
-    assert finished(here.server) is Stop.DONE, said
+    assert finished_reason(here.server) is Stop.DONE, said
     one = read(here.server.experiment)
     known = simulate(one.methods[0].setting, one.partition(one.source.load(), one.head.seeds[0]))
     model = load_file(here.server.results / "global.safetensors")["rows"]
@@ -61,7 +61,7 @@ def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, ex
     tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
     folder = tmp_path / "try"
     write_directory(
-        plan(experiment(rounds=3, **tables), 3, own_data=True, secure_aggregation=masked), folder, Location()
+        plan_deployment(experiment(rounds=3, **tables), 3, own_data=True, secure_aggregation=masked), folder, Location()
     )
     said = list[str]()
 
@@ -79,12 +79,14 @@ def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, ex
     change = rotate(folder, "site-1")
     shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
     for name in ("site-0", "site-1", "site-2"):
-        take(folder / "sites" / name, change.folder / ("site" if name == "site-1" else "approval"), change.digest)
+        accept_agreement(
+            folder / "sites" / name, change.folder / ("site" if name == "site-1" else "approval"), change.digest
+        )
     before = server.certificate.read_bytes()
     call("deploy", "renew", folder)
     assert server.certificate.read_bytes() != before
     here = run_all(folder, said.append)
-    assert finished(here.server) is Stop.DONE, said
+    assert finished_reason(here.server) is Stop.DONE, said
     log = [x for x in lines_of(here.server.audit) if x["what"] == "accepted" and x["kind"] in ("train", "masked")]
     assert {x["site"]: [y["round"] for y in log if y["site"] == x["site"]] for x in log} == {
         name: [1, 2, 3] for name in ("site-0", "site-1", "site-2")

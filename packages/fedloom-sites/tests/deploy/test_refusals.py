@@ -30,13 +30,19 @@ from fedloom.lab.experiment import parse
 from fedloom.seeds import numpy_generator
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, PROTOCOL_VERSION, REQUEST_FIELDS, digest_of, seal
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    PROTOCOL_VERSION,
+    REQUEST_FIELDS,
+    digest_of,
+    seal_message,
+)
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
@@ -202,7 +208,7 @@ class Generated:
         scored = draw.choice((-1, t - 1)) if trains else t
         models = model if scored >= 0 else []
         figures = (self._client.answers.figures,) * SITES if scored >= 0 else ()
-        terms = Terms(
+        terms = SessionTerms(
             round=t, trains=trains, sizes=self._sizes, cohort=range(SITES), accepted=(0,) * SITES,
             download=hashlib.sha256(download).hexdigest() if trains else "", scored=scored, common=bool(models),
             models=tuple(hashlib.sha256(m).hexdigest() for m in models), figures=figures,
@@ -258,7 +264,7 @@ class Forged(Generated):
     forgeries = tuple(
         (name, value)
         for value in (*EXTREME_VALUES, *([value] * SITES for value in EXTREME_VALUES), [[2**63, 1, 1]] * SITES)
-        for name in Terms.model_fields
+        for name in SessionTerms.model_fields
     )
 
     def message(self, last: bytes | None) -> tuple[str, list[bytes], dict[str, Any]]:
@@ -282,10 +288,10 @@ def equal_secrets() -> Iterator[None]:
     """Two sites draw the same keys in the same session, so that both can be sent the same messages."""
     numbers = itertools.count()
 
-    def secrets() -> secure.Secrets:
+    def secrets() -> secure.SessionSecrets:
         draw = Draws(next(numbers))
         keys = (X25519PrivateKey.from_private_bytes(draw.bytes(32)).private_bytes_raw() for _ in range(2))
-        return secure.Secrets(*keys, draw.bytes(32), draw.bytes(32))
+        return secure.SessionSecrets(*keys, draw.bytes(32), draw.bytes(32))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure, "new_secrets", secrets)
@@ -308,7 +314,7 @@ def transcripts(
                 head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
                 head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.server.fingerprint}
                 known = {name: value for name, value in fields.items() if name in head}
-                content = seal(head | {"kind": kind, "digest": digest_of(arrays)} | known, arrays)
+                content = seal_message(head | {"kind": kind, "digest": digest_of(arrays)} | known, arrays)
                 with recorded(client.site.state) as files:
                     reply = client.reply(content)
                 answer = [array.data for array in reply["arrays"].values()]  # type: ignore[union-attr]
@@ -474,7 +480,7 @@ def test_no_sentence_is_made_where_samples_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RunDirError, CheckpointError, WireError, Refused, secure.Broken, PublicReason, ValueError]
+    "error", [RunDirError, CheckpointError, WireError, Refused, secure.ProtocolBroken, PublicReason, ValueError]
 )
 def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -493,7 +499,7 @@ def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + COUNTERS_BYTES
 
 
-@pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, secure.Broken])
+@pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, secure.ProtocolBroken])
 def test_an_error_that_was_not_made_without_samples_does_not_leave(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -504,7 +510,7 @@ def test_an_error_that_was_not_made_without_samples_does_not_leave(
         raise error("patient 7 is 93 years old")
 
     monkeypatch.setattr(rogue.sites[0].trainer, "weighed", fails)
-    monkeypatch.setattr(Terms, "weighed", fails)
+    monkeypatch.setattr(SessionTerms, "weighed", fails)
     session, download = rogue.begin(1, range(SITES)), rogue.download()
     session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
     assert rogue.refused == ["site site-0 could not answer. Its own log states the reason"]

@@ -21,12 +21,12 @@ from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
 from fedloom_sites.deploy.rehearsal import copies, messages, samples, sums
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome
-from fedloom_sites.deploy.rehearsal.rehearse import REHEARSED_ATTACKS, rehearse
+from fedloom_sites.deploy.rehearsal.rehearse import REHEARSED_ATTACKS, rehearse_attacks
 from fedloom_sites.deploy.secure import member
 from fedloom_sites.deploy.secure import site as secure_site
-from fedloom_sites.deploy.secure.changes import Changes
+from fedloom_sites.deploy.secure.changes import CohortChanges
 from fedloom_sites.deploy.secure.opened import OpenedSums
-from fedloom_sites.deploy.setting_files import text_of
+from fedloom_sites.deploy.setting_files import settings_text
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.asked import AskedModels
 from fedloom_sites.deploy.site.client import Client
@@ -66,7 +66,7 @@ def test_a_site_that_is_whole_has_no_open_row_and_is_not_changed(tmp_path: Path)
     here = masked(tmp_path)
     site = here.sites[1]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    rows = {row.attack: row.outcome for row in rehearse(site)}
+    rows = {row.attack: row.outcome for row in rehearse_attacks(site)}
     assert [*rows] == [name for name, _ in REHEARSED_ATTACKS]
     assert {name for name, outcome in rows.items() if outcome.verdict == "OPEN"} == set()
     stopped = {name for name, outcome in rows.items() if outcome.verdict == "stopped"}
@@ -139,8 +139,8 @@ GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, 
     ),
     "sums on the same model": (sums.repeat_model, [(OpenedSums, "_find_same_models", lambda *_: ())]),
     "memory over experiments": (
-        sums.begin_again,
-        [(OpenedSums, "_find_same_models", lambda *_: ()), (Changes, "exhausted", lambda *_: [])],
+        sums.repeat_session_start,
+        [(OpenedSums, "_find_same_models", lambda *_: ()), (CohortChanges, "exhausted", lambda *_: [])],
     ),
     "one list of a session": (
         sums.isolate_by_drop_outs,
@@ -168,7 +168,9 @@ def test_a_protection_that_is_gone_turns_its_row_red(
 
 def test_a_refusal_that_depends_on_a_sample_turns_its_row_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def leaking(trainer: Trainer, *_: Any, **__: Any) -> Any:
-        raise secure_site.Broken(f"the largest value is {float(trainer.fed.data.x.max())} of {trainer.samples[:8]}")
+        raise secure_site.ProtocolBroken(
+            f"the largest value is {float(trainer.fed.data.x.max())} of {trainer.samples[:8]}"
+        )
 
     here = masked(tmp_path)
     assert samples.compare_twins(rehearsed(here)).verdict == "stopped"
@@ -189,8 +191,8 @@ def test_an_attack_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.
     def failing(_: RehearsedSite) -> AttackOutcome:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setitem(rehearse.__globals__, "REHEARSED_ATTACKS", [("broken", failing)])
-    [row] = rehearse(masked(tmp_path).sites[0])
+    monkeypatch.setitem(rehearse_attacks.__globals__, "REHEARSED_ATTACKS", [("broken", failing)])
+    [row] = rehearse_attacks(masked(tmp_path).sites[0])
     assert row.outcome.verdict == "OPEN"
     assert "a bug" in row.outcome.rule
 
@@ -199,14 +201,14 @@ def test_the_command(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Exit code 1 and the names of open rows; 0 without any. `--json` has all columns."""
     folder = ready / "sites" / "site-1"
     tried = [("single upload", samples.read_single_upload)]
-    monkeypatch.setitem(rehearse.__globals__, "REHEARSED_ATTACKS", tried)
+    monkeypatch.setitem(rehearse_attacks.__globals__, "REHEARSED_ATTACKS", tried)
     result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder), "--json"])
     assert result.exit_code == 1, result.output
     shown = json.loads(result.stdout)
     assert shown["open"] == ["single upload"]
     assert {*shown["attacks"][0]} == {"attack", "verdict", "tried", "learned", "rule"}
     assert "1 of 1 attacks are OPEN: single upload" in result.stderr
-    monkeypatch.setattr(samples, "protection_of", lambda _: "noise")
+    monkeypatch.setattr(samples, "protection_of_upload", lambda _: "noise")
     result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder)])
     assert result.exit_code == 0, result.output
     assert "single upload" in result.stdout
@@ -285,7 +287,7 @@ def test_the_status_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     site = masked(tmp_path).sites[0]
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "site.toml").write_text(text_of(site))
+    (folder / "site.toml").write_text(settings_text(site))
     rogue = copies.RogueServer([Client(site)] * 4, Client(site).trainer)
     for k in range(3):
         rogue.exchange(0, "score", round=10**6 + k)

@@ -25,7 +25,7 @@ class Site:
     def __init__(self, client: int, name: bytes = NAME) -> None:
         self.client, self.signing = client, Ed25519PrivateKey.generate()
         self.secrets = secure.new_secrets()
-        self.advert = secure.advertise(name, client, self.secrets, self.signing)
+        self.advert = secure.make_advert(name, client, self.secrets, self.signing)
 
 
 def ready(clients: Collection[int], threshold: int) -> tuple[dict[int, Site], secure.Session]:
@@ -37,7 +37,7 @@ def ready(clients: Collection[int], threshold: int) -> tuple[dict[int, Site], se
 
 def held(sites: dict[int, Site], session: secure.Session, peers: Collection[int]) -> dict[int, dict[int, bytes]]:
     """The shares that every peer holds, by owner."""
-    sent = {c: shares.share(session, c, sites[c].secrets, sites[c].signing) for c in peers}
+    sent = {c: shares.make_shares(session, c, sites[c].secrets, sites[c].signing) for c in peers}
     return {
         to: {c: sent[c][to] if c == to else opened(sites, session, to, c, sent[c][to]) for c in peers} for to in peers
     }
@@ -53,17 +53,17 @@ QUESTION = bytes(32)
 
 
 def bound(session: secure.Session, peers: Collection[int], question: bytes = QUESTION) -> bytes:
-    return secure.bound_to(session, question, peers)
+    return secure.session_binding(session, question, peers)
 
 
 def play(n, threshold, peers, arrived, answering, vectors):
     sites, session = ready(range(n), threshold)
     parts, salt = held(sites, session, peers), bound(session, peers)
-    masked = [secure.masked(session, salt, c, sites[c].secrets, peers, vectors[c]) for c in arrived]
+    masked = [secure.mask_vector(session, salt, c, sites[c].secrets, peers, vectors[c]) for c in arrived]
     told = {c: shares.reveal_shares(parts[c], arrived) for c in answering}
-    secrets, wrong = shares.restored(session, peers, arrived, told)
+    secrets, wrong = shares.restore_secrets(session, peers, arrived, told)
     assert not wrong
-    return secure.unmasked(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
+    return secure.unmask_sum(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
 
 
 def test_every_drop_out_up_to_the_threshold() -> None:
@@ -95,36 +95,39 @@ def test_fewer_shares_than_the_threshold_give_another_secret() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.floats(-(2.0**14), 2.0**14), min_size=4, max_size=4), min_size=1, max_size=100))
 def test_sums_of_numbers_are_right_to_the_resolution(rows: list[list[float]]) -> None:
-    encoded = [integers.encode(np.array(row))[0] for row in rows]
-    found = integers.decode(np.sum(encoded, axis=0, dtype=np.uint64), len(rows))
+    encoded = [integers.encode_integers(np.array(row))[0] for row in rows]
+    found = integers.decode_integers(np.sum(encoded, axis=0, dtype=np.uint64), len(rows))
     exact = np.array(rows).sum(0)
     assert np.abs(found - exact).max() <= len(rows) * (2.0 ** -(integers.RESOLUTION_BITS + 1) + 1e-15 * 2**14)
 
 
 def test_numbers_out_of_range_are_clipped_and_counted() -> None:
-    steps, clipped = integers.encode(np.array([1e9, -1e9, 1.0]))
+    steps, clipped = integers.encode_integers(np.array([1e9, -1e9, 1.0]))
     assert clipped == 2
-    assert (integers.decode(steps, 1) == [2.0**14, -(2.0**14), 1.0]).all()
-    steps, clipped = integers.encode(np.array([np.nan, np.inf, -np.inf, 2.0]))
+    assert (integers.decode_integers(steps, 1) == [2.0**14, -(2.0**14), 1.0]).all()
+    steps, clipped = integers.encode_integers(np.array([np.nan, np.inf, -np.inf, 2.0]))
     assert clipped == 3
-    assert (integers.decode(steps, 1) == [0.0, 2.0**14, -(2.0**14), 2.0]).all()
+    assert (integers.decode_integers(steps, 1) == [0.0, 2.0**14, -(2.0**14), 2.0]).all()
 
 
 def test_a_sum_with_a_mask_on_it_is_out_of_range() -> None:
-    noise = secure.stream(bytes(32), 100)
+    noise = secure.mask_stream(bytes(32), 100)
     with pytest.raises(Refused, match="out of range"):
-        integers.decode(noise, 100)
+        integers.decode_integers(noise, 100)
     edge = np.array([int(2 * 3 * integers.MAX_NUMBER) << integers.RESOLUTION_BITS], dtype=np.int64)
-    assert integers.decode(edge.view(np.uint64), 3) == 6 * integers.MAX_NUMBER
+    assert integers.decode_integers(edge.view(np.uint64), 3) == 6 * integers.MAX_NUMBER
     for beyond in (edge + 1, -edge - 1):
         with pytest.raises(Refused, match="out of range"):
-            integers.decode(beyond.view(np.uint64), 3)
+            integers.decode_integers(beyond.view(np.uint64), 3)
 
 
 def test_every_bit_of_the_secret_changes_the_whole_stream() -> None:
     """The masks come from all 256 bits: whichever is flipped, streams agree as little as two random ones."""
     key = bytes(range(32))
-    for make in (lambda k: secure.stream(k, 256), lambda k: secure.stream(secure.derived(k, b"", b"mask"), 256)):
+    for make in (
+        lambda k: secure.mask_stream(k, 256),
+        lambda k: secure.mask_stream(secure.derive_key(k, b"", b"mask"), 256),
+    ):
         mine = np.unpackbits(make(key).view(np.uint8))
         seen = {mine.tobytes()}
         for bit in range(256):
@@ -141,7 +144,7 @@ def test_masks_depend_on_both_keys_the_session_the_question_and_the_peers() -> N
     other = replace(session, name=bytes(32))
     zero = np.zeros(64, dtype=np.uint64)
     seen = [
-        secure.masked(s, bound(s, p, q), c, sites[c].secrets, p, zero)
+        secure.mask_vector(s, bound(s, p, q), c, sites[c].secrets, p, zero)
         for s in (session, other)
         for c in (0, 1)
         for p in ([0, 1], [0, 1, 2])
@@ -156,8 +159,8 @@ def test_masked_vectors_are_uniform_whatever_is_in_them() -> None:
     rng = np.random.default_rng(1)
     for values in (np.zeros(d), np.full(d, 1e4), rng.normal(size=d)):
         sites, session = ready(range(3), 2)
-        vector, _ = integers.encode(values)
-        sent = secure.masked(session, bound(session, range(3)), 0, sites[0].secrets, range(3), vector)
+        vector, _ = integers.encode_integers(values)
+        sent = secure.mask_vector(session, bound(session, range(3)), 0, sites[0].secrets, range(3), vector)
         counts = np.bincount(sent.view(np.uint8), minlength=256)
         chi = ((counts - 8 * d / 256) ** 2 / (8 * d / 256)).sum()
         assert abs(chi - 255) < 6 * (2 * 255) ** 0.5
@@ -172,7 +175,7 @@ def test_equal_inputs_are_masked_differently_in_every_session() -> None:
     sent = set()
     for _ in range(5):
         sites, session = ready(range(2), 2)
-        sent.add(secure.masked(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), vector).tobytes())
+        sent.add(secure.mask_vector(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), vector).tobytes())
     assert len(sent) == 5
 
 
@@ -190,13 +193,13 @@ def test_advertisements_that_are_refused() -> None:
         own._replace(seed=bytes(32)),
         own._replace(sealing=own.masking, masking=own.sealing),
         Site(0).advert,  # the server's own keys, signed with its own key
-        secure.advertise(bytes(32), 0, sites[0].secrets, sites[0].signing),  # of another session
+        secure.make_advert(bytes(32), 0, sites[0].secrets, sites[0].signing),  # of another session
     ):
         with pytest.raises(Refused, match="not signed by that client for this session"):
             secure.check_adverts(NAME, [wrong, *good[1:]], keys)
     for wrong, sentence in (
         ([own, own], "advertised twice"),
-        ([own, secure.advertise(NAME, 1, sites[0].secrets, sites[1].signing)], "same key"),
+        ([own, secure.make_advert(NAME, 1, sites[0].secrets, sites[1].signing)], "same key"),
         ([own._replace(client=7)], "keys are advertised for client 7, which is not in the agreement"),
     ):
         with pytest.raises(Refused, match=sentence):
@@ -209,12 +212,12 @@ def test_a_point_of_low_order_is_refused() -> None:
     weak = sites[1].advert._replace(masking=bytes(32))
     session = secure.session_of(NAME, 2, [sites[0].advert, weak])
     with pytest.raises(Refused, match="an advertised key is not an X25519 public key"):
-        secure.masked(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), np.zeros(1, dtype=np.uint64))
+        secure.mask_vector(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), np.zeros(1, dtype=np.uint64))
 
 
 def test_a_share_decrypts_only_as_it_was_meant() -> None:
     sites, session = ready(range(3), 2)
-    sent = shares.share(session, 0, sites[0].secrets, sites[0].signing)
+    sent = shares.make_shares(session, 0, sites[0].secrets, sites[0].signing)
     assert len(opened(sites, session, 1, 0, sent[1])) == 3 * 32
     other = replace(session, adverts={c: a for c, a in session.adverts.items() if c != 2})
     for wrong in (
@@ -235,17 +238,17 @@ def flipped(data: bytes, place: int) -> bytes:
 def test_who_is_to_blame_for_a_share_that_does_not_decrypt() -> None:
     """The sender's own key of that message shows it to anybody; a false accusation falls back on its author."""
     sites, session = ready(range(3), 2)
-    good = shares.share(session, 0, sites[0].secrets, sites[0].signing)
+    good = shares.make_shares(session, 0, sites[0].secrets, sites[0].signing)
     for body in (os.urandom(124), good[1][:44] + os.urandom(80)):
         sealed = body + sites[0].signing.sign(shares._share_header(session, 0, 1, body))
-        with pytest.raises(shares.Unreadable):
+        with pytest.raises(shares.UnreadableShare):
             opened(sites, session, 1, 0, sealed)
         for key in (shares.one_time_key(session, sites[0].secrets, 1), os.urandom(32)):
             assert not shares.is_readable(session, 0, 1, sealed, key)
     key = shares.one_time_key(session, sites[0].secrets, 1)
     assert shares.is_readable(session, 0, 1, good[1], key)
     assert not shares.is_readable(session, 0, 2, good[2], key)  # it opens that one message
-    signature = shares.accuse(session, 1, 0, sites[1].signing)
+    signature = shares.sign_accusation(session, 1, 0, sites[1].signing)
     public = sites[1].signing.public_key()
     assert shares.is_accused(session, 1, 0, signature, public)
     for wrong in (
@@ -283,13 +286,13 @@ def test_wrong_shares_are_found_and_the_sum_is_right(liars: list[int], arrived: 
     sites, session = ready(range(7), 4)
     parts, salt = held(sites, session, range(7)), bound(session, range(7))
     vectors = np.random.default_rng(1).integers(0, 2**64, (7, 5), dtype=np.uint64)
-    masked = [secure.masked(session, salt, c, sites[c].secrets, range(7), vectors[c]) for c in arrived]
+    masked = [secure.mask_vector(session, salt, c, sites[c].secrets, range(7), vectors[c]) for c in arrived]
     for owners in ([2], range(7)):
         told = {c: shares.reveal_shares(parts[c], arrived) for c in range(7)}
         for c in liars:
             told[c] |= {owner: flipped(told[c][owner], 3 * c) for owner in owners}
-        secrets, wrong = shares.restored(session, range(7), arrived, told)
-        total = secure.unmasked(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
+        secrets, wrong = shares.restore_secrets(session, range(7), arrived, told)
+        total = secure.unmask_sum(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
         assert (total == vectors[[*arrived]].sum(0, dtype=np.uint64)).all()
         assert wrong <= {*liars}
         assert wrong or 0 not in liars  # those that the first subset has are found
@@ -300,8 +303,8 @@ def test_shares_of_which_no_subset_fits_are_told_of_their_owner() -> None:
     parts = held(sites, session, range(4))
     told = {c: shares.reveal_shares(parts[c], range(3)) for c in range(3)}
     told[1][3] = bytes(32)
-    with pytest.raises(shares.Undecided, match="client 3") as error:
-        shares.restored(session, range(4), range(3), told)
+    with pytest.raises(shares.UndecidedShares, match="client 3") as error:
+        shares.restore_secrets(session, range(4), range(3), told)
     assert error.value.owner == 3
 
 
@@ -314,10 +317,10 @@ def test_a_sum_needs_a_threshold_of_signatures_of_itself() -> None:
     sites, session = ready(range(5), 3)
     keys = {c: s.signing.public_key() for c, s in sites.items()}
     salt = bound(session, range(5))
-    signed = signatures(sites, secure.statement(salt, range(4)), range(4))
+    signed = signatures(sites, secure.encode_statement(salt, range(4)), range(4))
     secure.check_statement(session, salt, signed, keys)
     secure.check_statement(session, salt, signed | {0: bytes(64)}, keys)
-    with pytest.raises(secure.Broken, match="2 sites have signed this sum, but 3 are required"):
+    with pytest.raises(secure.ProtocolBroken, match="2 sites have signed this sum, but 3 are required"):
         secure.check_statement(session, salt, signed | {0: bytes(64), 1: bytes(64)}, keys)
     for wrong in (
         lambda: secure.check_statement(session, bound(session, range(4)), signed, keys),
@@ -326,7 +329,7 @@ def test_a_sum_needs_a_threshold_of_signatures_of_itself() -> None:
         lambda: secure.check_statement(session, salt, {c: signed[c] for c in range(3)}, keys),
         lambda: secure.check_statement(session, salt, signed | {0: signed[1]}, keys),
     ):
-        with pytest.raises(secure.Broken, match="has not signed this sum"):
+        with pytest.raises(secure.ProtocolBroken, match="has not signed this sum"):
             wrong()
 
 
@@ -344,12 +347,14 @@ ELEMENTS = st.integers(0, 2**128 - 1)
 
 @given(ELEMENTS, ELEMENTS, ELEMENTS)
 def test_a_field_of_2_to_the_128_elements(a: int, b: int, c: int) -> None:
-    assert shares.multiply(a, b) == shares.multiply(b, a) < 2**128
-    assert shares.multiply(a, shares.multiply(b, c)) == shares.multiply(shares.multiply(a, b), c)
-    assert shares.multiply(a, b ^ c) == shares.multiply(a, b) ^ shares.multiply(a, c)
-    assert shares.multiply(1, a) == a
+    assert shares.multiply_in_field(a, b) == shares.multiply_in_field(b, a) < 2**128
+    assert shares.multiply_in_field(a, shares.multiply_in_field(b, c)) == shares.multiply_in_field(
+        shares.multiply_in_field(a, b), c
+    )
+    assert shares.multiply_in_field(a, b ^ c) == shares.multiply_in_field(a, b) ^ shares.multiply_in_field(a, c)
+    assert shares.multiply_in_field(1, a) == a
     if a:
-        assert shares.multiply(a, shares.invert(a)) == 1
+        assert shares.multiply_in_field(a, shares.invert_in_field(a)) == 1
 
 
 @given(st.data(), st.integers(3, 12), st.binary(min_size=32, max_size=32))

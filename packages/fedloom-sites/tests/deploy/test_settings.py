@@ -7,7 +7,7 @@ import pytest
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import ConfigError
 from fedloom.version import __version__
-from fedloom_sites.deploy.setting_files import check_fingerprint, digest, read_server, read_site, text_of
+from fedloom_sites.deploy.setting_files import check_fingerprint, read_server, read_site, settings_text, sha256_hex
 from fedloom_sites.deploy.settings import Member, Server, Site
 from fedloom_sites.deploy.site.handover import state_folder
 
@@ -21,7 +21,7 @@ def shared(folder):
     return {
         "name": "try",
         "experiment": "experiment.toml",
-        "fingerprint": digest(experiment.read_bytes()),
+        "fingerprint": sha256_hex(experiment.read_bytes()),
         "version": "1.0",
         "clients": 2,
         "samples": InputSpec(**SCHEMA),
@@ -44,7 +44,7 @@ def server(folder, **changes):
 @pytest.mark.parametrize(("make", "read"), [(site, read_site), (server, read_server)])
 def test_round_trip_with_paths_made_absolute(tmp_path, make, read):
     value, path = make(tmp_path), tmp_path / "settings.toml"
-    path.write_text(text_of(value))
+    path.write_text(settings_text(value))
     again = read(path)
     for name in type(value).model_fields:
         before, after = getattr(value, name), getattr(again, name)
@@ -55,7 +55,7 @@ def test_round_trip_with_paths_made_absolute(tmp_path, make, read):
 def test_a_sites_data_is_looked_for_in_its_own_folder(tmp_path):
     path = tmp_path / "site.toml"
     for given, found in (("x.csv", tmp_path / "x.csv"), ("/srv/x.csv", "/srv/x.csv")):
-        path.write_text(text_of(site(tmp_path, data={"source": "csv", "path": given})))
+        path.write_text(settings_text(site(tmp_path, data={"source": "csv", "path": given})))
         assert read_site(path).data == {"source": "csv", "path": str(found)}
 
 
@@ -63,27 +63,27 @@ def test_a_sites_data_is_looked_for_in_its_own_folder(tmp_path):
 def test_who_answers_reads_a_site_file_as_who_checks_it(change, tmp_path):
     """Also as an editor of Windows saves it: other ends of lines, a byte order mark."""
     path = tmp_path / "site.toml"
-    path.write_text(text_of(site(tmp_path)).replace(*change), newline="")
+    path.write_text(settings_text(site(tmp_path)).replace(*change), newline="")
     assert state_folder(path) == read_site(path).folder
 
 
 @pytest.mark.parametrize("name", ["state", "node_key"])
 def test_a_path_with_the_character_nul_is_refused(name, tmp_path):
     path = tmp_path / "site.toml"
-    path.write_text(text_of(site(tmp_path, **{name: "a\0b"})))
+    path.write_text(settings_text(site(tmp_path, **{name: "a\0b"})))
     with pytest.raises(ConfigError, match=f"{name} = .* contains a NUL character"):
         read_site(path)
 
 
 def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
     path = tmp_path / "site.toml"
-    path.write_text(text_of(site(tmp_path)))
+    path.write_text(settings_text(site(tmp_path)))
     value = read_site(path)
     value.experiment.write_text('name = "other"\n')
     with pytest.raises(ConfigError) as error:
         check_fingerprint(value)
     assert value.fingerprint[:16] in str(error.value)
-    assert digest(value.experiment.read_bytes())[:16] in str(error.value)
+    assert sha256_hex(value.experiment.read_bytes())[:16] in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
 )
 def test_site_errors_name_file_and_key(tmp_path, change, sentence):
     path = tmp_path / "site.toml"
-    document = tomllib.loads(text_of(site(tmp_path)))
+    document = tomllib.loads(settings_text(site(tmp_path)))
     import tomli_w
 
     path.write_text(tomli_w.dumps({**document, **change}))
@@ -142,7 +142,7 @@ def test_keys_of_another_version_are_refused_with_both_versions(tmp_path):
         ("0.0.9", f". The file was written by fedloom 0.0.9, but this is {__version__}. Install that version"),
         (__version__, ""),
     ):
-        path.write_text(text_of(site(tmp_path)).replace('version = "1.0"', f'version = "{release}"\ncolumns = 3'))
+        path.write_text(settings_text(site(tmp_path)).replace('version = "1.0"', f'version = "{release}"\ncolumns = 3'))
         with pytest.raises(ConfigError, match="unknown key 'columns'") as error:
             read_site(path)
         assert str(error.value).endswith(ending)

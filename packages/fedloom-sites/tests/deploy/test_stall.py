@@ -8,10 +8,10 @@ from datetime import datetime
 import pytest
 
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.loopback import Loopback
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.ops.processes import ProcessError, Processes
-from fedloom_sites.deploy.setting_files import read_server, text_of
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError
+from fedloom_sites.deploy.setting_files import read_server, settings_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -28,10 +28,10 @@ def three(experiment, tmp_path_factory):
     """A server that knows three sites; the first two are there."""
     folder = tmp_path_factory.mktemp("stall") / "try"
     write_directory(
-        plan(experiment("fedavg", rounds=ROUNDS, evaluate={"every": ROUNDS}), 3), folder, Location(quorum=3)
+        plan_deployment(experiment("fedavg", rounds=ROUNDS, evaluate={"every": ROUNDS}), 3), folder, Location(quorum=3)
     )
-    with Processes() as processes:
-        here = Loopback(folder, processes)
+    with ManagedProcesses() as processes:
+        here = LoopbackDeployment(folder, processes)
         here.start_server()
         here.register_all()
         here.running = {name: here.start_site(name) for name in ("site-0", "site-1")}
@@ -41,7 +41,7 @@ def three(experiment, tmp_path_factory):
 def settle(here, **changes):
     """Other settings of the server, from its next run on."""
     file = here.folder / "server" / "server.toml"
-    file.write_text(text_of(read_server(file).model_copy(update=changes)))
+    file.write_text(settings_text(read_server(file).model_copy(update=changes)))
 
 
 def test_a_run_without_its_quorum_says_one_sentence(three):

@@ -23,9 +23,9 @@ from fedloom.storage.locks import lock
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops import run as service
 from fedloom_sites.deploy.ops.processes import free_ports
-from fedloom_sites.deploy.ops.status import lines, status_of, table, tallies
+from fedloom_sites.deploy.ops.status import status_lines, status_of, status_table, summarize_clients
 from fedloom_sites.deploy.server import run as deployed
-from fedloom_sites.deploy.setting_files import text_of
+from fedloom_sites.deploy.setting_files import settings_text
 from tests.deploy.scene import FIRST, changed, scene
 
 SMALL = {"rounds": 4, "evaluate": {"every": 2}}
@@ -72,8 +72,8 @@ def test_before_while_and_after(tmp_path):
 @pytest.mark.parametrize(("step", "said"), [(9, "none accepted"), (None, "never")])
 def test_a_site_that_only_sent_what_was_rejected_did_not_never_reply(step, said):
     log = [{"what": "rejected", "client": 0, "round": 1, "step": step, "reason": "too long"}] if step else []
-    [found] = tallies(log, {0: "north"}, 1).values()
-    [row] = table({"sites": [{"site": "north", "share": 0.0, "scores": [], **found}]})
+    [found] = summarize_clients(log, {0: "north"}, 1).values()
+    [row] = status_table({"sites": [{"site": "north", "share": 0.0, "scores": [], **found}]})
     assert row["last reply"] == said
 
 
@@ -189,7 +189,7 @@ def test_one_site_makes_no_run_diverged(loss, since, tmp_path):
 def test_the_command(tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
     assert here.serve() is Stop.DONE
-    (tmp_path / "server.toml").write_text(text_of(here.server))
+    (tmp_path / "server.toml").write_text(settings_text(here.server))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     shown = CliRunner().invoke(app, ["deploy", "status", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
@@ -228,7 +228,7 @@ def test_no_port_serves_nothing_and_a_taken_one_is_refused(tmp_path, monkeypatch
 
     other = scene(tmp_path / "other", "fedavg", **SMALL)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="metrics_port"):
-        deployed.serve(other.grid(), other.server.with_(metrics_port=taken.getsockname()[1]), lambda _: None)
+        deployed.serve_run(other.grid(), other.server.with_(metrics_port=taken.getsockname()[1]), lambda _: None)
 
 
 def test_the_report_reads_results_as_a_run(tmp_path: Path):
@@ -265,19 +265,19 @@ def test_the_report_of_a_run_that_is_under_way_or_stopped(tmp_path):
 def test_the_node_of_every_site_stands_beside_its_name(tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
     assert here.serve() is Stop.DONE
-    assert [row["node"] for row in table(status_of(here.server))] == [str(FIRST + c) for c in range(3)]
+    assert [row["node"] for row in status_table(status_of(here.server))] == [str(FIRST + c) for c in range(3)]
 
 
 @pytest.mark.parametrize(("days", "words"), [(29, "expires on"), (31, None), (-1, "expired on")])
 def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
-    ca = keys.authority("try", 400)
+    ca = keys.make_authority("try", 400)
     then = datetime.now(UTC) - timedelta(days=100)
-    made = keys.server_certificate(ca, ["localhost"], 100 + days, then)
+    made = keys.issue_server_certificate(ca, ["localhost"], 100 + days, then)
     for name, content in (("ca.crt", ca.pem()), ("server.crt", made.certificate)):
         (tmp_path / name).write_bytes(content)
     server = here.server.with_(ca=tmp_path / "ca.crt", certificate=tmp_path / "server.crt")
-    found = [line for line in lines(status_of(server)) if "certificate" in line]
+    found = [line for line in status_lines(status_of(server)) if "certificate" in line]
     assert len(found) == (words is not None)
     assert all(f"the server's certificate {words}" in line and "restart the superlink's unit" in line for line in found)
 
@@ -285,7 +285,7 @@ def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
 def test_the_service_runs_until_all_rounds_are_done(tmp_path, monkeypatch):
     """It asks to be started again after an end that can be resumed, and starts nothing once all is done."""
     here = scene(tmp_path, "fedavg", **SMALL)
-    (tmp_path / "server.toml").write_text(text_of(here.server))
+    (tmp_path / "server.toml").write_text(settings_text(here.server))
     ran = []
     monkeypatch.setattr(service.subprocess, "run", lambda words, **_: ran.append(words))
     assert service.main([str(tmp_path / "server.toml"), "flwr", "run"]) == 1

@@ -18,8 +18,8 @@ from fedloom.errors import Stop
 from fedloom.lab.experiment import parse
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import run_all
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.server.run import finished
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.server.run import finished_reason
 from tests.deploy.scene import scene
 
 NETS = '''
@@ -194,9 +194,9 @@ def test_real_processes_give_the_bits_of_the_simulation(case: str, nets: Path, t
     document = {"name": "stranger", "seeds": [0], "method": [{"algorithm": "fedavg"}], **tables_of(case, nets)}
     one = parse({**document, "rounds": 2})
     folder, said = tmp_path / "try", list[str]()
-    write_directory(plan(one, 3), folder, Location())
+    write_directory(plan_deployment(one, 3), folder, Location())
     here = run_all(folder, said.append)
-    assert finished(here.server) is Stop.DONE, said
+    assert finished_reason(here.server) is Stop.DONE, said
     known = simulate(one.methods[0].setting, one.partition(one.source.load(), one.head.seeds[0]))
     assert torch.equal(
         load_file(here.server.results / "global.safetensors")["rows"].flatten(), known.models.rows("global").flatten()

@@ -23,15 +23,15 @@ from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops import amend
 from fedloom_sites.deploy.ops.amend import rotate, upgrade
 from fedloom_sites.deploy.ops.directory import Location, renew, write_directory
-from fedloom_sites.deploy.ops.members import Change, take
-from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.members import AgreementChange, accept_agreement
+from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.protocol import checks, envelope
-from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.settings import Server
 from fedloom_sites.deploy.site import client
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.snapshots import declare
+from fedloom_sites.deploy.snapshots import declare_snapshot
 from tests.commands import call
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import FakeGrid, outside_flower
@@ -66,7 +66,7 @@ def deployment(folder: Path, rounds: int, secure: bool = False, days: int = 365)
     cut = {"kind": "iid", "clients": 3, "test": 0.2, "validation": 0.1}
     tables: dict[str, Any] = {"evaluate": {"every": rounds}, "engine": {"dtype": "float64"}}
     experiment = make_experiment(rounds=rounds, data=data, partition=cut, **tables)
-    made = plan(experiment, 3, names=SITES, own_data=True, secure_aggregation=secure, norm_bound=50.0)
+    made = plan_deployment(experiment, 3, names=SITES, own_data=True, secure_aggregation=secure, norm_bound=50.0)
     write_directory(made, folder / "d", Location(days=days))
     for k, site in enumerate(SITES):
         grow(folder / "d" / "sites" / site / "cohort.csv", 40, k)
@@ -85,14 +85,16 @@ def run(folder: Path, until: int) -> Stop:
     def fault(_node: int, message: Any, reply: Any) -> Any:
         return reply if message.content["head"]["round"] <= until else None
 
-    return serve(FakeGrid(nodes, fault), server_of(folder), lambda _line: None)
+    return serve_run(FakeGrid(nodes, fault), server_of(folder), lambda _line: None)
 
 
-def amended(folder: Path, change: Change, rotated: str = "") -> None:
+def amended(folder: Path, change: AgreementChange, rotated: str = "") -> None:
     """Bring an amendment to the server and to every site."""
     shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
     for site in SITES:
-        take(folder / "sites" / site, change.folder / ("site" if site == rotated else "approval"), change.digest)
+        accept_agreement(
+            folder / "sites" / site, change.folder / ("site" if site == rotated else "approval"), change.digest
+        )
 
 
 def is_valid(folder: Path, now: datetime) -> bool:
@@ -110,7 +112,7 @@ def play(folder: Path, days: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One round a day."""
     today, moment = date(2026, 12, 1), datetime.now(UTC)
     for site in SITES:
-        assert declare(folder / "sites" / site, today.isoformat()).used
+        assert declare_snapshot(folder / "sites" / site, today.isoformat()).used
     for day in range(1, days + 1):
         now = today + timedelta(days=day)
         for k, site in enumerate(SITES):
@@ -126,7 +128,7 @@ def play(folder: Path, days: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert not is_valid(folder, moment + timedelta(days=days))
             renew(folder, None, 365)
         if day % 5 == 3:  # for the next experiment
-            assert not declare(folder / "sites" / "birke", now.isoformat()).used
+            assert not declare_snapshot(folder / "sites" / "birke", now.isoformat()).used
         assert run(folder, day) is (Stop.DONE if day == days else Stop.TOO_FEW)
         assert is_valid(folder, moment + timedelta(days=day))
 
@@ -176,28 +178,30 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     assert Path(first.data["path"] if "path" in first.data else first.data["source"]).read_bytes() == table.read_bytes()
     for day, sentence in (("2026-12-01", "must have a later date"), ("tomorrow", "must have the form 2026-12-01")):
         with pytest.raises(ConfigError, match=sentence):
-            declare(home, day)
+            declare_snapshot(home, day)
     grow(table, 3, 7)
     with pytest.raises(
         ConfigError,
         match="differs from the snapshot of 2026-12-01 by 3 subjects, but it must differ by 0 or at least 5",
     ):
-        declare(home, "2026-12-02")
+        declare_snapshot(home, "2026-12-02")
     text = table.read_text().splitlines(keepends=True)
     table.write_text("".join([text[0], *reversed(text[1:])]))
     grow(table, 2, 8)
-    second = declare(home, "2026-12-03")
+    second = declare_snapshot(home, "2026-12-03")
     assert (second.subjects, second.used) == (45, True)
     assert read_site(home / "site.toml").snapshot == "2026-12-03"
     table.write_text("".join(text[:41]))
-    assert declare(home, "2026-12-04").subjects == 40, "the rows of the first one in another order differ in none"
+    assert declare_snapshot(home, "2026-12-04").subjects == 40, (
+        "the rows of the first one in another order differ in none"
+    )
     later = deployment(tmp_path / "y", 2) / "sites" / "birke"
     settings_file = later / "site.toml"
     settings_file.write_text(f'memory = "{home / "state"}"\n{settings_file.read_text()}')
     shutil.copy(table, later / "cohort.csv")
     grow(later / "cohort.csv", 1, 9)
     with pytest.raises(ConfigError, match="in 1 subject"):
-        declare(later, "2027-01-01")
+        declare_snapshot(later, "2027-01-01")
     path = Path(second.path)
     assert path.stat().st_mode & 0o222 == 0
     path.chmod(0o600)
@@ -209,7 +213,7 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     record = first.memory_folder / snapshots.RECORD_FILE
     record.write_text(record.read_text().replace("2026", "2025", 1))
     with pytest.raises(RunDirError, match="damaged"):
-        declare(home, "2027-02-01")
+        declare_snapshot(home, "2027-02-01")
 
 
 def test_a_folder_of_images_that_grows_becomes_a_snapshot(tmp_path: Path) -> None:
@@ -225,7 +229,7 @@ def test_a_folder_of_images_that_grows_becomes_a_snapshot(tmp_path: Path) -> Non
     photograph(tmp_path / "pictures", 0, 40)
     cut = {"kind": "iid", "clients": 3, "test": 0.2}
     experiment = make_experiment(rounds=1, data={"source": str(tmp_path / "pictures")}, partition=cut)
-    made = plan(experiment, 3, names=SITES, own_data=True, norm_bound=50.0)
+    made = plan_deployment(experiment, 3, names=SITES, own_data=True, norm_bound=50.0)
     write_directory(made, tmp_path / "d", Location())
     home = tmp_path / "d" / "sites" / "birke"
     file = home / "site.toml"
@@ -233,12 +237,12 @@ def test_a_folder_of_images_that_grows_becomes_a_snapshot(tmp_path: Path) -> Non
     key = "path" if "path" in live.data else "source"
     pictures = Path(live.data[key])
     photograph(pictures, 0, 40)
-    assert declare(home, "2026-12-01").subjects == 40
+    assert declare_snapshot(home, "2026-12-01").subjects == 40
     photograph(pictures, 40, 2)
     with pytest.raises(ConfigError, match="differs from the snapshot of 2026-12-01 in 2 subjects"):
-        declare(home, "2026-12-02")
+        declare_snapshot(home, "2026-12-02")
     photograph(pictures, 42, 8)
-    second = declare(home, "2026-12-03")
+    second = declare_snapshot(home, "2026-12-03")
     assert (second.subjects, second.used) == (50, True)
     site = read_site(file)
     assert Path(site.data[key]) == second.path

@@ -16,14 +16,14 @@ from fedloom.errors import Refused, Stop
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, States, reweighted
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES, AnswerStates, CohortChanges, find_reweighted_sites
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
-from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 from fedloom_sites.deploy.secure.sums import SecureSums
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
+from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
@@ -82,7 +82,7 @@ class Federation:
         self.t += kind == "uploads"
         t, n, members, nonce = self.t, len(self.members), self.members, os.urandom(16)
         model = os.urandom(32).hex()
-        terms = Terms(
+        terms = SessionTerms(
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
             scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
@@ -103,7 +103,7 @@ class Federation:
                 answer = unable if is_neutral else ANSWERED_COUNTS
                 counts = answer if any(weights[c]) else ABSENT_COUNTS
                 vectors[c] = members[c].masked(t, nonce, np.zeros(3, dtype=np.uint64), counts)
-        except Broken as error:
+        except ProtocolBroken as error:
             self.refused.append(str(error))
             return False
         told = set[int]()
@@ -141,7 +141,7 @@ class Federation:
     def _ask(self, answer: Any) -> Any:
         try:
             return answer()
-        except Broken as error:
+        except ProtocolBroken as error:
             self.refused.append(str(error))
             return None
 
@@ -277,17 +277,18 @@ def test_a_site_without_an_answer_keeps_a_sum_closed_and_trains_on(kind: str, tm
 def test_weights_that_change_are_changes_of_a_site() -> None:
     """Two sums of the same sites with other weights give a site away, whichever weight is the reference."""
     before = {"a": [3.0], "b": [1.0], "c": [2.0], "d": [5.0]}
-    assert not reweighted(before, {c: [w[0] / 7] for c, w in before.items()})
-    assert reweighted(before, {**before, "d": [5.001]}) == {"d"}
-    assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
-    assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
-    states = States("one", None, {})
-    first = Changes({}, 1).add_sum([*before], {"uploads": before}, states)
+    assert not find_reweighted_sites(before, {c: [w[0] / 7] for c, w in before.items()})
+    assert find_reweighted_sites(before, {**before, "d": [5.001]}) == {"d"}
+    assert find_reweighted_sites(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
+    assert find_reweighted_sites(before, {**before, "b": [0.0]}) == {"b"}
+    states = AnswerStates("one", None, {})
+    first = CohortChanges({}, 1).add_sum([*before], {"uploads": before}, states)
     assert first.record["changes"] == {}
     second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}}, states)
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
-        Broken, match="previous sum in d; a site may leave the sums over the same data, or return, at most 1 times"
+        ProtocolBroken,
+        match="previous sum in d; a site may leave the sums over the same data, or return, at most 1 times",
     ):
         second.add_sum([*before], {"uploads": before}, states)
     assert second.add_sum([*before], {"scores": before}, states).record["changes"] == {
@@ -327,7 +328,7 @@ def test_a_site_that_is_told_that_its_last_upload_was_lost(
     gradient of that site alone. Without the check, the attack succeeds.
     """
     if not is_checked:
-        monkeypatch.setattr(Changes, "_find_moved_sites", lambda self, states: set())
+        monkeypatch.setattr(CohortChanges, "_find_moved_sites", lambda self, states: set())
     rogue = Rogue(secured(tmp_path, "scaffold", agreed={"changes": 0}, **FULL_BATCH))
     assert sum_honestly(rogue, 1, rogue.download()).told
     bases = (1, 1, 1, 1, 0)
@@ -361,17 +362,17 @@ def test_a_site_that_is_told_that_its_last_upload_was_lost(
 )
 def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: set[str]) -> None:
     weights = {"uploads": dict.fromkeys("abcde", (1.0,))}
-    first = Changes({}, 1).add_sum("abcd", weights, States("one", 4, {"a": 3, "b": 3, "c": 3, "d": 1}))
-    assert first.changed([*bases], weights, States("one", 5, bases)) == moved
-    scored = first.add_sum("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
-    assert scored.changed([*bases], weights, States("one", 5, bases)) == moved  # a sum of scores moves no state
+    first = CohortChanges({}, 1).add_sum("abcd", weights, AnswerStates("one", 4, {"a": 3, "b": 3, "c": 3, "d": 1}))
+    assert first.changed([*bases], weights, AnswerStates("one", 5, bases)) == moved
+    scored = first.add_sum("abcd", {}, AnswerStates("one", None, dict.fromkeys("abcd", 4)))
+    assert scored.changed([*bases], weights, AnswerStates("one", 5, bases)) == moved  # a sum of scores moves no state
     if moved == {"d"}:  # a sum from another state of d differs from the next one, as a sum without d does
-        after = first.add_sum([*bases], weights, States("one", 5, bases))
-        following = States("one", 6, dict.fromkeys(bases, 5))
+        after = first.add_sum([*bases], weights, AnswerStates("one", 5, bases))
+        following = AnswerStates("one", 6, dict.fromkeys(bases, 5))
         assert after.changed([*bases], weights, following) == moved
-        with pytest.raises(Broken, match="differ from the previous sum in d"):
+        with pytest.raises(ProtocolBroken, match="differ from the previous sum in d"):
             after.add_sum([*bases], weights, following)
-    again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
+    again = first.changed("abcd", weights, AnswerStates("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
 
 
@@ -379,7 +380,7 @@ def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkey
     """A server stopped after a sum of scores, and was upgraded to a version that sums fewer numbers."""
     here = secured(tmp_path, "fedavg")
     sums, terms = SecureSums(cast(Any, None), here.server), terms_of(5)
-    advert = secure.advertise(b"", 0, secure.new_secrets(), signing_key_of(0))
+    advert = secure.make_advert(b"", 0, secure.new_secrets(), signing_key_of(0))
     new, old = (
         PendingSum(
             1, bytes(16), secure.write_adverts([advert]), b"", [0], [0], {0: bytes(64)}, terms.sums,

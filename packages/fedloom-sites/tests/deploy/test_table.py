@@ -18,7 +18,13 @@ from fedloom.rows.layout import Layout
 from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.setting_files import read_site
 from fedloom_sites.deploy.site.local_data import site_federation
-from fedloom_sites.deploy.site.models import export_state_dict, module_of, owned, score_site_model, used
+from fedloom_sites.deploy.site.models import (
+    export_state_dict,
+    find_owned_models,
+    load_raw_model,
+    module_of,
+    score_site_model,
+)
 from fedloom_sites.deploy.site.state import SiteState
 
 
@@ -73,9 +79,9 @@ def kept(ready):
 
 def test_a_sites_model_is_found_loaded_and_exported(kept, tmp_path):
     folder, row, module = kept
-    (one,) = owned(folder)
-    assert owned(folder / "sites" / "site-1") == [one]
-    assert owned(folder / "sites" / "site-2") == []
+    (one,) = find_owned_models(folder)
+    assert find_owned_models(folder / "sites" / "site-1") == [one]
+    assert find_owned_models(folder / "sites" / "site-2") == []
     assert (one.site.site, one.model.round, one.model.kind) == ("site-1", 7, "personal")
     assert torch.equal(Layout.create(module).vector(module_of(one)), row)
     module.load_state_dict(load_file(export_state_dict(one, tmp_path / "out")))
@@ -84,7 +90,7 @@ def test_a_sites_model_is_found_loaded_and_exported(kept, tmp_path):
 
 def test_a_sites_model_is_scored_on_its_own_test_part(kept):
     folder, _, _ = kept
-    (one,) = owned(folder)
+    (one,) = find_owned_models(folder)
     fed = site_federation(read(one.site.experiment), one.site)
     index = fed.indices("test", 1)
     hits = module_of(one)(fed.fetch(index)).argmax(1) == fed.targets(index)
@@ -97,15 +103,15 @@ def test_a_model_of_another_experiment_is_not_shown(kept):
     file = folder / "sites" / "site-1" / "site.toml"
     site = read_site(file)
     file.write_text(file.read_text().replace(site.fingerprint, "0" * 64))
-    assert owned(folder) == []
+    assert find_owned_models(folder) == []
 
 
 def test_a_damaged_model_is_a_sentence(kept):
     folder, _, _ = kept
-    (one,) = owned(folder)
+    (one,) = find_owned_models(folder)
     one.model.path.write_bytes(one.model.path.read_bytes()[:20])
     with pytest.raises(CheckpointError, match="damaged"):
-        owned(folder)
+        find_owned_models(folder)
 
 
 def test_the_command(kept, tmp_path):
@@ -121,19 +127,19 @@ def test_the_command(kept, tmp_path):
     wrong = CliRunner().invoke(app, ["deploy", "models", str(tmp_path)])
     assert wrong.exit_code == 2
     with pytest.raises(ConfigError, match="neither a site's folder"):
-        owned(tmp_path)
+        find_owned_models(tmp_path)
 
 
 USES = {
     "figures": lambda one: score_site_model(one),
     "module_of": module_of,
-    "used": lambda one: used(one.site.state.parent),
+    "used": lambda one: load_raw_model(one.site.state.parent),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_a_damaged_model_of_a_site_is_refused_at_every_door(use, kept):
-    (one,) = owned(kept[0])
+    (one,) = find_owned_models(kept[0])
     content = bytearray(one.model.path.read_bytes())
     content[-3] ^= 64
     one.model.path.write_bytes(content)
@@ -143,19 +149,19 @@ def test_a_damaged_model_of_a_site_is_refused_at_every_door(use, kept):
 
 def test_the_model_of_another_site_is_not_this_ones(kept):
     folder, *_ = kept
-    (one,) = owned(folder)
+    (one,) = find_owned_models(folder)
     other = folder / "sites" / "site-2" / one.model.path.relative_to(one.site.state.parent)
     other.parent.mkdir(parents=True)
     shutil.copy(one.model.path, other)
-    assert [found.site.site for found in owned(folder)] == ["site-1"]
+    assert [found.site.site for found in find_owned_models(folder)] == ["site-1"]
 
 
 @pytest.mark.timeout(60)
 def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(kept):
-    (one,) = owned(kept[0])
+    (one,) = find_owned_models(kept[0])
     one.model.path.unlink()
     os.mkfifo(one.model.path)
     with pytest.raises(CheckpointError, match="is not a regular file"):
-        owned(kept[0])
+        find_owned_models(kept[0])
     with pytest.raises(LayoutError):
         module_of(one)

@@ -14,15 +14,15 @@ from fedloom.errors import Stop
 from fedloom.lab.experiment import read
 from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.loopback import Loopback, run_all
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.ops.processes import Processes
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment, run_all
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.ops.processes import ManagedProcesses
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.secure import integers
-from fedloom_sites.deploy.server.run import FINISHED_HINT, serve
-from fedloom_sites.deploy.setting_files import read_server, read_site, text_of
+from fedloom_sites.deploy.server.run import FINISHED_HINT, serve_run
+from fedloom_sites.deploy.setting_files import read_server, read_site, settings_text
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.models import owned, score_site_model
+from fedloom_sites.deploy.site.models import find_owned_models, score_site_model
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 
@@ -41,7 +41,7 @@ def deployment(experiment, method, folder, rounds=2):
         partition={"kind": "dirichlet", "clients": 3, "alpha": 0.5, "max_train_per_client": 60},
         **tables,
     )
-    write_directory(plan(made, 3), folder, Location(quorum=3))
+    write_directory(plan_deployment(made, 3), folder, Location(quorum=3))
     return folder
 
 
@@ -49,8 +49,8 @@ def deployment(experiment, method, folder, rounds=2):
 def network(experiment, tmp_path_factory):
     """A server and three sites that stay for all tests."""
     folder = deployment(experiment, "fedavg", tmp_path_factory.mktemp("network") / "try")
-    with Processes() as processes:
-        here = Loopback(folder, processes)
+    with ManagedProcesses() as processes:
+        here = LoopbackDeployment(folder, processes)
         here.start_server()
         here.register_all()
         for name in here.sites:
@@ -88,7 +88,7 @@ def test_a_real_network_gives_what_a_simulation_gives(network, experiment, metho
     kinds = expected.models.kinds()
     kind = "personal" if "personal" in kinds else "global"
     rows = expected.models.rows(kind)
-    found = owned(folder)
+    found = find_owned_models(folder)
     assert [(one.site.client, one.model.kind, one.model.round) for one in found] == [(k, kind, 2) for k in range(3)]
     for k, one in enumerate(found):
         row = load_file(one.model.path)["rows"][0]
@@ -120,12 +120,12 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     engine = {"dtype": "float64", "gradient_engine": "loop"}
     made = experiment("flame", rounds=2, clients=4, evaluate={"every": 2}, engine=engine)
     folder = tmp_path / "try"
-    write_directory(plan(made, 4, secure_aggregation=True), folder, Location(quorum=3))
+    write_directory(plan_deployment(made, 4, secure_aggregation=True), folder, Location(quorum=3))
     file = folder / "server" / "server.toml"
-    file.write_text(text_of(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
+    file.write_text(settings_text(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
     said, killed = [], []
-    with Processes() as processes:
-        here = Loopback(folder, processes)
+    with ManagedProcesses() as processes:
+        here = LoopbackDeployment(folder, processes)
         here.start_server()
         here.register_all()
         sites = {name: here.start_site(name) for name in here.sites}
@@ -144,7 +144,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     assert (row["round"], row["sites"]) == (2, 3)
 
     plain = tmp_path / "plain"
-    write_directory(plan(made, 4), plain, Location(quorum=3))
+    write_directory(plan_deployment(made, 4), plain, Location(quorum=3))
     outside_flower()
     clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(4)]
 
@@ -154,11 +154,11 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
 
     server = read_server(plain / "server" / "server.toml").with_(deadline=0.2, ttl=0.4, patience=0.4)
     grid = FakeGrid({FIRST + k: one.answer for k, one in enumerate(clients)}, gone)
-    assert serve(grid, server, lambda _: None) is Stop.DONE
+    assert serve_run(grid, server, lambda _: None) is Stop.DONE
     close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.RESOLUTION_BITS}
     theirs, mine = (load_file(s.results / "global.safetensors")["rows"] for s in (server, here.server))
     torch.testing.assert_close(mine, theirs, **close)
-    for a, b in zip(owned(folder)[:3], owned(plain), strict=False):
+    for a, b in zip(find_owned_models(folder)[:3], find_owned_models(plain), strict=False):
         torch.testing.assert_close(load_file(a.model.path)["rows"], load_file(b.model.path)["rows"], **close)
 
 

@@ -20,19 +20,19 @@ from fedloom.data import Federation
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom_sites.deploy import relay
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
-from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import sites as server_sites
 from fedloom_sites.deploy.secure import sums
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
-from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, ProtocolBroken
 from fedloom_sites.deploy.secure.terms import read_terms
 from fedloom_sites.deploy.server import run as server_run
-from fedloom_sites.deploy.settings import Secure, Site
+from fedloom_sites.deploy.settings import SecureSettings, Site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.deploy.site.state import models
+from fedloom_sites.deploy.site.state import latest_models
 from tests.deploy.scene import FIRST, Scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, secured
 
@@ -49,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_of(here: Scene) -> list[torch.Tensor]:
     """The models at the server and at the sites."""
     shared = [here.model()] if (here.server.results / "global.safetensors").exists() else []
-    return shared + [load_file(one.path)["rows"] for site in here.sites for one in models(site.state)]
+    return shared + [load_file(one.path)["rows"] for site in here.sites for one in latest_models(site.state)]
 
 
 def check_equal(one: Scene, other: Scene) -> None:
@@ -220,7 +220,7 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
         agreed.digest(here.server.fingerprint), 1, nonce, bytes.fromhex(read_terms(terms).download)
     )
     session = secure.session_of(name, agreed.threshold, secure.read_adverts(adverts))
-    bound = secure.bound_to(session, read_terms(terms).digest, range(5))
+    bound = secure.session_binding(session, read_terms(terms).digest, range(5))
     numbers = np.frombuffer(bytes_of[4][SIGNATURE_BYTES:], dtype="<u8") + np.uint64(1)
     second = signing_key_of(4).sign(relay.encode_vector_statement(bound, numbers.tobytes())) + numbers.tobytes()
     shown = {c: vectors if c < 3 else secure.join_parts(bytes_of | {4: second}) for c in range(5)}
@@ -232,7 +232,7 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
         before = bytes.fromhex(read_terms(terms).download)
         replay.check_link(2, links[c])
         replay.check_link(1, before)  # a server that has lost its newest checkpoint
-        with pytest.raises(Broken, match="sums that this site has not opened"):
+        with pytest.raises(ProtocolBroken, match="sums that this site has not opened"):
             replay.check_link(2, before)  # a server that leaves out an opened round
         members.append(SessionMember(site, signing_key_of(c), site.folder))
     assert len({*links}) == 2
@@ -241,7 +241,7 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
         [secure.read_adverts(one.keys(2, new, link))[0] for one, link in zip(members, links, strict=True)]
     )
     for one in members:
-        with pytest.raises(Broken, match="has opened other sums than this site"):
+        with pytest.raises(ProtocolBroken, match="has opened other sums than this site"):
             one.shares(2, new, everyone)
 
 
@@ -301,7 +301,7 @@ def test_a_round_that_is_given_up_does_not_extend_the_chain(tmp_path: Path, monk
 
     def fail(self: Any, pending: Any) -> Any:
         if pending.round == 2:
-            raise Broken("no shares")
+            raise ProtocolBroken("no shares")
         return honest(self, pending)
 
     monkeypatch.setattr(sums.SecureSums, "_open", fail)
@@ -337,12 +337,12 @@ def test_what_cannot_be_verified_is_refused_before_the_first_round(tmp_path: Pat
     agreed = noisy.server.secure
     assert agreed is not None
     with pytest.raises(ValidationError, match="verify needs scores = 'masked'"):
-        Secure.model_validate(agreed.model_dump() | {"scores": "per-site", "verify": True})
+        SecureSettings.model_validate(agreed.model_dump() | {"scores": "per-site", "verify": True})
     site = noisy.sites[0].model_dump() | {"secure": agreed.with_(verify=True), "epsilon": 1.0}
     with pytest.raises(ValidationError, match="epsilon needs uploads with noise"):
         Site.model_validate(site)
     with pytest.raises(ConfigError, match="--verify needs secure aggregation"):
-        plan(noisy.experiment, verify=True)
+        plan_deployment(noisy.experiment, verify=True)
     idle = secured(tmp_path / "idle", "fedavg", agreed=VERIFIED, **SHORT)
     with pytest.raises(Refused, match="every site needs training samples, but client 2 has none"):
         idle.serve(idle.grid(clients=[Client(s, None if s.client != 2 else blank(s)) for s in idle.sites]))

@@ -17,8 +17,8 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from fedloom.errors import ConfigError, Stop
-from fedloom.storage.locks import hold
-from fedloom_sites.deploy.setting_files import text_of
+from fedloom.storage.locks import take_lock
+from fedloom_sites.deploy.setting_files import settings_text
 from fedloom_sites.deploy.site import handover
 from fedloom_sites.deploy.site.handover import (
     HANDOVER_MAGIC,
@@ -26,8 +26,8 @@ from fedloom_sites.deploy.site.handover import (
     SOCKET_LOCK_FILE,
     NoAnswer,
     hand_over,
-    key_of,
-    place,
+    settings_digest,
+    socket_path,
     state_folder,
 )
 from tests.deploy.scene import FIRST, scene
@@ -51,7 +51,7 @@ def files(here):
     found = []
     for site in here.sites:
         path = site.state / "site.toml"
-        path.write_text(text_of(site))
+        path.write_text(settings_text(site))
         found.append(path)
     return found
 
@@ -145,12 +145,12 @@ def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started
         assert head(asked.result(600))["status"] == "ok"
     [second] = processes(file)
     assert second != first
-    spare = place(state_folder(file)).with_name("taker.sock")  # on the disk where it will lie
-    listener = _taker(spare, key_of(file))
+    spare = socket_path(state_folder(file)).with_name("taker.sock")  # on the disk where it will lie
+    listener = _taker(spare, settings_digest(file))
     os.kill(second, signal.SIGKILL)
     assert gone(second)
-    place(state_folder(file)).unlink()
-    spare.rename(place(state_folder(file)))
+    socket_path(state_folder(file)).unlink()
+    spare.rename(socket_path(state_folder(file)))
     start = time.monotonic()
     with pytest.raises(NoAnswer, match="ended before it answered"):
         hand_over(file, content, owner.pid)
@@ -201,7 +201,7 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
     content, file = hello(here), files(here)[0]
     hand_over(file, content, owner.pid)
     [first] = processes(file)
-    file.write_text(text_of(here.sites[0].with_(free_disk=7)))
+    file.write_text(settings_text(here.sites[0].with_(free_disk=7)))
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     [second] = processes(file)
     assert second != first
@@ -209,15 +209,15 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
     owner.wait()
     assert gone(second)
     with open(state_folder(file) / SOCKET_LOCK_FILE) as lock:
-        assert waited(lambda: hold(lock.fileno(), state_folder(file) / SOCKET_LOCK_FILE))
+        assert waited(lambda: take_lock(lock.fileno(), state_folder(file) / SOCKET_LOCK_FILE))
 
 
 def test_another_version_has_another_key(tmp_path, monkeypatch):
     """By which both sides see that they are of one version, and of one file of settings."""
     file = files(scene(tmp_path, "fedavg", **SMALL))[0]
-    before = key_of(file)
+    before = settings_digest(file)
     monkeypatch.setattr(handover, "__version__", "9.9.9")
-    assert key_of(file) != before
+    assert settings_digest(file) != before
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_it_ends_with_other_settings_though_no_message_comes(tmp_path, owner):
     content, file = hello(here), files(here)[0]
     hand_over(file, content, owner.pid)
     [first] = processes(file)
-    file.write_text(text_of(here.sites[0].with_(free_disk=7)))
+    file.write_text(settings_text(here.sites[0].with_(free_disk=7)))
     assert gone(first)
 
 
@@ -272,7 +272,7 @@ def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):
     here = scene(tmp_path / "table", "fedavg", **{**SMALL, "data": table})
     site = here.sites[0].with_(data=table, share="all", fixed_data=True, state=tmp_path / "own")
     content, file = hello(here), tmp_path / "site.toml"
-    file.write_text(text_of(site))
+    file.write_text(settings_text(site))
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     pids = processes(file)
     data.write_text("a,b,y\n" + "".join(reversed(rows)))
@@ -287,25 +287,25 @@ def test_only_whole_messages_within_the_limit_from_this_user(tmp_path, owner, mo
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     hand_over(file, content, owner.pid)
-    path = place(state_folder(file))
+    path = socket_path(state_folder(file))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for sent in (
         b"",
         b"nonsense" * 8,
-        HANDOVER_MAGIC + key_of(file)[:5],
-        HANDOVER_MAGIC + key_of(file) + (99).to_bytes(8, "big") + b"x",
+        HANDOVER_MAGIC + settings_digest(file)[:5],
+        HANDOVER_MAGIC + settings_digest(file) + (99).to_bytes(8, "big") + b"x",
     ):
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(str(path))
             line.sendall(sent)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
-        line.sendall(HANDOVER_MAGIC + key_of(file) + (1 << 62).to_bytes(8, "big"))
-        assert handover.receive(line, 2) == handover.SAME_SITE + handover.ERROR_REPLY
+        line.sendall(HANDOVER_MAGIC + settings_digest(file) + (1 << 62).to_bytes(8, "big"))
+        assert handover.receive_bytes(line, 2) == handover.SAME_SITE + handover.ERROR_REPLY
         assert b"at most" in handover.receive_sized(line)
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     assert len(processes(file)) == 1
-    monkeypatch.setattr(handover, "is_own", lambda _line: False)
+    monkeypatch.setattr(handover, "is_own_message", lambda _line: False)
     with pytest.raises(ConfigError, match="another user"):
         hand_over(file, content, owner.pid)
 
@@ -313,26 +313,26 @@ def test_only_whole_messages_within_the_limit_from_this_user(tmp_path, owner, mo
 def test_the_peer_is_known_by_its_user(monkeypatch):
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
-        assert handover.is_own(one)
+        assert handover.is_own_message(one)
         mine = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-        assert not handover.is_own(one)
+        assert not handover.is_own_message(one)
 
 
 def test_a_path_that_is_too_long_gets_a_short_private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     state = tmp_path / ("deep" * 20) / ("deeper" * 10)
     state.mkdir(parents=True)
-    path = place(state)
+    path = socket_path(state)
     assert path.parent.parent == tmp_path
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     path.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="not be writable by others"):
-        place(state)
+        socket_path(state)
     path.parent.rmdir()
     path.parent.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="not be writable by others"):
-        place(state)
+        socket_path(state)
 
 
 def test_the_app_that_flower_starts_imports_no_torch():
@@ -356,8 +356,8 @@ def test_a_process_that_cannot_start_is_an_error_that_names_the_log(tmp_path, ow
 def test_a_message_names_the_process_that_all_of_a_site_end_with(monkeypatch):
     """Its parent may have died: the process that takes children over then never ends."""
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert handover._owner() == os.getpid()
+    assert handover._owner_process_id() == os.getpid()
     monkeypatch.setattr(os, "getppid", lambda: 77)
-    assert handover._owner() == 77
+    assert handover._owner_process_id() == 77
     monkeypatch.setenv(handover.OWNER_VARIABLE, "1")  # in a container it is the first process itself
-    assert handover._owner() == 1
+    assert handover._owner_process_id() == 1

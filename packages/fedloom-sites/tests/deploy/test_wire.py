@@ -16,13 +16,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.app.message.arraychunk import ArrayChunk
 from safetensors.torch import load_file
 
-from fedloom_sites.deploy.ops.commands import command
+from fedloom_sites.deploy.ops.commands import command_words
 from fedloom_sites.deploy.ops.directory import Location, write_directory
-from fedloom_sites.deploy.ops.loopback import Loopback
-from fedloom_sites.deploy.ops.plan import plan
-from fedloom_sites.deploy.ops.processes import Processes
-from fedloom_sites.deploy.protocol.identity import signing_key
-from fedloom_sites.deploy.setting_files import read_server, read_site, text_of
+from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
+from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.ops.processes import ManagedProcesses
+from fedloom_sites.deploy.protocol.identity import read_signing_key
+from fedloom_sites.deploy.setting_files import read_server, read_site, settings_text
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.wire import connected
 
@@ -39,7 +39,7 @@ def in_the_name_of(reply, number):
 
 def joined(folder, processes, stack):
     """A running server, and its sites with their nodes on the wire and their clients in this process."""
-    here = Loopback(folder, processes)
+    here = LoopbackDeployment(folder, processes)
     here.start_server()
     numbers = here.register_all()
     sites = [read_site(here.site_file(name)) for name in here.sites]
@@ -56,12 +56,14 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     goes on with the other two sites, and takes the victim's reply in round 3.
     """
     folder = tmp_path / "try"
-    write_directory(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Location(quorum=2))
-    with Processes() as processes, ExitStack() as stack:
+    write_directory(
+        plan_deployment(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Location(quorum=2)
+    )
+    with ManagedProcesses() as processes, ExitStack() as stack:
         here, sites, nodes, clients = joined(folder, processes, stack)
         liar_as_victim = Client(sites[VICTIM].model_copy(update={"state": tmp_path / "liar"}))
-        liar_as_victim._key = signing_key(sites[LIAR].signing_key)
-        stream = here._start("run", command("run", app=folder / "server" / "app", file=here._server_file))
+        liar_as_victim._key = read_signing_key(sites[LIAR].signing_key)
+        stream = here._start("run", command_words("run", app=folder / "server" / "app", file=here._server_file))
         kept, taken, trained = {}, {}, set()
         end = time.monotonic() + 400
         while stream.alive():
@@ -153,14 +155,16 @@ def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path
     """
     folder, kinds = tmp_path / "try", {}
     write_directory(
-        plan(experiment("fedavg", rounds=3, clients=5, client_weights="uniform"), 5), folder, Location(quorum=2)
+        plan_deployment(experiment("fedavg", rounds=3, clients=5, client_weights="uniform"), 5),
+        folder,
+        Location(quorum=2),
     )
     settings = folder / "server" / "server.toml"
-    settings.write_text(text_of(read_server(settings).with_(deadline=150.0, patience=20.0)))
+    settings.write_text(settings_text(read_server(settings).with_(deadline=150.0, patience=20.0)))
     peak = Peak()
-    with Processes() as processes, ExitStack() as stack:
+    with ManagedProcesses() as processes, ExitStack() as stack:
         here, _, nodes, clients = joined(folder, processes, stack)
-        stream = here._start("run", command("run", app=folder / "server" / "app", file=here._server_file))
+        stream = here._start("run", command_words("run", app=folder / "server" / "app", file=here._server_file))
         stack.callback(peak.end)
         idle, end = 0, time.monotonic() + 550
         while stream.alive():

@@ -19,8 +19,8 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, environment
-from fedloom_sites.deploy.ops.processes import Process, Processes, free_ports
+from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, process_environment
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
 
@@ -34,7 +34,7 @@ class Link:
     ``folder`` has a home, a log and a folder of models for each.
     """
 
-    def __init__(self, folder: Path, processes: Processes, *, simulates: bool = False) -> None:
+    def __init__(self, folder: Path, processes: ManagedProcesses, *, simulates: bool = False) -> None:
         self.folder, self._processes = folder, processes
         self.models = [folder / f"models of node {k}" for k in range(NODES)]
         self.app = shutil.copytree(FOLDER, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
@@ -54,11 +54,14 @@ class Link:
             if not simulates:
                 self._await(self._start(f"node-{k}", "flower-supernode", *words), "SuperNode ID")
 
-    def _start(self, name: str, program: str, *words: str) -> Process:
-        command, variables = [str(PROGRAMS_FOLDER / program), *words], environment(self.folder / name, threads=1)
+    def _start(self, name: str, program: str, *words: str) -> ManagedProcess:
+        command, variables = (
+            [str(PROGRAMS_FOLDER / program), *words],
+            process_environment(self.folder / name, threads=1),
+        )
         return self._processes.start(name, command, variables, self.folder / f"{name}.log")
 
-    def _await(self, process: Process, text: str) -> None:
+    def _await(self, process: ManagedProcess, text: str) -> None:
         end = time.monotonic() + 300
         while text not in process.log.read_text():
             process.check()
@@ -84,7 +87,7 @@ class Link:
 
 @pytest.fixture(scope="module")
 def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         yield Link(tmp_path_factory.mktemp("link"), processes)
 
 
@@ -114,7 +117,7 @@ def test_models_are_kept_at_the_nodes_and_are_those_that_were_scored(link: Link,
 
 def test_the_example_runs_in_flowers_simulation(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Flower's simulation needs ray: pip install 'flwr[simulation]'")
-    with Processes() as processes:
+    with ManagedProcesses() as processes:
         figures = Link(tmp_path, processes, simulates=True).run("ditto")
     assert figures["personal/test/accuracy"] > figures["global/test/accuracy"]
 
@@ -141,8 +144,8 @@ def test_the_example_runs_under_nvflare(tmp_path: Path) -> None:
         pytest.skip(f"flwr {version('flwr')} cannot be started by nvflare {version('nvflare')}")
     script = NVFLARE.format(rounds=ROUNDS, nodes=NODES, app=str(FOLDER), folder=str(tmp_path / "workspace"))
     (tmp_path / "job.py").write_text(script)
-    with Processes() as processes:
-        command, variables = [sys.executable, str(tmp_path / "job.py")], environment(tmp_path, threads=1)
+    with ManagedProcesses() as processes:
+        command, variables = [sys.executable, str(tmp_path / "job.py")], process_environment(tmp_path, threads=1)
         job = processes.start("nvflare", command, variables, tmp_path / "job.log")
         end = time.monotonic() + 500
         while job.alive():

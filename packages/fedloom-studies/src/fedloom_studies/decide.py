@@ -25,10 +25,10 @@ from fedloom.rundir import file_name
 from fedloom.values import Value
 from fedloom_studies.reproduce import Recipe, TimeBudget
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.choices import chosen
-from fedloom_studies.reproduce.execute import Show, experiment
-from fedloom_studies.reproduce.page import earlier
-from fedloom_studies.reproduce.summary import RecipeSummary, wanted_of_claims
+from fedloom_studies.reproduce.choices import chosen_experiment
+from fedloom_studies.reproduce.execute import Show, parse_closed_document
+from fedloom_studies.reproduce.page import is_earlier_version
+from fedloom_studies.reproduce.summary import RecipeSummary, references_of_claims
 
 
 class Decision(Value):
@@ -53,7 +53,7 @@ class Decision(Value):
         return self.hours / len(self.claims)
 
 
-class LeftOpen(Value):
+class OpenClaims(Value):
     """Undecided headline claims that no experiment in the list can settle."""
 
     why: str
@@ -61,11 +61,11 @@ class LeftOpen(Value):
 
 
 @cache
-def decisions() -> tuple[tuple[Decision, ...], tuple[LeftOpen, ...]]:
+def read_decisions() -> tuple[tuple[Decision, ...], tuple[OpenClaims, ...]]:
     """Return the experiments, in order of cost per claim, and the claims that stay undecided."""
     document = tomllib.loads(files("fedloom_studies").joinpath("decide.toml").read_text())
     experiments = sorted((Decision(**one) for one in document["experiment"]), key=lambda one: one.price)
-    return tuple(experiments), tuple(LeftOpen(**one) for one in document["left"])
+    return tuple(experiments), tuple(OpenClaims(**one) for one in document["left"])
 
 
 def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
@@ -76,7 +76,7 @@ def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int
         recorded = summary.numbers.get(variant, {})
         seeds_known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
         lacking |= {*wanted} - seeds_known
-        if any(ref not in recorded for ref in wanted_of_claims(recipe, document)):
+        if any(ref not in recorded for ref in references_of_claims(recipe, document)):
             lacking |= {*wanted}
     return [seed for seed in wanted if seed in lacking]
 
@@ -103,7 +103,7 @@ def add_seeds(
     for variant, document in recipe.make_documents(summary.scale, seeds).items():
         choices: Mapping[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
         where, folder = f"recipe {recipe.name}, {variant}", out / file_name(variant)
-        plan = Plan(experiment(chosen(document, choices), where, workers), folder, data_dir)
+        plan = Plan(parse_closed_document(chosen_experiment(document, choices), where, workers), folder, data_dir)
         with summaries.count_spent_time(out, variant), show(plan.rounds) as listener:
             outcomes = plan.run(listener, budget, page=False)
         if any(outcome.status == "interrupted" for outcome in outcomes):
@@ -116,8 +116,8 @@ def add_seeds(
     every = recipe.ordered({str(seed) for seed in (*summary.seeds, *seeds)})
     return replace(
         summary, numbers=numbers, seeds=[int(seed) for seed in every], failures=failures,
-        minutes=round(summary.minutes + sum(summaries.spent(out).values()) / 60, 2),
-        date=datetime.date.today().isoformat(), machine=summaries.machine(), commit=summaries.commit(),
+        minutes=round(summary.minutes + sum(summaries.spent_seconds(out).values()) / 60, 2),
+        date=datetime.date.today().isoformat(), machine=summaries.processor_name(), commit=summaries.current_commit(),
         command=f"{summary.command.partition(' --seeds')[0]} --decide",
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
 
     If no seeds can be added, the entire recipe must be run.
     """
-    return summary is not None and summary.complete and not earlier(recipe, summary)
+    return summary is not None and summary.complete and not is_earlier_version(recipe, summary)
 
 
 def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> bool:
@@ -150,9 +150,9 @@ def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> boo
     return summary is not None and can_extend(recipe, summary) and not seeds_to_run(recipe, summary, one.seeds)
 
 
-def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
+def decision_rows(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
     """Yield a row for each experiment: recipe, added seeds, core-hours, number of claims, and state."""
-    experiments, left = decisions()
+    experiments, left = read_decisions()
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")
         state = "done" if is_done(one, recipes[one.recipe], summary) else "open"

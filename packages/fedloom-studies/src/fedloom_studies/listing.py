@@ -32,10 +32,10 @@ def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]],
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (data, *places) if place is not None]
     files = (file for place in read for pattern in ("*", "*/*") for file in sorted(place.glob(pattern)))
-    state = cache.fingerprint((*LISTED_FOLDERS, *(file for file in files if file.is_file())))
+    state = cache.fingerprint_sources((*LISTED_FOLDERS, *(file for file in files if file.is_file())))
     key = f"{question!r} {platform.node()} {[str(place) for place in read]} {state}"
-    text = cache.find(f"{name}.json", key)
+    text = cache.read_cached_text(f"{name}.json", key)
     if text is None:
         text = json.dumps(list(rows()))
-        cache.keep(f"{name}.json", key, text)
+        cache.write_cached_text(f"{name}.json", key, text)
     return list(json.loads(text))

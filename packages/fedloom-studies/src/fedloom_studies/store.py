@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError, check_folder
-from fedloom.storage import hold, make_folder, release, write_atomic
+from fedloom.storage import make_folder, release_lock, take_lock, write_atomic
 
 RECORDS_FOLDER = Path(__file__).parent / "results"
 """Folder that contains the records in an installed package. In a checkout of the repository, they are in
@@ -47,7 +47,7 @@ def choose_folder(results: Path | None) -> Path:
     return NEW_RESULTS
 
 
-def records(file: Path) -> Iterator[dict[str, Any]]:
+def read_records_of_file(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the records in a file, each as a new dictionary.
 
     A record that occurs twice because of a merge is yielded twice, in the order of the file.
@@ -59,21 +59,21 @@ def records(file: Path) -> Iterator[dict[str, Any]]:
         state = file.stat()
     except FileNotFoundError:
         return
-    for number, record in enumerate(_parsed(file, state.st_mtime_ns, state.st_size, state.st_ino), 1):
+    for number, record in enumerate(_parse_lines(file, state.st_mtime_ns, state.st_size, state.st_ino), 1):
         if not isinstance(record, dict):
-            raise not_a_record(file, number, "it contains no fields")
+            raise not_a_record_error(file, number, "it contains no fields")
         yield dict(record)
 
 
 @lru_cache(maxsize=4)
-def _parsed(file: Path, *_state: int) -> list[Any]:
+def _parse_lines(file: Path, *_state: int) -> list[Any]:
     """Parse the lines of a file. The result is cached until the file changes."""
     lines = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             lines.append(json.loads(line))
         except ValueError as error:
-            raise not_a_record(file, number, error) from None
+            raise not_a_record_error(file, number, error) from None
     return lines
 
 
@@ -96,19 +96,19 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
     return values
 
 
-def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
+def not_a_record_error(file: Path, number: int, reason: object) -> RunDirError:
     """Return the error to raise for a line that is not a record."""
     return RunDirError(f"{file}, line {number}, is not a record: {reason}. Delete the line and run it again")
 
 
-def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
+def write_record(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
     """Write a record to a file. The new record replaces any record with the same values of the fields ``key``.
 
     The lines are sorted by the values of these fields.
     """
     make_folder(file.parent)
     with lock_folder(file.parent):
-        by_key = {tuple(r.get(k, "") for k in key): r for r in records(file)}
+        by_key = {tuple(r.get(k, "") for k in key): r for r in read_records_of_file(file)}
         by_key[tuple(record[k] for k in key)] = dict(record)
         write_atomic(file, "".join(json.dumps(r) + "\n" for _, r in sorted(by_key.items())).encode())
 
@@ -122,8 +122,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        hold(descriptor, folder, wait=True)
+        take_lock(descriptor, folder, wait=True)
         yield
     finally:
-        release(descriptor)  # a process that was forked meanwhile has it open too
+        release_lock(descriptor)  # a process that was forked meanwhile has it open too
         os.close(descriptor)

@@ -10,7 +10,7 @@ import torch
 
 from fedloom.errors import DataError
 from fedloom_studies.map import features
-from fedloom_studies.map.features import Cifar10Features, PatchEncoder, normalised
+from fedloom_studies.map.features import Cifar10Features, PatchEncoder, normalized_patches
 
 
 def images(n: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_patches_are_normalised_and_whitened_by_numpy_s_formulas() -> None:
     plain = np.array([rows[:, i : i + 6, j : j + 6].ravel() for i in corners for j in corners])
     plain -= plain.mean(1, keepdims=True)
     plain /= np.sqrt(plain.var(1, keepdims=True) + 10 / 255**2)
-    np.testing.assert_allclose(normalised(shown)[0], plain, atol=1e-5)
+    np.testing.assert_allclose(normalized_patches(shown)[0], plain, atol=1e-5)
 
 
 def test_the_data_have_the_official_test_images_and_their_classes(
@@ -76,6 +76,6 @@ def test_the_data_have_the_official_test_images_and_their_classes(
     assert data.y.tolist() == list(range(9))
     assert data.x.isfinite().all()
     (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").unlink()
-    features._features.cache_clear()
+    features._patch_features.cache_clear()
     with pytest.raises(DataError, match="the test images are missing, but"):
         Cifar10Features().load(tmp_path)

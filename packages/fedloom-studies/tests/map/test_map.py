@@ -36,22 +36,22 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.cards import COUNTED_METHODS
 from fedloom.lab.experiment.units.executors import EXECUTOR_KINDS
-from fedloom.lab.report import MODERATED_LEVEL, family, prior_of, seeds_for
+from fedloom.lab.report import MODERATED_LEVEL, fit_common_prior, required_seeds, run_family_tests
 from fedloom.lab.tune import replace_params
 from fedloom_studies.map import references
 from fedloom_studies.map.budget import GradientBudget
-from fedloom_studies.map.equal import changes_in_words, compare
+from fedloom_studies.map.equal import changes_in_words, compare_protocols
 from fedloom_studies.map.judge import (
     DETECTABLE_GAIN,
     DETECTION_PROBABILITY,
     SetupVerdict,
-    groups,
-    judge,
-    overall,
-    ranked,
+    compare_overall,
+    indistinct_groups,
+    judge_setup,
+    largest_complete_block,
 )
-from fedloom_studies.map.measure import due, estimates
-from fedloom_studies.map.page import pages, tabled
+from fedloom_studies.map.measure import cells_to_run, estimate_setups
+from fedloom_studies.map.page import map_pages, verdict_table
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
@@ -64,12 +64,12 @@ from fedloom_studies.map.records import (
     record_cell,
 )
 from fedloom_studies.map.rules import advise_rule, rules_section
-from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of, rule_cells, setups
-from fedloom_studies.map.statements import advice, recommended, sentences
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of, read_setups, rule_cells
+from fedloom_studies.map.statements import advice_lines, recommended_method, setup_sentences
 from tests import commands, recomputed
 
 ROOT = Path(__file__).resolve().parents[4]
-FULL, SMOKE = setups("full"), setups("smoke")
+FULL, SMOKE = read_setups("full"), read_setups("smoke")
 PROTOCOLS: tuple[Protocol, ...] = ("rounds", "gradients")
 OWN = '''"""Methods of a user."""
 
@@ -185,7 +185,7 @@ def record(setup: Setup, method: str, means: list[float], **more: object) -> Cel
 
 def judged(**means: list[float]) -> SetupVerdict:
     setup = FULL["iid"]
-    return judge(setup, {(setup.name, m): record(setup, m, values) for m, values in means.items()})
+    return judge_setup(setup, {(setup.name, m): record(setup, m, values) for m, values in means.items()})
 
 
 def test_a_method_that_has_no_result_within_the_work_of_fedavg_has_no_figure_of_it() -> None:
@@ -194,10 +194,10 @@ def test_a_method_that_has_no_result_within_the_work_of_fedavg_has_no_figure_of_
     one = cells[setup.name, "fedavg-ft"]  # its fine-tuning before the first round costs more than all rounds of FedAvg
     costly = {seed: series._replace(gradients=[900.0, 1300.0, 1700.0]) for seed, series in one.seeds.items()}
     cells[setup.name, "fedavg-ft"] = replace(one, seeds=costly)
-    standing = judge(setup, cells).find("fedavg-ft")
+    standing = judge_setup(setup, cells).find("fedavg-ft")
     assert standing is not None
     assert math.isnan(standing.figures["mean_at_fedavg_work"].mean)
-    assert "nan" not in dict(pages({"iid": setup}, cells))["iid.md"]
+    assert "nan" not in dict(map_pages({"iid": setup}, cells))["iid.md"]
 
 
 def test_figures_of_a_method_by_their_definitions() -> None:
@@ -221,7 +221,7 @@ def test_a_method_of_more_gradients_is_also_read_at_those_of_fedavg() -> None:
     costly = record(setup, "ditto", [0.8] * 5)
     costly = replace(costly, seeds={s: one._replace(gradients=[0.0, 800.0, 1600.0]) for s, one in costly.seeds.items()})
     known = {("iid", "ditto"): costly, **{("iid", m): record(setup, m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}}
-    found = judge(setup, known).find("ditto")
+    found = judge_setup(setup, known).find("ditto")
     assert found is not None
     assert found.figures["mean_at_fedavg_work"].mean == pytest.approx(0.72)
     assert found.figures["mean"].mean == pytest.approx(0.8)
@@ -250,12 +250,12 @@ def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> Non
     ditto = record(setup, "ditto", [0.8, 0.82, 0.81, 0.8, 0.83])
     for again, confirmed in (({}, None), (ditto.seeds, True)):
         both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
-        found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).find("ditto")
+        found = judge_setup(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).find("ditto")
         assert found is not None
         assert (found.better, found.confirmed) == (True, confirmed)
     other = record(setup, "ditto", [0.5, 0.49, 0.52, 0.53, 0.48]).seeds
     both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
-    found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).find("ditto")
+    found = judge_setup(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).find("ditto")
     assert found is not None
     assert found.confirmed is False
 
@@ -263,7 +263,7 @@ def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> Non
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0, 1))
 def test_groups_cover_every_place_and_none_is_within_another(values: list[float], width: float) -> None:
     order = sorted(values, reverse=True)
-    found = groups(len(order), lambda i, k: order[i] - order[k] > width)
+    found = indistinct_groups(len(order), lambda i, k: order[i] - order[k] > width)
     assert {k for a, b in found for k in range(a, b + 1)} == set(range(len(order)))
     assert all(order[a] - order[b] <= width for a, b in found)
     assert all(b == len(order) - 1 or order[a] - order[b + 1] > width for a, b in found)
@@ -278,26 +278,26 @@ def test_over_setups_friedman_and_nemenyi_by_their_formulas() -> None:
     records = {
         (n, m): record(FULL[n], m, [table[i, k]] * 5) for i, n in enumerate(names) for k, m in enumerate(methods)
     }
-    found = overall([judge(setup, records) for setup in FULL.values()])
+    found = compare_overall([judge_setup(setup, records) for setup in FULL.values()])
     assert found is not None
     assert set(found.setups) == set(names)
     ranks = stats.rankdata(-table, axis=1).mean(0)
     assert dict(zip(found.methods, found.ranks, strict=True)) == pytest.approx(dict(zip(methods, ranks, strict=True)))
     assert found.p == pytest.approx(stats.friedmanchisquare(*table.T).pvalue)
     width = stats.studentized_range.ppf(0.95, 4, np.inf) / math.sqrt(2) * math.sqrt(4 * 5 / (6 * 8))
-    assert found.groups == groups(4, lambda i, k: found.ranks[k] - found.ranks[i] > width)
+    assert found.groups == indistinct_groups(4, lambda i, k: found.ranks[k] - found.ranks[i] > width)
 
 
 def test_gaps_leave_the_largest_block_and_little_leaves_none() -> None:
     records = {(n, m): record(FULL[n], m, [0.5] * 5) for n in list(FULL)[:5] for m in ("fedavg", "local")}
-    assert overall([judge(setup, records) for setup in FULL.values()]) is None
+    assert compare_overall([judge_setup(setup, records) for setup in FULL.values()]) is None
 
 
 # --- the page
 
 
 def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
-    files = dict(pages(FULL, {}))
+    files = dict(map_pages(FULL, {}))
     assert f"in {len(FULL)} federations (0 of" in files[""]
     assert files[""].count("\n\nNot run.\n") == len(FULL)
     assert "too few results of tuned federations" in files[""]
@@ -317,7 +317,7 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
         local=[0.5, 0.51, 0.52, 0.5, 0.51], fedavg=[0.7, 0.72, 0.71, 0.7, 0.73], ditto=[0.8, 0.83, 0.81, 0.8, 0.82],
         apfl=[0.6, 0.8, 0.7, 0.6, 0.8],
     )  # fmt: skip
-    first, second, third, fourth = sentences(found)
+    first, second, third, fourth = setup_sentences(found)
     assert "is 71.2 ± 1.6 % with FedAvg" in first
     assert "FedAvg helps 100 % of the clients" in first
     assert first.endswith("points (better).")
@@ -337,8 +337,8 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     wild = {"local": [0.9, 0.1, 0.6, 0.4, 0.7], "fedavg": [0.2, 0.8, 0.7, 0.5, 0.4],
             "pfedme": [0.83, 0.84, 0.82, 0.83, 0.83], "fedslr": [0.8, 0.2, 0.5, 0.9, 0.6]}  # fmt: skip
     found = judged(**wild)
-    assert (recommended(found), found.decides) == (None, False)
-    (row,) = [line for line in advice([found], {}) if "iid" in line]
+    assert (recommended_method(found), found.decides) == (None, False)
+    (row,) = [line for line in advice_lines([found], {}) if "iid" in line]
     needed = f"{found.needed} seeds are needed to detect a difference of 3 points"
     assert row == f"| [IID clients](map/iid.md) | inconclusive | {needed} | - | - | - |"
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
@@ -351,7 +351,7 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     powered = judged(**steady)
     assert powered.decides
     assert not [s for s in powered.standings if s.better]
-    chosen = recommended(powered)
+    chosen = recommended_method(powered)
     assert chosen is not None
     assert chosen.method == powered.reference == "fedavg"
 
@@ -363,7 +363,7 @@ def test_the_planned_seeds_show_the_gain_with_its_probability() -> None:
         apfl=[0.61, 0.65, 0.6, 0.59, 0.63], cfl=[0.6, 0.62, 0.61, 0.66, 0.57],
     )  # fmt: skip
     n, s2, members = found.needed, found.spread**2, len(found.standings) - 1
-    prior = prior_of([np.array([s.figures["mean"].by_seed[k] for k in range(5)]) - np.array(
+    prior = fit_common_prior([np.array([s.figures["mean"].by_seed[k] for k in range(5)]) - np.array(
         [found.standings[0].figures["mean"].by_seed[k] for k in range(5)]) for s in found.standings[1:]])  # fmt: skip
     assert prior is not None
     degrees = min(n - 1 + prior.degrees, max(prior.most, n - 1))
@@ -388,11 +388,11 @@ def test_the_seeds_of_a_plan_are_judged_together_as_soon_as_every_method_has_run
             whole = record(setup, m, values.tolist())
             kept = dict(zip(names, whole.seeds.values(), strict=True))
             cells[setup.name, m] = replace(whole, seeds={s: kept[s] for s in names[: counts.get(m, 8)]})
-        return judge(setup, cells)
+        return judge_setup(setup, cells)
 
     first = with_seeds(dict.fromkeys(means, 5))
     assert {s.method for s in first.standings if s.better} == {"ditto"}
-    assert "8 seeds are planned, but not yet run by every method" in sentences(first)[-1]
+    assert "8 seeds are planned, but not yet run by every method" in setup_sentences(first)[-1]
     for partial in ({"cfl": 5}, dict.fromkeys([*means][1:], 5), {"ditto": 6}):
         found = with_seeds(partial)
         assert (found.standings, found.needed, found.seeds) == (first.standings, first.needed, setup.seeds)
@@ -401,7 +401,7 @@ def test_the_seeds_of_a_plan_are_judged_together_as_soon_as_every_method_has_run
         assert found.seeds == setup.stages[-1][:count]
         assert not [s for s in found.standings if s.better]
         assert {*map(tuple, (s.figures["mean"].by_seed for s in found.standings))} == {setup.stages[-1][:count]}
-    assert "planned" not in sentences(found)[-1]
+    assert "planned" not in setup_sentences(found)[-1]
 
 
 def test_seeds_planned_from_the_spread_keep_the_error_of_a_family() -> None:
@@ -410,10 +410,12 @@ def test_seeds_planned_from_the_spread_keep_the_error_of_a_family() -> None:
     for _ in range(families):
         sigma = 0.011 / np.sqrt(rng.chisquare(4, 40) / 4)
         values = rng.normal(0, sigma[:, None], (40, 20)) + rng.normal(0, 0.005, 20)  # gains share the baseline
-        prior = prior_of([*values[:, :5]])
+        prior = fit_common_prior([*values[:, :5]])
         assert prior is not None
-        count = min(20, max(5, seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / 40, DETECTION_PROBABILITY)))
-        tests = family({k: dict(enumerate(row[:count].tolist())) for k, row in enumerate(values)}, moderate=True)
+        count = min(20, max(5, required_seeds(DETECTABLE_GAIN, prior, MODERATED_LEVEL / 40, DETECTION_PROBABILITY)))
+        tests = run_family_tests(
+            {k: dict(enumerate(row[:count].tolist())) for k, row in enumerate(values)}, moderate=True
+        )
         false, sizes = false + any(test.significant for test in tests.values()), sizes | {count}
     assert false <= 0.05 * families
     assert len(sizes) > 3
@@ -566,8 +568,8 @@ def test_sentences_are_those_of_scipy_and_statsmodels_on_any_records(draw: int) 
         (setup.name, m): record(setup, m, (centre + common + rng.normal(0, 0.02, 5)).tolist())
         for m, centre in zip(names, centres, strict=True)
     }
-    found = judge(setup, cells)
-    checked(" ".join(sentences(found)), tabled([found]).to_pylist())
+    found = judge_setup(setup, cells)
+    checked(" ".join(setup_sentences(found)), verdict_table([found]).to_pylist())
     for s in found.standings:
         assert s.gain is None or s.gain.significant == (abs(s.gain.mean) > s.gain.half)
 
@@ -576,22 +578,22 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
     names = list(FULL)
     assert not FULL["femnist"].ranks
     cells = {(n, m): record(FULL[n], m, [0.5 + k / 100] * 5) for n in names for k, m in enumerate(REGISTRY)}
-    setups_, _, _, ranks = ranked([judge(setup, cells) for setup in FULL.values()])
+    setups_, _, _, ranks = largest_complete_block([judge_setup(setup, cells) for setup in FULL.values()])
     assert set(setups_) == set(names) - {"femnist"}
     reversed_ = {k: replace(cells[k], seeds=record(FULL["femnist"], k[1], [0.9 - i / 100] * 5).seeds)
                  for i, k in enumerate([k for k in cells if k[0] == "femnist"])}  # fmt: skip
-    assert ranked([judge(setup, cells | reversed_) for setup in FULL.values()])[3] == ranks
+    assert largest_complete_block([judge_setup(setup, cells | reversed_) for setup in FULL.values()])[3] == ranks
 
 
 def test_the_page_names_model_rounds_and_trials() -> None:
-    text = dict(pages({"femnist": FULL["femnist"]}, {}))[""]
+    text = dict(map_pages({"femnist": FULL["femnist"]}, {}))[""]
     assert "cnn (channels [4, 8], hidden [64]), 40 rounds, default settings without tuning" in text
-    assert "mlp (hidden [64]), 40 rounds, 8 trials per method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
+    assert "mlp (hidden [64]), 40 rounds, 8 trials per method" in dict(map_pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
 def test_pooled_data_are_a_mark_and_no_advice() -> None:
     means: dict[str, list[float]] = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
-    without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
+    without, with_mark = (setup_sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
     assert without.startswith("The method with the best mean is fedavg")
     assert with_mark.startswith(without)
     assert with_mark.endswith("A single model that is trained on the pooled data scores 90.0 ± 0.0 %.")
@@ -600,14 +602,14 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
     setup, records = FULL["iid"], {("iid", m): record(FULL["iid"], m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}
     records["iid", "fedbn"] = record(setup, "fedbn", [], status=NOT_APPLICABLE, reason="no norms", seeds={})
-    files = dict(pages({"iid": setup}, records))
+    files = dict(map_pages({"iid": setup}, records))
     table = pq.read_table(_file(tmp_path, files["map.parquet"]))
     assert table.num_rows == 5 + 5 + 1
     (tmp_path / "map.csv").write_bytes(files["map.csv"])
     assert pc.read_csv(tmp_path / "map.csv")["mean"].to_pylist() == table["mean"].to_pylist()
     assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
     assert "- fedbn is not applicable: no norms" in files["iid.md"]
-    assert tabled([judge(setup, records)]).equals(table)
+    assert verdict_table([judge_setup(setup, records)]).equals(table)
 
 
 # --- equal gradients
@@ -715,10 +717,10 @@ def test_changes_at_equal_gradients_are_those_of_scipy_and_statsmodels_on_any_re
         again = record(setup, m, other, protocol="gradients")
         alike = record(setup, m, [], protocol="gradients", status=REUSED_STATUS, reason="the same runs", seeds={})
         second["labels", m] = alike if m in ("fedavg", "local") else again
-    both = compare(judge(setup, first), first, second)
-    before, after = tabled([both.rounds]).to_pylist(), tabled([both.gradients]).to_pylist()
+    both = compare_protocols(judge_setup(setup, first), first, second)
+    before, after = verdict_table([both.rounds]).to_pylist(), verdict_table([both.gradients]).to_pylist()
     checked_change(changes_in_words(both), before, after)
-    checked(" ".join(sentences(both.gradients)), after)
+    checked(" ".join(setup_sentences(both.gradients)), after)
     assert {r["mean"] for r in after if r["method"] == "fedavg"} == {
         r["mean"] for r in before if r["method"] == "fedavg"
     }
@@ -744,7 +746,7 @@ def test_what_is_reused_follows_the_record_at_equal_rounds_and_is_left_out_witho
     assert fill_reused(reused, {}) == {}
     assert (
         "Not run: every method. Command: `fedloom map --protocol gradients --setup iid`"
-        in dict(pages({"iid": setup}, first))["iid.md"]
+        in dict(map_pages({"iid": setup}, first))["iid.md"]
     )
 
 
@@ -853,7 +855,7 @@ def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_cli
     }
     document = {**FULL["hospitals"].document, **small}
     setup = replace(FULL["hospitals"], name="small", document=document, seeds=(3,))
-    fitted = {record.method: record for record in references.measure(setup, None)}
+    fitted = {record.method: record for record in references.measure_references(setup, None)}
     assert list(fitted) == [name for name, *_ in references.reference_names()]
     plan = parse({**document, "method": [{"algorithm": "fedavg"}]})
     fed = plan.partition(plan.source.read(None), 3)
@@ -872,14 +874,14 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     setup = FULL["hospitals"]
     means = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     records = {("hospitals", m): record(setup, m, mean) for m, mean in means.items()}
-    assert "Reference models: not run" in dict(pages({"hospitals": setup}, records))["hospitals.md"]
+    assert "Reference models: not run" in dict(map_pages({"hospitals": setup}, records))["hospitals.md"]
     names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
-    page = dict(pages({"hospitals": setup}, records, beside))["hospitals.md"]
+    page = dict(map_pages({"hospitals": setup}, records, beside))["hospitals.md"]
     assert "best model that a client can train alone is random forest, per client." in page
     assert "| fedavg | 71.2 ± 1.6 | +9.2 ± 1.6 |" in page
     assert "| local | 50.8 ± 1.0 | -11.2 ± 1.0 |" in page
-    assert "Reference models" not in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
+    assert "Reference models" not in dict(map_pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
 # --- running
@@ -1063,8 +1065,8 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
 
 
 def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {name: replace(setup, trials=1) for name, setup in setups("smoke").items()}
-    monkeypatch.setattr("fedloom_studies.map.setups.setups", lambda _scale: one)
+    one = {name: replace(setup, trials=1) for name, setup in read_setups("smoke").items()}
+    monkeypatch.setattr("fedloom_studies.map.setups.read_setups", lambda _scale: one)
     called("--method", "fedprox", "--method", "fedbn", "--setup", "iid")
     found = read_records(RECORDS)
     record = found["iid", "fedprox"]
@@ -1087,7 +1089,7 @@ def test_records_of_several_machines_merge_line_by_line(here: Path) -> None:
     RECORDS.write_text("\n".join(lines))
     found = read_records(RECORDS)
     assert found.keys() == {("iid", "fedavg"), ("iid", "local")}
-    assert judge(SMOKE["iid"], found).reference
+    assert judge_setup(SMOKE["iid"], found).reference
 
 
 def test_a_second_look_has_other_seeds_and_what_was_chosen(here: Path) -> None:
@@ -1105,7 +1107,7 @@ def test_seeds_that_a_plan_adds_have_the_records_of_seeds_that_were_run_at_once(
 ) -> None:
     words = ("--method", "fedprox", "--setup", "iid", "--results")
     known = {"iid": replace(SMOKE["iid"], trials=1)}
-    monkeypatch.setattr("fedloom_studies.map.setups.setups", lambda _scale: known)
+    monkeypatch.setattr("fedloom_studies.map.setups.read_setups", lambda _scale: known)
     called(*words, "later", "--out", "runs/later")
     known["iid"] = replace(known["iid"], plan=(3,))
     assert "3" in called(*words, "later", "--list")
@@ -1133,10 +1135,10 @@ def test_a_record_is_written_and_read_alike(tmp_path: Path) -> None:
 
 def test_estimates_come_first_and_follow_what_was_measured(here: Path) -> None:
     setup = FULL["iid"]
-    plain = estimates([setup], due([setup], {}, ["fedavg"]), {}, None)[0]
+    plain = estimate_setups([setup], cells_to_run([setup], {}, ["fedavg"]), {}, None)[0]
     assert plain["due"] == 2
     assert plain["estimate"] > 0
     slow = {("iid", "local"): record(setup, "local", [0.5] * 5, minutes=100.0)}
-    (row,) = estimates([setup], due([setup], slow, ["fedavg"]), slow, None)
+    (row,) = estimate_setups([setup], cells_to_run([setup], slow, ["fedavg"]), slow, None)
     assert row["estimate"] > plain["estimate"]
     assert "would fit" in row["note"]

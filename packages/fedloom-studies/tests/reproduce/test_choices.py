@@ -25,13 +25,20 @@ from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.events import Event, Listener
 from fedloom.lab.tune.search import space_of
 from fedloom.rundir import label_of
-from fedloom_studies.reproduce import Recipe, estimate, recipe, recipes, reproduce
-from fedloom_studies.reproduce.choices import candidates, edge_keys, extensions, open_methods, rounds_of, search_of
-from fedloom_studies.reproduce.execute import PROTOCOL_FILE, experiment
+from fedloom_studies.reproduce import Recipe, estimate, read_recipe, read_recipes, reproduce
+from fedloom_studies.reproduce.choices import (
+    edge_keys,
+    extend_grids,
+    method_candidates,
+    open_methods,
+    rounds_of,
+    search_of,
+)
+from fedloom_studies.reproduce.execute import PROTOCOL_FILE, parse_closed_document
 from fedloom_studies.reproduce.recipe import RECIPE_SCALES, make_recipe, merge_tables
 from tests.commands import in_a_fork
 
-ALL = recipes()
+ALL = read_recipes()
 METHODS = [
     {"algorithm": "fedavg", "choose": {"local.lr": [0.0001, 0.5, 0.05]}},
     {"algorithm": "ditto", "rounds": 2, "choose": {"lam": [0.1], "local.lr": [0.5, 0.01, 0.1]}},
@@ -60,12 +67,12 @@ def test_a_search_has_the_recipes_grids_and_equal_trials_for_all_methods(name: s
         for document in ALL[name].make_documents(scale).values():
             if not open_methods(document, {}):
                 continue
-            search = experiment(search_of(document), name)
+            search = parse_closed_document(search_of(document), name)
             grids = {label_of(m): m["choose"] for m in document["method"] if "choose" in m}
             assert {m.label: space_of(m, search.tune, "") for m in search.methods} == {
                 label: {key: tuple(values) for key, values in sorted(g.items())} for label, g in grids.items()
             }
-            assert {len(candidates(m)) for m in open_methods(document, {})} == {search.tune.trials}
+            assert {len(method_candidates(m)) for m in open_methods(document, {})} == {search.tune.trials}
             assert search.tune.seeds == tuple(document["seeds"][: document["choose"].get("seeds", 1)])
 
 
@@ -74,21 +81,21 @@ def test_a_grid_is_not_that_of_a_method_called_as_its_algorithm() -> None:
         {"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.2]}},
         {"algorithm": "fedavg", "label": "other", "choose": {"server_lr": [1.0, 2.0]}},
     ]
-    search = experiment(search_of({**tiny().document, "method": methods}), "")
+    search = parse_closed_document(search_of({**tiny().document, "method": methods}), "")
     assert [list(space_of(m, search.tune, "")) for m in search.methods] == [["local.lr"], ["server_lr"]]
 
 
 def test_an_estimate_counts_the_rounds_of_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = recipe("equitable-table2-mnist").make_documents("full")["MNIST"]
+    document = read_recipe("equitable-table2-mnist").make_documents("full")["MNIST"]
     rounds = {label_of(m): rounds_of(document, m) for m in document["method"]}
     assert rounds.pop("centralized") == 100  # of its own
     assert set(rounds.values()) == {25}
-    monkeypatch.setattr(estimate, "_speed", lambda *_: 60.0)
-    monkeypatch.setattr(estimate, "_gradients", lambda method, _samples: float(method.algorithm != "flame"))
+    monkeypatch.setattr(estimate, "_gradient_speed", lambda *_: 60.0)
+    monkeypatch.setattr(estimate, "_gradients_per_round", lambda method, _samples: float(method.algorithm != "flame"))
     runs = 4 * (4 + 2)  # clients, and rounds of fedavg and ditto per seed
     trials = 4 * (3 * 3 + 3 * 2)
     one = merge_tables(TINY, {"method": METHODS, "choose": {"rounds": 3}, "seeds": [3, 4], "variants": ["few"]})
-    assert estimate.minutes(make_recipe("tiny", one), "full") == 2 * runs + trials
+    assert estimate.estimate_minutes(make_recipe("tiny", one), "full") == 2 * runs + trials
 
 
 # --- what is chosen
@@ -101,7 +108,7 @@ def test_the_choice_is_the_best_score_of_plain_runs(whole: Any) -> None:
         for method in open_methods(document, {}):
             choice = done.choices[variant][label_of(method)]
             scores = {}
-            for text, table in candidates(method):
+            for text, table in method_candidates(method):
                 plain = {k: v for k, v in document.items() if k != "choose"}
                 made = parse({**plain, "method": [{"rounds": 3, **table}]})
                 fed = made.partition(made.source.load(), 3)
@@ -236,7 +243,7 @@ def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int
     }
     scores = {f"local.lr = {v}": float(k == place) for k, v in enumerate(grid)}
     known = {"fedavg": {"chosen": list(scores)[place], "scores": scores}}
-    found = [method for further in extensions(document, known) for method in further["method"]]
+    found = [method for further in extend_grids(document, known) for method in further["method"]]
     if 0 < place < 4:
         assert found == []
         assert edge_keys(**known["fedavg"]) == []
@@ -251,7 +258,7 @@ def test_no_grid_goes_on_where_the_method_may_not() -> None:
         "method": [{"algorithm": "apfl", "choose": {"alpha": [0.25, 0.5, 1.0]}}]
     }
     known = {"apfl": {"chosen": "alpha = 1.0", "scores": {f"alpha = {a}": a for a in (0.25, 0.5, 1.0)}}}
-    assert extensions(document, known) == []
+    assert extend_grids(document, known) == []
 
 
 def test_a_search_is_extended_twice_at_most_and_resumes(tmp_path: Path) -> None:

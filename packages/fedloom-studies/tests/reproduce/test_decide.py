@@ -10,27 +10,27 @@ import pytest
 from small_recipe import TINY, tiny
 
 from fedloom_studies import decide
-from fedloom_studies.reproduce import recipes, reproduce
+from fedloom_studies.reproduce import read_recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.looks import LOOK_LEVELS
-from fedloom_studies.reproduce.papers import sheets
+from fedloom_studies.reproduce.papers import read_paper_sections
 from fedloom_studies.reproduce.recipe import make_recipe, merge_tables
 
 CELLS = {
     f"{sheet.name} | {row.text} | {protocol}": getattr(row, protocol)
-    for sheet in sheets()
+    for sheet in read_paper_sections()
     for row in sheet.row
     for protocol in ("published", "fair")
 }
 
 
 def test_every_claim_of_the_list_is_a_headline_claim_and_stands_in_it_once() -> None:
-    experiments, left = decide.decisions()
+    experiments, left = decide.read_decisions()
     named = [claim for one in (*experiments, *left) for claim in one.claims]
     assert len(named) == len(set(named)) == 51
     assert set(named) <= CELLS.keys()
     for one in experiments:
-        assert one.recipe in recipes()
+        assert one.recipe in read_recipes()
         assert {*one.looks} <= {n for n, _ in LOOK_LEVELS}
         assert max(one.looks) == one.seeds
         for claim in one.claims:
@@ -96,8 +96,8 @@ def test_the_command_works_through_the_list_and_resumes(tmp_path: Path, monkeypa
     one = decide.Decision(
         recipe="tiny", seeds=3, hours=0.1, how="adds a seed", scale="points", looks=(5,), claims=("a",)
     )
-    monkeypatch.setattr("fedloom_studies.reproduce.recipes", lambda: {"tiny": plain})
-    monkeypatch.setattr(decide, "decisions", lambda: ((one,), ()))
+    monkeypatch.setattr("fedloom_studies.reproduce.read_recipes", lambda: {"tiny": plain})
+    monkeypatch.setattr(decide, "read_decisions", lambda: ((one,), ()))
     where = ["reproduce", "--decide", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
 
     def call(*more: str) -> tuple[int, str]:

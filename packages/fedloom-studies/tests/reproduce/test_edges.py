@@ -13,13 +13,13 @@ import pytest
 from small_recipe import TINY, tiny
 
 from fedloom.rundir import label_of
-from fedloom_studies.reproduce import recipes, reproduce
+from fedloom_studies.reproduce import read_recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.choices import candidates, edge_keys, extensions
+from fedloom_studies.reproduce.choices import edge_keys, extend_grids, method_candidates
 from fedloom_studies.reproduce.recipe import make_recipe, merge_tables
 from fedloom_studies.store import CHECKOUT_FOLDER
 
-ALL = recipes()
+ALL = read_recipes()
 KEYS = {"lr": [0.009, 0.03], "tau": [0.5, 1.0], "beta": [0.1, 1.0, 10.0]}
 
 
@@ -29,16 +29,16 @@ def test_every_key_at_its_edge_goes_on_and_nothing_is_tried_twice(best: tuple[fl
     document = tiny().make_documents("full")["few"] | {"method": [method], "choose": {"extend": 2, "edges": "every"}}
     texts = {
         text: float(values == best)
-        for values, (text, _) in zip(itertools.product(*KEYS.values()), candidates(method), strict=True)
+        for values, (text, _) in zip(itertools.product(*KEYS.values()), method_candidates(method), strict=True)
     }
     chosen = max(texts, key=lambda text: texts[text])
     choice = {"chosen": chosen, "values": dict(zip(KEYS, best, strict=True)), "scores": texts}
     edges = [key for key in edge_keys(chosen, texts) if (key, choice["values"][key]) != ("tau", 1.0)]  # tau is <= 1
     found = [
         text
-        for further in extensions(document, {"fiaelt": choice})
+        for further in extend_grids(document, {"fiaelt": choice})
         for m in further["method"]
-        for text, _ in candidates(m)
+        for text, _ in method_candidates(m)
     ]
     assert len(found) == len(set(found)) == 2 ** len(edges) - 1
     assert not set(found) & set(texts)
@@ -48,7 +48,7 @@ def test_every_key_at_its_edge_goes_on_and_nothing_is_tried_twice(best: tuple[fl
         }
         assert moved <= set(edges)
     first = document | {"choose": {"extend": 2}}
-    old = [m["choose"] for further in extensions(first, {"fiaelt": choice}) for m in further["method"]]
+    old = [m["choose"] for further in extend_grids(first, {"fiaelt": choice}) for m in further["method"]]
     edge = next(iter(edge_keys(chosen, texts)), None)
     assert old == [] or [key for key in KEYS if old[0][key] != KEYS[key]] == [edge]  # as recorded recipes went on
 
@@ -88,7 +88,7 @@ def tried(methods: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         for m in methods
         for values in itertools.product(*m["choose"].values())
     ]
-    texts = [text for m in methods for text, _ in candidates(m)]
+    texts = [text for m in methods for text, _ in method_candidates(m)]
     return dict(zip(texts, combinations, strict=True))
 
 
@@ -105,7 +105,7 @@ def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
                 scores = {text: kept["scores"][text] for text in kept["scores"] if text in own}
                 best = max(scores, key=lambda text: -1.0 if scores[text] is None else scores[text])
                 choice = {"chosen": best, "scores": scores, "values": own[best]}
-                own |= tried([m for one in extensions(document, {label: choice}) for m in one["method"]])
+                own |= tried([m for one in extend_grids(document, {label: choice}) for m in one["method"]])
             assert list(kept["scores"]) == sorted(own, key=list(kept["scores"]).index)
 
 
@@ -139,7 +139,7 @@ def test_in_a_fair_recipe_every_method_searches_its_own_options_in_spaces_of_equ
     """Its own: what `fedloom tune` searches for it; what is left out is said with its reason."""
     spaces = tomllib.loads(files("fedloom.lab.tune").joinpath("spaces.toml").read_text())
     for document in ALL[name].make_documents("full").values():
-        sizes = {len(candidates(method)) for method in document["method"]}
+        sizes = {len(method_candidates(method)) for method in document["method"]}
         assert len(sizes) == 1, sizes
         assert sizes.pop() > 1
         labels = {label_of(method) for method in document["method"]}
@@ -157,9 +157,9 @@ def test_multiples_go_on_at_their_edges_as_numbers_do() -> None:
     method = {"algorithm": "flame", "choose": {"local.lr": [0.1, 0.2], "rho": ["0.5x", "1x"]}}
     document = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 3}, "rounds": 1, "seeds": [0],
                 "name": "t", "choose": {"extend": 1, "edges": "every"}, "method": [method]}  # fmt: skip
-    scores = {text: 0.5 for text, _ in candidates(method)}
+    scores = {text: 0.5 for text, _ in method_candidates(method)}
     choice = {"chosen": "local.lr = 0.1, rho = 1x", "values": {"local.lr": 0.1, "rho": "1x"}, "scores": scores}
-    grids = [m["choose"] for one in extensions(document, {"flame": choice}) for m in one["method"]]
+    grids = [m["choose"] for one in extend_grids(document, {"flame": choice}) for m in one["method"]]
     assert grids == [{"local.lr": [0.05], "rho": ["1x"]}, {"local.lr": [0.1, 0.05], "rho": ["2x"]}]
     assert edge_keys("rho = 1x", ["rho = 1x"]) == []
     assert edge_keys("rho = 1x", ["rho = 0.5x", "rho = 1x", "rho = 2x"]) == []

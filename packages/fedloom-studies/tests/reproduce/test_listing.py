@@ -8,7 +8,7 @@ import pytest
 
 from fedloom import cache
 from fedloom_studies.listing import keep_listing
-from fedloom_studies.reproduce.recipe import recipes
+from fedloom_studies.reproduce.recipe import read_recipes
 
 
 def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,19 +37,19 @@ def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, mon
     (records / "runs" / "deep").mkdir(parents=True)
     (records / "runs" / "deep" / "metrics").write_text("")  # no folder is walked to its end
     assert ask("smoke") == [["a", 5]]
-    monkeypatch.setattr(cache, "fingerprint", lambda _places: "another version")
+    monkeypatch.setattr(cache, "fingerprint_sources", lambda _places: "another version")
     assert ask() == [["a", 6]]
 
 
 def test_a_recorded_recipe_shows_the_time_that_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedloom_studies.reproduce import estimate
-    from fedloom_studies.reproduce.estimate import listing
+    from fedloom_studies.reproduce.estimate import recipe_rows
     from fedloom_studies.store import CHECKOUT_FOLDER
 
     root = Path(__file__).parents[4]
     name = "fedacs-table2"
     recorded, unrecorded = (
-        next(iter(listing({name: recipes()[name]}, "laptop", folder, tmp_path, estimated=True)))
+        next(iter(recipe_rows({name: read_recipes()[name]}, "laptop", folder, tmp_path, estimated=True)))
         for folder in (root / CHECKOUT_FOLDER, tmp_path)
     )
     assert recorded[:3] == unrecorded[:3]
@@ -59,5 +59,5 @@ def test_a_recorded_recipe_shows_the_time_that_it_took(tmp_path: Path, monkeypat
     assert unrecorded[3] == "not run"
     assert unrecorded[-1].startswith("about ")
     monkeypatch.setattr(estimate, "measure_rounds", lambda *_: pytest.fail("a model was timed"))
-    (row,) = listing({name: recipes()[name]}, "laptop", tmp_path, tmp_path)
+    (row,) = recipe_rows({name: read_recipes()[name]}, "laptop", tmp_path, tmp_path)
     assert row == (*unrecorded[:-1], "-")

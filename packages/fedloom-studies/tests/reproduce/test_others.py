@@ -16,15 +16,15 @@ import fedloom as fl
 from fedloom.errors import DataError
 from fedloom.lab.report import read_runs
 from fedloom_studies.others import page, sources
-from fedloom_studies.others.page import CellWord, name_cell, tables, words_of
-from fedloom_studies.reproduce import recipes, reproduce
-from fedloom_studies.reproduce.cells import cells
-from fedloom_studies.reproduce.figures import Reference, unit, values
-from fedloom_studies.reproduce.page import earlier, last
+from fedloom_studies.others.page import CellWord, name_cell, recipes_by_table, verdict_words
+from fedloom_studies.reproduce import read_recipes, reproduce
+from fedloom_studies.reproduce.cells import cells_of_table
+from fedloom_studies.reproduce.figures import Reference, unit, values_by_seed
+from fedloom_studies.reproduce.page import is_earlier_version, last_summary
 from fedloom_studies.store import CHECKOUT_FOLDER
 
 RESULTS = Path(__file__).parents[4] / CHECKOUT_FOLDER
-GROUPS = tables(recipes())
+GROUPS = recipes_by_table(read_recipes())
 PUBLISHED = [one for group in GROUPS.values() for one in group if one.paper.mode == "published"]
 HOSPITALS = {"cleveland": 60, "hungarian": 50, "switzerland": 12, "va": 40}
 
@@ -117,19 +117,19 @@ def test_the_initial_model_is_the_one_of_torch_after_its_seed() -> None:
 
 
 def test_the_figure_of_one_client_is_that_of_its_own_series(tmp_path: Path) -> None:
-    heart = recipes()["flamby-heart"]
+    heart = read_recipes()["flamby-heart"]
     assert reproduce(heart, "smoke", tmp_path, only=["fedavg"]) is not None
     (run,) = read_runs([tmp_path / "all"])
-    one = [values(run, Reference.create(f"fedavg: global: loss/client-{k}", "loss")) for k in range(4)]
-    mean = values(run, Reference.create("fedavg: global", "loss"))
+    one = [values_by_seed(run, Reference.create(f"fedavg: global: loss/client-{k}", "loss")) for k in range(4)]
+    mean = values_by_seed(run, Reference.create("fedavg: global", "loss"))
     assert np.mean([by_seed[42] for by_seed in one]) == pytest.approx(mean[42])
     assert len({by_seed[42] for by_seed in one}) > 1
     assert unit("accuracy/client-0").name == "%"
 
 
 def test_words_of_cells_say_how_far_they_are() -> None:
-    heart = recipes()["flamby-heart"]
-    (cell, *_) = cells(
+    heart = read_recipes()["flamby-heart"]
+    (cell, *_) = cells_of_table(
         heart, {"all": {"fedavg: global: accuracy/client-0": {"42": 0.7308, "43": 0.7308}}}, compare=True
     )
     named = {
@@ -144,7 +144,7 @@ def test_words_of_cells_say_how_far_they_are() -> None:
 
 @pytest.mark.parametrize("recipe", PUBLISHED, ids=lambda one: one.name)
 def test_no_printed_cell_that_was_run_differs_without_a_reason(recipe: object) -> None:
-    words = words_of(recipe, last(recipe, RESULTS))  # type: ignore[arg-type]
+    words = verdict_words(recipe, last_summary(recipe, RESULTS))  # type: ignore[arg-type]
     assert CellWord.OPEN not in words.values()
     explained = {column for column, word in words.items() if word is CellWord.EXPLAINED}
     assert not words or explained == {*recipe.paper.explained}  # type: ignore[attr-defined]
@@ -152,16 +152,16 @@ def test_no_printed_cell_that_was_run_differs_without_a_reason(recipe: object) -
 
 def test_the_first_table_is_exact_in_most_cells_and_takes_two_minutes() -> None:
     """What the first page and the page of tables say of it."""
-    heart = recipes()["flamby-heart"]
-    summary = last(heart, RESULTS)
+    heart = read_recipes()["flamby-heart"]
+    summary = last_summary(heart, RESULTS)
     assert summary is not None
-    assert not earlier(heart, summary)
+    assert not is_earlier_version(heart, summary)
     assert summary.minutes < 2
-    words = [*words_of(heart, summary).values()]
+    words = [*verdict_words(heart, summary).values()]
     assert len(words) == 24
     assert words.count(CellWord.EXACT) >= 16
     assert {*words} == {CellWord.EXACT, CellWord.CLOSE}
-    exact = {column for column, word in words_of(heart, summary).items() if word is CellWord.EXACT}
+    exact = {column for column, word in verdict_words(heart, summary).items() if word is CellWord.EXACT}
     assert {
         f"{method}, {k}" for method in ("FedAvg", "FedProx") for k in ("Cleveland", "Hungary", "Switzerland")
     } < exact
@@ -169,9 +169,9 @@ def test_the_first_table_is_exact_in_most_cells_and_takes_two_minutes() -> None:
 
 
 def test_every_count_and_verdict_of_the_page_is_that_of_its_records() -> None:
-    text = dict(page.render_pages(recipes(), RESULTS))[""]
+    text = dict(page.render_pages(read_recipes(), RESULTS))[""]
     for recipe in PUBLISHED:
-        words = [*words_of(recipe, last(recipe, RESULTS)).values()]
+        words = [*verdict_words(recipe, last_summary(recipe, RESULTS)).values()]
         for word in CellWord:
             if word in words:
                 assert f"{words.count(word)} {word}" in text

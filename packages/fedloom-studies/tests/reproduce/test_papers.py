@@ -15,18 +15,18 @@ from fedloom.lab.report.charts.look import INK_COLORS
 from fedloom.rundir import label_of
 from fedloom_studies.appendices import write_pages
 from fedloom_studies.others import page as others
-from fedloom_studies.reproduce import looks, papers, recipes, reproduce
+from fedloom_studies.reproduce import looks, papers, read_recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.estimate import keep
-from fedloom_studies.reproduce.execute import verify
+from fedloom_studies.reproduce.estimate import store_estimates
+from fedloom_studies.reproduce.execute import verify_seed
 from fedloom_studies.reproduce.figures import Reference
-from fedloom_studies.reproduce.judge import claims, compare_references
+from fedloom_studies.reproduce.judge import compare_references, judge_claims
 from fedloom_studies.reproduce.marks import draw_marks
-from fedloom_studies.reproduce.page import last, not_run, plot, recipe_page
-from fedloom_studies.reproduce.papers import overview, pages, sheets
+from fedloom_studies.reproduce.page import draw_figure, last_summary, not_run_reason, recipe_page
+from fedloom_studies.reproduce.papers import paper_pages, papers_overview, read_paper_sections
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables
-from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
+from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, read_needs
 from fedloom_studies.store import CHECKOUT_FOLDER
 
 ROOT = Path(__file__).parents[4]
@@ -40,8 +40,8 @@ def test_a_page_says_what_was_run_and_what_was_not(finished: Path) -> None:
     assert f"commit {done.commit[:12]}" in text or not done.commit
     assert done.samples == {"digits": 1797}
     assert "Not run" in recipe_page(tiny(), None)
-    assert plot(tiny(), done).startswith("<svg")
-    assert plot(tiny(), None) == ""
+    assert draw_figure(tiny(), done).startswith("<svg")
+    assert draw_figure(tiny(), None) == ""
 
 
 def test_a_seed_without_a_result_changes_no_mean_of_the_work(finished: Path) -> None:
@@ -80,8 +80,8 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
     for folder in ("docs", "studies/pages"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    write_pages(Path("docs/papers.md"), PAPERS_FOLDER, pages(recipes(), ROOT / CHECKOUT_FOLDER))
-    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.render_pages(recipes(), ROOT / CHECKOUT_FOLDER))
+    write_pages(Path("docs/papers.md"), PAPERS_FOLDER, paper_pages(read_recipes(), ROOT / CHECKOUT_FOLDER))
+    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.render_pages(read_recipes(), ROOT / CHECKOUT_FOLDER))
     fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
     kept = (ROOT / "studies" / "pages" / PAPERS_FOLDER).iterdir()
     assert fresh == {Path("docs/papers.md"), Path("docs/others.md"), *(file.relative_to(ROOT) for file in kept)}
@@ -93,14 +93,14 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
 
 
 def test_a_corrected_verdict_waits_for_its_recipe_until_that_was_run() -> None:
-    known = recipes()
-    waiting = {one.recipe for sheet in sheets() for one in sheet.corrected if one.recipe}
+    known = read_recipes()
+    waiting = {one.recipe for sheet in read_paper_sections() for one in sheet.corrected if one.recipe}
     assert waiting <= known.keys()
-    recorded = {name: last(recipe, ROOT / CHECKOUT_FOLDER) for name, recipe in known.items()}
+    recorded = {name: last_summary(recipe, ROOT / CHECKOUT_FOLDER) for name, recipe in known.items()}
     run = {n: replace(s, protocol=known[n].protocol(s.scale), complete=True) for n in waiting if (s := recorded[n])}
     assert run
     for other, notes in ((dict.fromkeys(waiting), waiting), (run, waiting - run.keys())):
-        text = overview(known, recorded | other, {})
+        text = papers_overview(known, recorded | other, {})
         for name in waiting:
             assert (f"{name}.md) has not been run since." in text) == (name in notes)
 
@@ -117,8 +117,8 @@ def test_a_page_elsewhere_has_its_appendices_beside_it(tmp_path: Path) -> None:
 
 
 def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
-    known = recipes()
-    rows = [row for sheet in sheets() for row in sheet.row]
+    known = read_recipes()
+    rows = [row for sheet in read_paper_sections() for row in sheet.row]
     assert 0 < len(rows) <= 36
     for row in rows:
         assert len(row.text.split()) <= 9, row.text
@@ -127,7 +127,7 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
                 assert known[name].paper.mode == mode, name
                 assert any(c.text.startswith(row.claim) for c in known[name].paper.claims), (name, row.claim)
         assert not row.full or known[row.full].paper.reduced is None
-    for sheet in sheets():
+    for sheet in read_paper_sections():
         assert any(row.text.startswith(sheet.number) for row in sheet.row)
         for held in re.findall(r"\{(.+?)\}", sheet.why):
             sides = [side.split(" | ") for side in held.split(" - ")]
@@ -139,20 +139,24 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
                     label_of(m) for m in known[name].document["method"]
                 }
     of_papers = papers.select_papers(known)
-    assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in of_papers.values()}
+    assert {sheet.name for sheet in read_paper_sections()} == {
+        one.paper.title.split(",")[0] for one in of_papers.values()
+    }
     assert len(of_papers) < len(known)
     for one in known.values():
         assert not one.paper.nearest or one.paper.nearest in known, one.name
 
 
 def generated() -> str:
-    return overview(recipes(), {name: last(one, ROOT / CHECKOUT_FOLDER) for name, one in recipes().items()}, {})
+    return papers_overview(
+        read_recipes(), {name: last_summary(one, ROOT / CHECKOUT_FOLDER) for name, one in read_recipes().items()}, {}
+    )
 
 
 def test_the_page_opens_with_a_row_per_paper_and_ends_with_the_rules() -> None:
     first, *parts = generated().split("\n## ")
     rows = [line for line in first.splitlines() if line.startswith("| [")]
-    assert [row.split("](")[0].removeprefix("| [") for row in rows] == [sheet.name for sheet in sheets()]
+    assert [row.split("](")[0].removeprefix("| [") for row in rows] == [sheet.name for sheet in read_paper_sections()]
     assert len(first.splitlines()) < 25
     assert parts[-1].startswith("How claims are judged")
     assert [part.splitlines()[0] for part in parts[-3:-1]] == ["Corrected", "What is open"]
@@ -160,7 +164,7 @@ def test_the_page_opens_with_a_row_per_paper_and_ends_with_the_rules() -> None:
         figures = re.findall(r"^!\[(.+)\]\(papers/(.+)\.svg\)$", part, re.MULTILINE)
         ((words, name),) = figures
         assert words.endswith(".")
-        assert recipes()[name].paper.title in words
+        assert read_recipes()[name].paper.title in words
 
 
 def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
@@ -169,7 +173,7 @@ def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
         cell.strip() for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")
     ]
     marked = [cell for cell in cells if cell.startswith("![](papers/mark-")]
-    assert len(marked) >= 2 * len([row for sheet in sheets() for row in sheet.row])
+    assert len(marked) >= 2 * len([row for sheet in read_paper_sections() for row in sheet.row])
     for cell in marked:
         words = re.sub(r"!\[\]\(.+?\)|\[|\]\(.+?\)", "", cell)
         assert re.search(r"[a-z]{4}", words), cell
@@ -179,10 +183,12 @@ def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
 
 
 def test_near_recipes_are_in_the_appendix_only() -> None:
-    near = [name for name, one in recipes().items() if one.paper.mode == "near"]
+    near = [name for name, one in read_recipes().items() if one.paper.mode == "near"]
     headlines = re.sub(r"<details.+?</details>|## What is open.+", "", generated(), flags=re.DOTALL)
     reasons = {
-        held.split(" | ")[0] for sheet in sheets() for held in re.findall(r"\{(.+?)\}", sheet.why + sheet.objection)
+        held.split(" | ")[0]
+        for sheet in read_paper_sections()
+        for held in re.findall(r"\{(.+?)\}", sheet.why + sheet.objection)
     }
     shown = [name for name in near if f"papers/{name}.md" in headlines]
     assert set(shown) <= reasons  # a sentence on why may say what one shows; no verdict rests on it
@@ -193,7 +199,7 @@ def test_no_sentence_on_why_types_a_number() -> None:
         r"\((?:0, 0|1, 1)\)|Dir\(0\.5\)|beta = (?:1|5 L)\b|Corollary 2|Proposition 3|Algorithm 1|tau = 1|"
         r"the L1 norm|alpha [\d.]+|500 clients|CIFAR-100?\b"
     )
-    for sheet in sheets():
+    for sheet in read_paper_sections():
         for text in (sheet.why, sheet.objection):
             assert text
             assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", text))), sheet.name
@@ -201,7 +207,7 @@ def test_no_sentence_on_why_types_a_number() -> None:
 
 def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
     text = generated()
-    for sheet, part in zip(sheets(), text.split("\n## ")[1:], strict=False):
+    for sheet, part in zip(read_paper_sections(), text.split("\n## ")[1:], strict=False):
         (line,) = [
             line for line in part.splitlines() if line.startswith("**Objections that the authors might raise.**")
         ]
@@ -226,9 +232,9 @@ def only(
 ) -> str:
     """The page of all papers with one claim."""
     row = papers.HeadlineClaim(text="row", claim="t", fair=("tiny",), full=full)
-    sheet = papers.Sheet(name="FLAME", title="t", number="row", why=why, row=(row,))
-    monkeypatch.setattr(papers, "sheets", lambda: (sheet,))
-    return overview({"tiny": one}, {"tiny": summary}, {"tiny": Need(4320, [])})
+    sheet = papers.PaperSection(name="FLAME", title="t", number="row", why=why, row=(row,))
+    monkeypatch.setattr(papers, "read_paper_sections", lambda: (sheet,))
+    return papers_overview({"tiny": one}, {"tiny": summary}, {"tiny": RecipeNeed(4320, [])})
 
 
 def headline(text: str) -> str:
@@ -254,7 +260,7 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     assert (
         "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days)." in text
     )
-    absent = overview({"tiny": less}, {"tiny": as_run(less)}, {"tiny": Need(4320, ["x"])})
+    absent = papers_overview({"tiny": less}, {"tiny": as_run(less)}, {"tiny": RecipeNeed(4320, ["x"])})
     assert "needs a GPU and the data of x: `fedloom reproduce tiny" in absent
 
 
@@ -267,7 +273,7 @@ def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatc
     page = recipe_page(other, as_run(other))
     assert "This recipe is a stand-in: two convolutions replace ResNet-18. Its verdicts concern the stand-in" in page
     assert "holds" in page
-    for name, recipe in papers.select_papers(recipes()).items():
+    for name, recipe in papers.select_papers(read_recipes()).items():
         another = re.search(
             r"LeNet|instead of ResNet|network of one hidden|two convolutions", recipe.paper.reduced or ""
         )
@@ -281,10 +287,10 @@ def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.
     one = with_claim()
     short, whole = replace(one, name="short"), replace(one, name="whole")
     row = papers.HeadlineClaim(text="row", claim="t", fair=("short", "whole"))
-    sheet = papers.Sheet(name="FLAME", title="t", number="row", row=(row,))
-    monkeypatch.setattr(papers, "sheets", lambda: (sheet,))
+    sheet = papers.PaperSection(name="FLAME", title="t", number="row", row=(row,))
+    monkeypatch.setattr(papers, "read_paper_sections", lambda: (sheet,))
     found = {"short": as_run(short), "whole": as_run(whole, rounds=4)}
-    text = overview({"short": short, "whole": whole}, found, {})
+    text = papers_overview({"short": short, "whole": whole}, found, {})
     assert "papers/whole.md" in headline(text)
     assert "papers/short.md" not in headline(text)
 
@@ -320,9 +326,9 @@ def test_of_recipes_at_full_length_the_one_least_favourable_to_the_claim_counts(
         (("level", "ahead"), "level", "undecided"),
     ):  # fmt: skip
         row = papers.HeadlineClaim(text="row", claim="t", fair=order)
-        sheet = papers.Sheet(name="FLAME", title="t", number="row", row=(row,))
-        monkeypatch.setattr(papers, "sheets", lambda sheet=sheet: (sheet,))
-        text = overview({"ahead": ahead, "behind": behind, "level": level}, found, {})
+        sheet = papers.PaperSection(name="FLAME", title="t", number="row", row=(row,))
+        monkeypatch.setattr(papers, "read_paper_sections", lambda sheet=sheet: (sheet,))
+        text = papers_overview({"ahead": ahead, "behind": behind, "level": level}, found, {})
         assert re.search(rf"\[{word}: .+?\]\(papers/{counts}\.md\)", headline(text))
 
 
@@ -336,9 +342,9 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
     for missing, word in ((1, "holds so far: 1 of 2 holds"), (2, "not tested (not run): 2 of 3 claims")):
         rows = [papers.HeadlineClaim(text="row", claim="t", fair=("tiny",))]
         rows += [papers.HeadlineClaim(text=f"more {k}", claim="t", fair=("other",)) for k in range(missing)]
-        sheet = papers.Sheet(name="FLAME", title="t", number="row", row=tuple(rows))
-        monkeypatch.setattr(papers, "sheets", lambda sheet=sheet: (sheet,))
-        text = overview({"tiny": one, "other": other}, {"tiny": as_run(one), "other": None}, {})
+        sheet = papers.PaperSection(name="FLAME", title="t", number="row", row=tuple(rows))
+        monkeypatch.setattr(papers, "read_paper_sections", lambda sheet=sheet: (sheet,))
+        text = papers_overview({"tiny": one, "other": other}, {"tiny": as_run(one), "other": None}, {})
         first = next(line for line in text.splitlines() if line.startswith("| [FLAME]"))
         assert f") {word} |" in first
         assert ") not tested (not covered) |" in first
@@ -349,8 +355,10 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
 
 def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     row = papers.HeadlineClaim(text="row", claim="t", full="tiny")
-    monkeypatch.setattr(papers, "sheets", lambda: (papers.Sheet(name="FLAME", title="t", number="row", row=(row,)),))
-    text = overview({"tiny": tiny()}, {"tiny": None}, {"tiny": Need(4320, [])})
+    monkeypatch.setattr(
+        papers, "read_paper_sections", lambda: (papers.PaperSection(name="FLAME", title="t", number="row", row=(row,)),)
+    )
+    text = papers_overview({"tiny": tiny()}, {"tiny": None}, {"tiny": RecipeNeed(4320, [])})
     assert re.search(r"not tested \(needs a GPU\) \| !\[\]\(.+?\) not tested \(not covered\) \|$", headline(text))
     assert "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
 
@@ -370,12 +378,12 @@ def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, m
     summary = reproduce(one, "full", tmp_path, results=tmp_path / "results")
     assert summary.complete
     assert len(summary.failures) == 4
-    (of_both,) = claims(one, summary.numbers)
+    (of_both,) = judge_claims(one, summary.numbers)
     assert of_both.count.endswith(", 2 no result")
     text = recipe_page(one, summary)
     assert "| few | b | no result | - | - |" in text
     assert "| work of a run (few) | gradients of samples | traffic |\n|---|---|---|\n| flame |" in text
-    again = {d.reference: d.size for d in verify(one, summary, tmp_path / "again")}
+    again = {d.reference: d.size for d in verify_seed(one, summary, tmp_path / "again")}
     assert again["fedavg: global: accuracy"] == again["flame: personal: accuracy"] == 0
     of_one = one.paper.claims[0].with_(than=("fedavg: global",))
     one = replace(one, paper=one.paper.with_(claims=(of_one,)))
@@ -408,22 +416,22 @@ def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.M
 def test_why_and_claim_say_the_same_difference_with_the_same_interval() -> None:
     one = with_claim()
     summary = as_run(one)
-    assert compare_references(one, *summary.numbers["few"].values()) == claims(one, summary.numbers)[0].least.look
+    assert compare_references(one, *summary.numbers["few"].values()) == judge_claims(one, summary.numbers)[0].least.look
 
 
 def test_what_was_not_run_says_why_and_what_it_would_take(tmp_path: Path) -> None:
-    assert not_run(tiny(), None) == "not run (up to 1 core-minutes)"
+    assert not_run_reason(tiny(), None) == "not run (up to 1 core-minutes)"
     large = make_recipe("tiny", {k: v for k, v in merge_tables(TINY, {}).items() if k != "scale"})
-    assert not_run(large, None) == "not run: no laptop scale"
-    assert not_run(large, Need(4320, [])) == "not run: no laptop scale (about 3 core-days at full scale)"
-    assert not_run(large, Need(60, ["x"])) == "not run: x is missing (about 60 core-minutes at full scale)"
-    text = recipe_page(large, None, Need(60, ["x"])).lower()
+    assert not_run_reason(large, None) == "not run: no laptop scale"
+    assert not_run_reason(large, RecipeNeed(4320, [])) == "not run: no laptop scale (about 3 core-days at full scale)"
+    assert not_run_reason(large, RecipeNeed(60, ["x"])) == "not run: x is missing (about 60 core-minutes at full scale)"
+    text = recipe_page(large, None, RecipeNeed(60, ["x"])).lower()
     assert "not run: x is missing (about 60 core-minutes at full scale)" in text
-    keep({"tiny": tiny(), "large": large}, tmp_path, None)
-    ((name, need),) = needs(tmp_path).items()
+    store_estimates({"tiny": tiny(), "large": large}, tmp_path, None)
+    ((name, need),) = read_needs(tmp_path).items()
     assert (name, need.missing) == ("large", [])
     assert need.minutes > 0
-    assert needs(tmp_path / "nowhere") == {}
+    assert read_needs(tmp_path / "nowhere") == {}
 
 
 def test_a_page_says_what_the_reported_round_decides() -> None:
@@ -444,9 +452,9 @@ def luminance(colour: str) -> float:
 def test_no_table_of_a_recipe_has_an_empty_column() -> None:
     """A phone has room for few."""
     tables = 0
-    for name, recipe in recipes().items():
+    for name, recipe in read_recipes().items():
         for block in re.findall(
-            r"(?:^\|.*\n)+", recipe_page(recipe, last(recipe, ROOT / CHECKOUT_FOLDER)), re.MULTILINE
+            r"(?:^\|.*\n)+", recipe_page(recipe, last_summary(recipe, ROOT / CHECKOUT_FOLDER)), re.MULTILINE
         ):
             head, _, *rows = (re.split(r" (?<!\\)\|", line.strip("|")) for line in block.splitlines())
             tables += 1
@@ -469,7 +477,7 @@ def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(f
     for ground, words in zip(("#ffffff", "#22272e"), INK_COLORS, strict=True):
         light, dark = sorted((luminance(ground), luminance(words)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5
-    figure = plot(tiny(), done)
+    figure = draw_figure(tiny(), done)
     assert (
         f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
         in figure
@@ -477,15 +485,15 @@ def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(f
     assert "diamond: the paper" in figure
     assert "few (%)" in figure
     bare = make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": {"few": [[], []]}}}))
-    assert "diamond" not in plot(bare, done)
-    assert "95 % interval" in plot(bare, done)
+    assert "diamond" not in draw_figure(bare, done)
+    assert "95 % interval" in draw_figure(bare, done)
     single = {v: {r: {"3": by["3"]} for r, by in known.items()} for v, known in done.numbers.items()}
-    assert "interval" not in plot(bare, replace(done, numbers=single))
+    assert "interval" not in draw_figure(bare, replace(done, numbers=single))
 
 
 def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> None:
     """What the page says was changed after a table had been seen."""
-    (sheet,) = [sheet for sheet in sheets() if sheet.name == "FIAELT"]
+    (sheet,) = [sheet for sheet in read_paper_sections() if sheet.name == "FIAELT"]
     assert "in the *near* and *fair* experiments on synthetic data" in sheet.changed
     for name in ("fiaelt-synthetic", "fiaelt-synthetic-fair"):
         summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
@@ -503,7 +511,7 @@ def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> N
 
 def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
     """What the page says of its claims on MNIST."""
-    (sheet,) = [sheet for sheet in sheets() if sheet.name == "Equitable-FL"]
+    (sheet,) = [sheet for sheet in read_paper_sections() if sheet.name == "Equitable-FL"]
     assert sheet.why.startswith("Of five rivals, only FairFed is clearly behind in every figure that is judged")
     assert (
         "the other four rivals are behind on average, but these differences are not clear. In the last round, some"
@@ -512,7 +520,7 @@ def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
     for name in ("equitable-table2-mnist-published", "equitable-table2-mnist-fair"):
         summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
         assert summary is not None
-        judged = claims(recipes()[name], summary.numbers)
+        judged = judge_claims(read_recipes()[name], summary.numbers)
         assert len(judged) == 6
         leads = list[float]()
         for one in judged:
@@ -530,13 +538,13 @@ def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
 
 def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_row_is_in_a_row() -> None:
     """Else the one least favourable to a claim might not be among those that count."""
-    known = recipes()
+    known = read_recipes()
 
     def sources(name: str) -> set[str]:
         return {document["data"]["source"] for document in known[name].make_documents("full").values()}
 
     left_out = []
-    for sheet in sheets():
+    for sheet in read_paper_sections():
         for row in sheet.row:
             for mode in ("published", "fair"):
                 own, shown = (
@@ -544,11 +552,11 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
                     {n for r in sheet.row if r.claim == row.claim for n in getattr(r, mode)},
                 )
                 for name, recipe in known.items():
-                    summary, paper = last(recipe, ROOT / CHECKOUT_FOLDER), recipe.paper
+                    summary, paper = last_summary(recipe, ROOT / CHECKOUT_FOLDER), recipe.paper
                     full = (
                         summary
                         and len(summary.seeds) >= looks.LOOK_LEVELS[0][0]
-                        and papers._full_length(recipe, summary)
+                        and papers._is_full_length(recipe, summary)
                     )
                     same = any(sources(name) <= sources(one) for one in own) and paper.title.startswith(
                         f"{sheet.name},"
@@ -564,8 +572,8 @@ def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most(
     assert "with grids of\nequal size for every method" in papers.PAPERS_TEXT
     assert "the search continues beyond it, up to twice the size" in papers.RULES_FILE.read_text()
     searched, beyond = 0, 0.0
-    for name, recipe in recipes().items():
-        summary = last(recipe, ROOT / CHECKOUT_FOLDER)
+    for name, recipe in read_recipes().items():
+        summary = last_summary(recipe, ROOT / CHECKOUT_FOLDER)
         for choices in summary.choices.values() if summary and recipe.paper.mode == "fair" else ():
             trials = [choice["trials"] for choice in choices.values()]
             assert len({one["grid"] for one in trials}) == 1, name
@@ -578,7 +586,7 @@ def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> N
     sentence = "The tables show\nFLAME-HM as in the paper, which chooses its models on test data"
     assert sentence in papers.RULES_FILE.read_text()
     columns = set[str]()
-    for name, recipe in recipes().items():
+    for name, recipe in read_recipes().items():
         chosen = [d for d in recipe.make_documents("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
         if chosen:
             paper = recipe.paper

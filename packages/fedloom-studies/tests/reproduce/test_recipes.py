@@ -11,14 +11,14 @@ from small_recipe import TINY, tiny
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Plan
 from fedloom.rundir import label_of
-from fedloom_studies.reproduce import TimeBudget, recipe, recipes, reproduce
-from fedloom_studies.reproduce.choices import candidates, chosen, first
-from fedloom_studies.reproduce.execute import experiment
+from fedloom_studies.reproduce import TimeBudget, read_recipe, read_recipes, reproduce
+from fedloom_studies.reproduce.choices import chosen_experiment, first_candidate_experiment, method_candidates
+from fedloom_studies.reproduce.execute import parse_closed_document
 from fedloom_studies.reproduce.figures import Reference
 from fedloom_studies.reproduce.papers import select_papers
 from fedloom_studies.reproduce.recipe import NOMINAL_SETS, RECIPE_SCALES, make_recipe, merge_tables
 
-ALL = recipes()
+ALL = read_recipes()
 NAMES = list(ALL)
 FULL = {source: size.train + size.test for source, size in NOMINAL_SETS.items()}
 
@@ -27,10 +27,10 @@ FULL = {source: size.train + size.test for source, size in NOMINAL_SETS.items()}
 def test_a_recipe_is_an_experiment_at_every_scale(name: str) -> None:
     for scale in RECIPE_SCALES:
         for document in ALL[name].make_documents(scale).values():
-            for k in range(max(len(candidates(m)) for m in document["method"])):
-                methods = [candidates(m)[min(k, len(candidates(m)) - 1)][1] for m in document["method"]]
+            for k in range(max(len(method_candidates(m)) for m in document["method"])):
+                methods = [method_candidates(m)[min(k, len(method_candidates(m)) - 1)][1] for m in document["method"]]
                 rest = {key: v for key, v in document.items() if key != "choose"}
-                assert experiment(rest | {"method": methods}, name).methods
+                assert parse_closed_document(rest | {"method": methods}, name).methods
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +63,7 @@ def test_what_a_recipe_promises(name: str) -> None:
 
 def test_methods_of_a_table_have_equally_many_candidates() -> None:
     for name, one in ALL.items():
-        counts = {len(candidates(m)) for m in one.document["method"]}
+        counts = {len(method_candidates(m)) for m in one.document["method"]}
         assert len(counts - {1}) <= 1, name
 
 
@@ -159,7 +159,7 @@ def test_what_a_recipe_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'fedavg'"):
         tiny().make_documents("full", only=["fedavgg"])
     with pytest.raises(ConfigError, match=r"did you mean 'flame-table3-mnist"):
-        recipe("flame-table-3-mnist")
+        read_recipe("flame-table-3-mnist")
     with pytest.raises(ConfigError, match="cells of 'few'.*1 value for 2 columns"):
         make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": {"few": [0.5]}}}))
     with pytest.raises(ConfigError, match="set higher or lower"):
@@ -169,7 +169,7 @@ def test_what_a_recipe_does_not_have_is_refused() -> None:
 
 
 def test_what_a_base_does_not_know_may_be_stated() -> None:
-    base, network = (recipe(name) for name in ("flame-table3-mnist", "flame-table3-mnist-mlp"))
+    base, network = (read_recipe(name) for name in ("flame-table3-mnist", "flame-table3-mnist-mlp"))
     assert {u.what for u in base.paper.open} - {u.what for u in network.paper.open} == {"model"}
     known = network.paper.model_dump()
     with pytest.raises(ValueError, match="no entry of `unknown` is named weather"):
@@ -181,7 +181,7 @@ def test_what_a_base_does_not_know_may_be_stated() -> None:
 
 def test_candidates_are_a_grid_and_one_is_chosen_on_validation(tmp_path: Path) -> None:
     grid = {"algorithm": "fedavg", "local": {"epochs": 2}, "choose": {"local.lr": [1, 2], "server_lr": [3, 4]}}
-    tables = [table for _, table in candidates(grid)]
+    tables = [table for _, table in method_candidates(grid)]
     assert [(t["local"], t["server_lr"]) for t in tables] == [
         ({"epochs": 2, "lr": lr}, server) for lr in (1, 2) for server in (3, 4)
     ]
@@ -191,8 +191,8 @@ def test_candidates_are_a_grid_and_one_is_chosen_on_validation(tmp_path: Path) -
         assert choices["fedavg"]["chosen"] == "local.lr = 0.5"
         assert choices["fedavg"]["scores"]["local.lr = 0.5"] > choices["fedavg"]["scores"]["local.lr = 0.0001"]
     document = tiny().make_documents("full")["few"]
-    assert chosen(document, done.choices["few"])["method"][0]["local"]["lr"] == 0.5
-    assert first(document)["method"][0]["local"]["lr"] == 0.0001
+    assert chosen_experiment(document, done.choices["few"])["method"][0]["local"]["lr"] == 0.5
+    assert first_candidate_experiment(document)["method"][0]["local"]["lr"] == 0.0001
 
 
 def test_a_budget_that_is_over_stops_the_run_which_goes_on_later(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_full_resnet_recipe_starts_steps_and_resumes(tmp_path: Path) -> None
         "sampler": {"clients": 2},
         "evaluate": {"every": 1000},
     }
-    made = experiment(merge_tables(document, {**small, "rounds": 2}), "ResNet-18")
+    made = parse_closed_document(merge_tables(document, {**small, "rounds": 2}), "ResNet-18")
     quiet = lambda *_: None  # noqa: E731
     for tell, status, rounds in ((TimeBudget(0), "interrupted", 1), (quiet, "done", 2)):
         (outcome,) = Plan(made, tmp_path / "out").run(tell, page=False)

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from small_recipe import tiny
 
-from fedloom_studies.reproduce import looks, papers, recipes
-from fedloom_studies.reproduce.page import last
-from fedloom_studies.reproduce.papers import overview, sheets
+from fedloom_studies.reproduce import looks, papers, read_recipes
+from fedloom_studies.reproduce.page import last_summary
+from fedloom_studies.reproduce.papers import papers_overview, read_paper_sections
 from fedloom_studies.reproduce.recipe import Recipe
-from fedloom_studies.reproduce.regime import MAX_ANCHOR_DISTANCE, anchors, elsewhere
+from fedloom_studies.reproduce.regime import MAX_ANCHOR_DISTANCE, farthest_anchors, is_different_regime
 from fedloom_studies.reproduce.summary import RecipeSummary, add_rivals
 from fedloom_studies.store import CHECKOUT_FOLDER
 
 RESULTS = Path(__file__).parents[4] / CHECKOUT_FOLDER
-KNOWN = recipes()
-RECORDED = {name: last(recipe, RESULTS) for name, recipe in KNOWN.items()}
+KNOWN = read_recipes()
+RECORDED = {name: last_summary(recipe, RESULTS) for name, recipe in KNOWN.items()}
 
 
 def summary_of(recipe: Recipe, personal: float) -> RecipeSummary:
@@ -35,21 +35,23 @@ def summary_of(recipe: Recipe, personal: float) -> RecipeSummary:
 def test_a_run_is_in_another_regime_where_an_anchor_is_more_than_ten_points_off(ours: float, far: bool) -> None:
     """The recipe's own cell is 0.9."""
     one = tiny()
-    (anchor,) = found = anchors(["flame: personal"], "tiny", {"tiny": one}, {"tiny": summary_of(one, ours)})
+    (anchor,) = found = farthest_anchors(["flame: personal"], "tiny", {"tiny": one}, {"tiny": summary_of(one, ours)})
     assert anchor.gap == pytest.approx(ours - 0.9)
-    assert elsewhere(found) == far
-    assert not anchors(["fedavg: global"], "tiny", {"tiny": one}, {"tiny": summary_of(one, ours)})  # none is printed
-    assert not anchors(["flame: personal"], "tiny", {"tiny": one}, {})
-    assert not elsewhere([])
+    assert is_different_regime(found) == far
+    assert not farthest_anchors(
+        ["fedavg: global"], "tiny", {"tiny": one}, {"tiny": summary_of(one, ours)}
+    )  # none is printed
+    assert not farthest_anchors(["flame: personal"], "tiny", {"tiny": one}, {})
+    assert not is_different_regime([])
 
 
 def test_fedacs_and_fedslr_are_judged_by_the_same_rule() -> None:
     judged: dict[str, set[object]] = {}
-    for sheet in sheets():
+    for sheet in read_paper_sections():
         for row in sheet.row:
             for names in (row.published, row.fair):
-                cell = papers._cell(KNOWN, RECORDED, sheet, row, names)
-                far = [n for n in names if elsewhere(papers._anchors(KNOWN, RECORDED, sheet, n))]
+                cell = papers._claim_cell(KNOWN, RECORDED, sheet, row, names)
+                far = [n for n in names if is_different_regime(papers._paper_anchors(KNOWN, RECORDED, sheet, n))]
                 assert (cell.reason == looks.Untested.REGIME) == (bool(names) and len(far) == len(names)), row.text
                 if far:
                     judged.setdefault(sheet.name, set()).update(far)
@@ -60,8 +62,8 @@ def test_fedacs_and_fedslr_are_judged_by_the_same_rule() -> None:
 
 
 def test_every_row_states_its_anchors_or_that_none_is_printed() -> None:
-    text = overview(KNOWN, RECORDED, {})
-    for sheet in sheets():
+    text = papers_overview(KNOWN, RECORDED, {})
+    for sheet in read_paper_sections():
         printed = any(
             cell is not None
             for name in {n for row in sheet.row for n in (*row.published, *row.fair)}
@@ -74,7 +76,7 @@ def test_every_row_states_its_anchors_or_that_none_is_printed() -> None:
         rows = [next(line for line in text.splitlines() if line.startswith(f"| {row.text} |")) for row in sheet.row]
         titles = {title for one in KNOWN.values() for title, of in one.paper.columns.items() if of in sheet.anchor}
         stated = [bool(re.search(rf"({'|'.join(titles)}) [+-]\d", row.split(" | ")[1])) for row in rows if titles]
-        assert all(one or papers.NO_ANCHOR in row.split(" | ")[1] for one, row in zip(stated, rows, strict=False))
+        assert all(one or papers.NO_ANCHOR_TEXT in row.split(" | ")[1] for one, row in zip(stated, rows, strict=False))
         assert printed == any(stated), sheet.name
 
 

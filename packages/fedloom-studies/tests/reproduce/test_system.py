@@ -16,7 +16,7 @@ from statsmodels.stats.multitest import multipletests
 
 from fedloom.engine.setup import check
 from fedloom.lab.experiment import parse
-from fedloom_studies.reproduce.choices import candidates, first
+from fedloom_studies.reproduce.choices import first_candidate_experiment, method_candidates
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "studies" / "scripts" / "system"
@@ -36,13 +36,13 @@ def test_every_row_of_the_table_runs_after_equal_trials(system: Any) -> None:
     recipe = system.federation_recipes()["groups"]
     assert [*recipe.variants] == ["groups", "groups, sign flip", "groups, label poisoning"]
     for document in recipe.make_documents("full").values():
-        parse(first(document), "system")
+        parse(first_candidate_experiment(document), "system")
     for document in recipe.make_documents("smoke").values():
-        experiment = parse(first(document), "system")
+        experiment = parse(first_candidate_experiment(document), "system")
         fed = experiment.partition(experiment.source.read(None), 0)
         for method in experiment.methods:
             check(method.setting, fed)
-        assert {len(candidates(method)) for method in document["method"]} == {8}
+        assert {len(method_candidates(method)) for method in document["method"]} == {8}
 
 
 def records_of(system: Any, federations: list[str]) -> list[dict[str, Any]]:

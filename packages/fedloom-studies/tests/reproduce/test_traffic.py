@@ -11,9 +11,9 @@ from fedloom.engine.clients.messages import Messages
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.tasks import task_of
-from fedloom_studies.reproduce import recipe
-from fedloom_studies.reproduce.choices import first
-from fedloom_studies.reproduce.execute import experiment
+from fedloom_studies.reproduce import read_recipe
+from fedloom_studies.reproduce.choices import first_candidate_experiment
+from fedloom_studies.reproduce.execute import parse_closed_document
 
 PRINTED = {
     "fedavg": 893.92, "scaffold": 1787.83, "feddyn": 893.92, "perfedavg": 893.92, "apfl": 893.92, "ditto": 893.92,
@@ -24,11 +24,11 @@ PRINTED = {
 
 def test_the_gigabytes_of_the_papers_table_are_those_of_its_methods_messages() -> None:
     """1,000 rounds of ten clients, both ways, four bytes a parameter."""
-    one = recipe("fedslr-table1")
+    one = read_recipe("fedslr-table1")
     document = one.make_documents("full")["C10 non-IID"]
     exchanges = document["rounds"] * document["sampler"]["clients"]
     assert exchanges == 10_000
-    plan = experiment(first(document), one.name)
+    plan = parse_closed_document(first_candidate_experiment(document), one.name)
     images = Dataset("random", torch.rand(10, 3, 32, 32), torch.arange(10), "classification", tuple("0123456789"))
     fed = Iid(clients=1, test=0.0, validation=0.0)(images, 0)
     module = plan.common.model.build((3, 32, 32), 10, 0, None)

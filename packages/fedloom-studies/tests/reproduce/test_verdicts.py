@@ -26,13 +26,13 @@ from fedloom.lab.printing import print_texts
 from fedloom.lab.report.reading import read_runs
 from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.cells import cells, within
+from fedloom_studies.reproduce.cells import cells_of_table, position_in_range
 from fedloom_studies.reproduce.choices import CHOICE_FILE, read_choices
-from fedloom_studies.reproduce.figures import Reference, unit, values
-from fedloom_studies.reproduce.judge import JudgedClaim, claims, judge_at_validation, papers_lead
+from fedloom_studies.reproduce.figures import Reference, unit, values_by_seed
+from fedloom_studies.reproduce.judge import JudgedClaim, judge_at_validation, judge_claims, smallest_printed_lead
 from fedloom_studies.reproduce.looks import DETECTION_PROBABILITY, FAILS, HOLDS, LOOK_LEVELS, PARTLY, UNDECIDED
-from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables, recipes
-from fedloom_studies.store import records
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables, read_recipes
+from fedloom_studies.store import read_records_of_file
 from tests import commands
 from tests.local import pretend
 
@@ -44,16 +44,16 @@ ROOT = Path(__file__).parents[4]
 
 @given(st.floats(0, 1), st.floats(0, 0.1), st.integers(2, 9), st.floats(0, 1), st.floats(0, 0.1), st.integers(1, 9))
 def test_within_is_two_standard_errors(m1: float, s1: float, n1: int, m2: float, s2: float, n2: int) -> None:
-    word = within(m1, s1, n1, m2, s2, n2, "accuracy").split()[0]
+    word = position_in_range(m1, s1, n1, m2, s2, n2, "accuracy").split()[0]
     bound = 2 * math.sqrt(s1**2 / n1 + s2**2 / n2)
     assert word == ("within" if abs(m1 - m2) <= bound else "above" if m1 > m2 else "below")
 
 
 def test_a_cell_says_the_difference_in_its_unit_and_standard_errors() -> None:
-    assert within(0.915, 0.03, 9, 0.9, None, 5, "accuracy") == "within (+1.50 points, +1.5 standard errors)"
-    assert within(0.92, 0.0, 5, 0.9, None, 5, "accuracy") == "above (+2.00 points, no deviation known)"
-    assert within(0.92, 0.0, 5, 0.9, None, 5, "train loss") == "above (+0.0200, no deviation known)"
-    assert within(0.92, 0.0, 5, None, None, 5, "accuracy") == "-"
+    assert position_in_range(0.915, 0.03, 9, 0.9, None, 5, "accuracy") == "within (+1.50 points, +1.5 standard errors)"
+    assert position_in_range(0.92, 0.0, 5, 0.9, None, 5, "accuracy") == "above (+2.00 points, no deviation known)"
+    assert position_in_range(0.92, 0.0, 5, 0.9, None, 5, "train loss") == "above (+0.0200, no deviation known)"
+    assert position_in_range(0.92, 0.0, 5, None, None, 5, "accuracy") == "-"
 
 
 def test_figures_are_shown_in_units_that_people_use() -> None:
@@ -73,21 +73,21 @@ def test_figures_are_shown_in_units_that_people_use() -> None:
 
 
 def test_cells_are_means_over_seeds_beside_the_papers() -> None:
-    found = cells(tiny(), numbers(flame_personal=[0.8, 1.0, math.nan], fedavg_global=[0.5, 0.7]), compare=True)
+    found = cells_of_table(tiny(), numbers(flame_personal=[0.8, 1.0, math.nan], fedavg_global=[0.5, 0.7]), compare=True)
     a, b = found
     assert (a.column, a.mean, a.n, a.paper, a.paper_std) == ("a", 0.9, 2, 0.9, 0.01)
     assert a.std == pytest.approx(math.sqrt(0.02))
     assert a.verdict.startswith("within")
     assert (b.paper, b.verdict) == (None, "-")
-    assert cells(tiny(), numbers(fedavg_global=[0.5]), compare=True)[0].verdict == "not run"
-    assert {c.verdict for c in cells(tiny(), numbers(flame_personal=[0.8, 1.0]), compare=False)} == {"-"}
+    assert cells_of_table(tiny(), numbers(fedavg_global=[0.5]), compare=True)[0].verdict == "not run"
+    assert {c.verdict for c in cells_of_table(tiny(), numbers(flame_personal=[0.8, 1.0]), compare=False)} == {"-"}
 
 
 # --- claims
 
 
 def verdict(one: Recipe, a: list[float], b: list[float]) -> str:
-    return claims(one, numbers(flame_personal=a, fedavg_global=b))[0].verdict
+    return judge_claims(one, numbers(flame_personal=a, fedavg_global=b))[0].verdict
 
 
 def test_a_claim_holds_fails_or_is_open() -> None:
@@ -107,13 +107,13 @@ def test_fewer_than_five_seeds_decide_nothing_unless_it_holds_by_construction() 
     assert verdict(with_claim(construction=True), NEAR[:1], NEAR[:1]) == HOLDS
     assert (
         "by construction"
-        in claims(with_claim(construction=True), numbers(flame_personal=NEAR, fedavg_global=NEAR))[0].summary
+        in judge_claims(with_claim(construction=True), numbers(flame_personal=NEAR, fedavg_global=NEAR))[0].summary
     )
     assert verdict(with_claim(construction=True), NEAR[:1], FAR[:1]) == FAILS
 
 
 def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -> None:
-    one = claims(with_claim(margin=0.5), numbers(flame_personal=NEAR, fedavg_global=FAR))[0]
+    one = judge_claims(with_claim(margin=0.5), numbers(flame_personal=NEAR, fedavg_global=FAR))[0]
     assert one.least.look.difference == pytest.approx(np.mean(NEAR) - np.mean(FAR))
     a, close, ahead = [0.50, 0.51, 0.49, 0.50, 0.52], [0.501, 0.508, 0.491, 0.499, 0.521], [0.6, 0.61, 0.58, 0.6, 0.62]
     equal = with_claim(margin=0.05, equivalent=True)
@@ -133,7 +133,7 @@ def test_a_claim_on_spreads_is_levenes_test_paired_and_knows_no_level() -> None:
     assert verdict(less, list(calm), list(wild)) == verdict(less, list(calm + 0.4), list(wild)) == HOLDS
     assert verdict(less, list(wild), list(calm)) == FAILS
     a, b = calm[:5], wild[:5]
-    (one,) = claims(less, numbers(flame_personal=list(a), fedavg_global=list(b)))
+    (one,) = judge_claims(less, numbers(flame_personal=list(a), fedavg_global=list(b)))
     distances = [abs(values - np.median(values)) for values in (a, b)]
     assert one.least.look.difference == pytest.approx(np.mean(distances[1] - distances[0]))
     assert one.least.look.p == pytest.approx(stats.ttest_rel(*distances).pvalue)
@@ -146,7 +146,7 @@ def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> JudgedClaim:
     a, noise = np.array(FAR), spread * np.array([0.004, -0.003, 0.001, -0.002, 0.0])
     rivals = {f"m{k}_global": list(a - gap + (k + 1) * noise) for k, gap in enumerate(gaps)}
     table = {"than": [f"m{k}: global" for k in range(len(gaps))], **claim}
-    return claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))[0]
+    return judge_claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))[0]
 
 
 def test_a_rival_is_one_number_per_seed_and_its_interval_is_the_one_that_decides() -> None:
@@ -155,7 +155,7 @@ def test_a_rival_is_one_number_per_seed_and_its_interval_is_the_one_that_decides
     few = numbers(flame_personal=list(a), fedavg_global=list(b), other_global=list(c))["few"]
     many = numbers(flame_personal=list(a), fedavg_global=list(b - 0.1), other_global=list(c))["few"]
     table = {"text": "t", "higher": "flame: personal", "than": ["fedavg: global", "other: global"]}
-    (one,) = claims(with_claim(**table), {"few": few, "many": many})
+    (one,) = judge_claims(with_claim(**table), {"few": few, "many": many})
     assert [rival.name for rival in one.rivals] == ["fedavg: global: accuracy", "other: global: accuracy"]
     leads = (a - b + 0.05, a - c)
     p = [stats.ttest_1samp(lead, 0).pvalue for lead in leads]
@@ -176,13 +176,13 @@ def test_work_and_variances_are_compared_by_ratios() -> None:
     table = {"higher": None, "lower": "flame: personal: loss/variance", "than": ["fedavg: global: loss/variance"]}
     known = {"few": {"flame: personal: loss/variance": dict(zip("01234", ours, strict=True)),
                      "fedavg: global: loss/variance": dict(zip("01234", theirs, strict=True))}}  # fmt: skip
-    (one,) = claims(with_claim(**table), known)
+    (one,) = judge_claims(with_claim(**table), known)
     lead = np.log(theirs) - np.log(ours)
     assert one.verdict == HOLDS
     assert one.rivals[0].look.difference == pytest.approx(lead.mean())
     assert stats.ttest_1samp(np.subtract(theirs, ours), 0).pvalue > LOOK_LEVELS[0][1]
     scaled = {"few": {k: {s: 100 * v for s, v in by.items()} for k, by in known["few"].items()}}
-    assert claims(with_claim(**table), scaled)[0].rivals[0].look.p == pytest.approx(one.rivals[0].look.p)
+    assert judge_claims(with_claim(**table), scaled)[0].rivals[0].look.p == pytest.approx(one.rivals[0].look.p)
 
 
 def test_one_rival_neither_carries_nor_drowns_the_others() -> None:
@@ -201,7 +201,7 @@ def test_of_a_claim_that_does_not_hold_the_least_is_clearly_against_it() -> None
     wild = np.array(FAR) + np.array([0.9, -0.5, 0.7, -0.4, 0.8])
     clear = np.array(FAR) + np.array([0.10, 0.11, 0.09, 0.10, 0.11])
     measured = numbers(flame_personal=FAR, m0_global=list(wild), m1_global=list(clear))
-    (one,) = claims(with_claim(than=["m0: global", "m1: global"]), measured)
+    (one,) = judge_claims(with_claim(than=["m0: global", "m1: global"]), measured)
     assert one.verdict == FAILS
     assert one.least == one.rivals[1]
     assert one.least.look.difference > one.rivals[0].look.difference
@@ -215,7 +215,7 @@ def test_rivals_have_holms_correction() -> None:
     for count, verdict in ((1, HOLDS), (5, UNDECIDED)):
         rivals = {f"m{k}_global": list(np.array(FAR) - lead) for k in range(count)}
         table = {"than": [f"m{k}: global" for k in range(count)]}
-        assert claims(with_claim(**table), numbers(flame_personal=FAR, **rivals))[0].verdict == verdict
+        assert judge_claims(with_claim(**table), numbers(flame_personal=FAR, **rivals))[0].verdict == verdict
 
 
 def test_of_most_rivals_is_more_than_half_of_them() -> None:
@@ -230,22 +230,22 @@ def test_a_comparison_that_is_clearly_against_a_claim_leaves_it_in_part() -> Non
     """On average over variants the subject leads; in one of them it is clearly behind."""
     few = numbers(flame_personal=FAR, fedavg_global=NEAR)["few"]
     many = numbers(flame_personal=NEAR, fedavg_global=list(np.array(NEAR) + 0.03))["few"]
-    (one,) = claims(with_claim(), {"few": few, "many": many})
+    (one,) = judge_claims(with_claim(), {"few": few, "many": many})
     assert one.rivals[0].verdict == HOLDS
     assert (one.verdict, one.right, len(one.measured)) == (PARTLY, 1, 2)
     assert one.count == "1 of 2 comparisons as claimed, 1 clearly so and 1 clearly against it"
-    assert claims(with_claim(), {"few": few, "many": few})[0].verdict == HOLDS
+    assert judge_claims(with_claim(), {"few": few, "many": few})[0].verdict == HOLDS
     for rival in ("fedavg: global", 0.6):  # a claim on each variant is not carried by the others
-        (one,) = claims(with_claim(each=True, than=[rival]), {"few": few, "many": many})
+        (one,) = judge_claims(with_claim(each=True, than=[rival]), {"few": few, "many": many})
         assert (one.verdict, len(one.rivals)) == (FAILS, 2)
         assert one.least.name == f"many | {rival if rival == 0.6 else 'fedavg: global: accuracy'}"
-        assert claims(with_claim(each=True, than=[rival]), {"few": few, "many": few})[0].verdict == HOLDS
+        assert judge_claims(with_claim(each=True, than=[rival]), {"few": few, "many": few})[0].verdict == HOLDS
 
 
 def test_the_rivals_are_tested_on_the_seeds_that_all_of_them_have() -> None:
     """A seed that one rival lacks is in neither, though the others have it."""
     known = numbers(flame_personal=[9.0, *FAR], m0_global=[math.nan, *NEAR], m1_global=[0.0, *NEAR])
-    (one,) = claims(with_claim(than=["m0: global", "m1: global"]), known)
+    (one,) = judge_claims(with_claim(than=["m0: global", "m1: global"]), known)
     first, second = one.rivals
     assert first.look == replace(second.look, level=first.look.level)
     assert {first.look.level, second.look.level} == {LOOK_LEVELS[0][1], LOOK_LEVELS[0][1] / 2}  # of Holm's steps
@@ -262,7 +262,7 @@ def test_a_claim_is_judged_at_the_round_chosen_on_validation_too() -> None:
     turned = {f"{name}@validation": value for name, value in zip(known, reversed(known.values()), strict=True)}
     for margin in (0.0, 0.01):
         one = with_claim(margin=margin)
-        (last_round,) = claims(one, {"few": known | turned})
+        (last_round,) = judge_claims(one, {"few": known | turned})
         then = judge_at_validation(one, last_round, {"few": known | turned})
         assert then is not None
         assert then.claim.margin == margin
@@ -270,14 +270,14 @@ def test_a_claim_is_judged_at_the_round_chosen_on_validation_too() -> None:
         assert judge_at_validation(one, last_round, {"few": known}) is None
     fixed = with_claim(higher="flame: personal: accuracy@2", than=[0.5])
     seen = {"few": {"flame: personal: accuracy@2": known["flame: personal: accuracy"]}}
-    assert judge_at_validation(fixed, claims(fixed, seen)[0], seen) is None
+    assert judge_at_validation(fixed, judge_claims(fixed, seen)[0], seen) is None
 
 
 def test_single_comparisons_have_holms_correction() -> None:
     a, b = np.array(FAR), np.array([0.69, 0.70, 0.68, 0.71, 0.69])
     rivals = {f"m{k}_global": list(b - 0.004 - 0.005 * k) for k in range(5)}
     table = {"than": [f"m{k}: global" for k in range(5)]}
-    (judged,) = claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))
+    (judged,) = judge_claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))
     p = sorted(stats.ttest_rel(a, np.array(r)).pvalue for r in rivals.values())
     clear = sum(all(p[j] <= LOOK_LEVELS[0][1] / (5 - j) for j in range(k + 1)) for k in range(5))
     assert 0 < clear < 5
@@ -287,7 +287,7 @@ def test_single_comparisons_have_holms_correction() -> None:
 @given(st.integers(0, 2**16), st.floats(-0.5, 1.5), st.integers(0, 24))
 def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, mean: float, n: int) -> None:
     lead = list(np.random.default_rng(seed).normal(mean, 1, n))
-    one = claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].least.look if n else None
+    one = judge_claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].least.look if n else None
     expected = UNDECIDED
     for count, level in LOOK_LEVELS:
         if n >= count and expected == UNDECIDED:
@@ -309,9 +309,9 @@ def test_looks_see_the_recipes_own_seeds_first() -> None:
 
 def test_a_difference_called_detectable_is_decided_as_often_as_said() -> None:
     one, spread = with_claim(than=[0.0]), np.array([-0.2, -0.1, 0.0, 0.1, 0.2])
-    detectable = claims(one, numbers(flame_personal=list(spread)))[0].least.look.detectable
+    detectable = judge_claims(one, numbers(flame_personal=list(spread)))[0].least.look.detectable
     leads = np.random.default_rng(0).normal(detectable, spread.std(ddof=1), (500, 5))
-    verdicts = [claims(one, numbers(flame_personal=list(lead)))[0].verdict for lead in leads]
+    verdicts = [judge_claims(one, numbers(flame_personal=list(lead)))[0].verdict for lead in leads]
     assert stats.binomtest(verdicts.count(HOLDS), len(verdicts), DETECTION_PROBABILITY).pvalue > 0.01
 
 
@@ -320,12 +320,12 @@ def test_the_papers_own_margin_is_the_mean_of_its_cells() -> None:
     claim = {"text": "t", "higher": "flame: personal", **table}
     printed = {"few": [[0.9, 0.01], 0.7], "many": [0.8, 0.8]}
     one = make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": printed, "claims": [claim]}}))
-    assert papers_lead(one, one.paper.claims[0]) == pytest.approx(0.1)
-    assert math.isnan(papers_lead(tiny(), tiny().paper.claims[0]))
+    assert smallest_printed_lead(one, one.paper.claims[0]) == pytest.approx(0.1)
+    assert math.isnan(smallest_printed_lead(tiny(), tiny().paper.claims[0]))
 
 
 def test_seeds_that_only_one_side_has_are_left_out() -> None:
-    (judged,) = claims(with_claim(), numbers(flame_personal=[*FAR, 9.0], fedavg_global=NEAR))
+    (judged,) = judge_claims(with_claim(), numbers(flame_personal=[*FAR, 9.0], fedavg_global=NEAR))
     assert judged.comparisons[0].look.n == 5
 
 
@@ -342,7 +342,7 @@ def test_figures_are_what_was_recorded(finished: Path) -> None:
         return float(np.nanmean(found))
 
     def of(text: str) -> dict[int, float]:
-        return values(run, Reference.create(text, "accuracy"))
+        return values_by_seed(run, Reference.create(text, "accuracy"))
 
     for seed in (3, 4):
         assert of("flame: personal")[seed] == pytest.approx(mean(seed, 4))
@@ -385,7 +385,7 @@ def test_figures_are_of_benign_clients(tmp_path: Path) -> None:
         "hybrid-validation": np.mean([max(pair, key=lambda known: known[0])[1] for pair in both]),
     }
     for model, mean in expected.items():
-        assert values(run, Reference.create(f"flame: {model}", "accuracy"))[3] == pytest.approx(mean)
+        assert values_by_seed(run, Reference.create(f"flame: {model}", "accuracy"))[3] == pytest.approx(mean)
 
 
 def _per_client(table: list[dict[str, object]], seed: int) -> list[list[tuple[float, float]]]:
@@ -418,8 +418,8 @@ def test_a_summary_is_read_as_it_was_written(finished: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"null", b"[1]", b'{"few": "x"}', b'{"few": null}', b"[" * 100_000])
 def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: Path) -> None:
     readers: dict[str, Callable[[], object]] = {
-        summaries.SPENT_FILE: lambda: summaries.spent(tmp_path),
-        summaries.ESTIMATES_FILE: lambda: summaries.needs(tmp_path),
+        summaries.SPENT_FILE: lambda: summaries.spent_seconds(tmp_path),
+        summaries.ESTIMATES_FILE: lambda: summaries.read_needs(tmp_path),
         CHOICE_FILE: lambda: read_choices(tmp_path, tiny().make_documents("full")["few"]),
     }
     for name, reader in readers.items():
@@ -430,7 +430,7 @@ def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: P
 
 def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 101.0, 107.0, 107.0, 110.0, 200.0, 230.0, 230.0, 230.0])
-    monkeypatch.setattr(summaries, "_processor", lambda: next(clock))
+    monkeypatch.setattr(summaries, "_processor_seconds", lambda: next(clock))
     spent = tmp_path / summaries.SPENT_FILE
     with summaries.count_spent_time(tmp_path, "few") as note:
         note()
@@ -455,7 +455,7 @@ def test_a_commit_is_dirty_where_the_package_differs_from_it(tmp_path: Path, mon
         file.parent.mkdir(parents=True)
         file.write_text("1")
     monkeypatch.setattr(summaries, "__file__", str(code))
-    found = summaries.commit.__wrapped__
+    found = summaries.current_commit.__wrapped__
     git("init", "--quiet")
     assert found() == ""
     git("add", ".")
@@ -511,10 +511,13 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     def stopped() -> dict[str, Any]:
         output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
         assert "The same command resumes from here" in output
-        return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES_FILE)}
+        return {
+            summary["recipe"]: summary
+            for summary in read_records_of_file(tmp_path / "results" / summaries.SUMMARIES_FILE)
+        }
 
     first = stopped()
-    assert 0 < len(first) < len(recipes()) / 4
+    assert 0 < len(first) < len(read_recipes()) / 4
     whole = {name: summary for name, summary in first.items() if summary["complete"]}
     then = stopped()
     assert len(then) > len(first)

@@ -17,7 +17,7 @@ if sys.platform == "win32":
         "fedloom runs only on Linux and macOS. On Windows, install and run fedloom inside WSL (wsl --install)"
     )
 
-from fedloom.lazy import getter, lazy_names, lister
+from fedloom.lazy import lazy_names, lister, make_getattr
 from fedloom.version import __version__
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ _RENAMED_NAMES = {
 
 __all__ = ["__version__", *lazy_names(__name__)]
 
-__getattr__ = getter(__name__, "methods are in fl.algorithms, models in fl.models", _RENAMED_NAMES)
+__getattr__ = make_getattr(__name__, "methods are in fl.algorithms, models in fl.models", _RENAMED_NAMES)
 
 __dir__ = lister(__name__)

@@ -11,45 +11,45 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def _folder() -> Path:
+def _cache_folder() -> Path:
     """Return the cache folder: FEDLOOM_CACHE if it is set, or else ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
     project_folder, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(project_folder) if project_folder else Path(shared or Path.home() / ".cache") / "fedloom"
 
 
-def _head(key: str, text: bytes) -> bytes:
+def _cache_header(key: str, text: bytes) -> bytes:
     return hashlib.blake2b(key.encode() + b"\0" + text, digest_size=32).hexdigest().encode() + b"\n"
 
 
-def find(name: str, key: str) -> str | None:
+def read_cached_text(name: str, key: str) -> str | None:
     """Return the cached text for a name and key, or None if it is missing or damaged."""
     try:
-        head, _, text = (_folder() / name).read_bytes().partition(b"\n")
-        return text.decode() if head + b"\n" == _head(key, text) else None
+        head, _, text = (_cache_folder() / name).read_bytes().partition(b"\n")
+        return text.decode() if head + b"\n" == _cache_header(key, text) else None
     except (OSError, RuntimeError, UnicodeDecodeError):  # an unknown home is a RuntimeError
         return None
 
 
-def keep(name: str, key: str, text: str) -> None:
+def write_cached_text(name: str, key: str, text: str) -> None:
     """Store text in the cache, and replace any earlier text with the same name.
 
     If the folder is not writable, nothing is stored.
     """
     try:
-        folder = _folder()
+        folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}-")
     except (OSError, RuntimeError):
         return
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_head(key, text.encode()) + text.encode())
+            file.write(_cache_header(key, text.encode()) + text.encode())
         os.replace(draft, folder / name)
     except OSError:
         Path(draft).unlink(missing_ok=True)
 
 
-def fingerprint(places: Iterable[Path]) -> str:
+def fingerprint_sources(places: Iterable[Path]) -> str:
     """Return a digest of the software versions and of each file's name, size and modification time under some paths.
 
     Args:
@@ -58,7 +58,7 @@ def fingerprint(places: Iterable[Path]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:
-        for file in [place] if place.is_file() else _files(place):
+        for file in [place] if place.is_file() else _source_files(place):
             state = os.stat(file)
             digest.update(f"{file} {state.st_size} {state.st_mtime_ns}\n".encode())
     for library in ("pydantic", "pydantic_core", "torch"):
@@ -67,7 +67,7 @@ def fingerprint(places: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _files(folder: Path) -> Iterable[str]:
+def _source_files(folder: Path) -> Iterable[str]:
     """Return the files in a folder and its subfolders in a fixed order, except Python's bytecode files."""
     for name, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - {"__pycache__"})

@@ -25,7 +25,7 @@ from pydantic import Field
 from fedloom.engine.early_stop import EarlyStop as EarlyStop
 from fedloom.engine.records import Records
 from fedloom.engine.state import State
-from fedloom.lazy import display, lister
+from fedloom.lazy import import_display, lister
 from fedloom.values import Value
 
 if TYPE_CHECKING:
@@ -68,12 +68,12 @@ class History:
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of one metric by round (see `fedloom.lazy.display`)."""
-        chart: LayerChart = display().draw_curve(self.table(), metric, part)
+        """Return an Altair chart of one metric by round (see `fedloom.lazy.import_display`)."""
+        chart: LayerChart = import_display().draw_curve(self.table(), metric, part)
         return chart
 
     def _repr_html_(self) -> str:
-        page: str = display().notebook_page(self.table(), f"round {self.round}")
+        page: str = import_display().notebook_page(self.table(), f"round {self.round}")
         return page
 
 

@@ -104,7 +104,7 @@ def interval(
     if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= MIN_EXPONENT_VALUE:
         return plus + significant(mean, 3), significant(half, 3) if math.isfinite(half) else ""
     measured = math.isfinite(half) and half > 0
-    places = min(max(_decimals(half, 2) if measured else _decimals(mean, 4), decimals[0]), decimals[1])
+    places = min(max(_count_decimals(half, 2) if measured else _count_decimals(mean, 4), decimals[0]), decimals[1])
     return plus + fixed(mean, places), fixed(half, places) if math.isfinite(half) else ""
 
 
@@ -126,11 +126,15 @@ def factor(log: float, half: float) -> str:
     """
     if math.isnan(log):
         return ""
-    ends = f" ({_factor(log - half)} to {_factor(log + half)})" if math.isfinite(log) and math.isfinite(half) else ""
-    return f"{_factor(log)}{ends} times"
+    ends = (
+        f" ({_factor_text(log - half)} to {_factor_text(log + half)})"
+        if math.isfinite(log) and math.isfinite(half)
+        else ""
+    )
+    return f"{_factor_text(log)}{ends} times"
 
 
-def _factor(log: float) -> str:
+def _factor_text(log: float) -> str:
     return significant(math.exp(log) if log < 700 else math.inf, 3)
 
 
@@ -154,7 +158,7 @@ def shorten_list(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def folded(notes: Iterable[str]) -> list[str]:
+def fold_repeated_notes(notes: Iterable[str]) -> list[str]:
     """Return notes in the order in which they first occur, each of them once.
 
     Notes that differ only in a round number are merged.
@@ -167,10 +171,10 @@ def folded(notes: Iterable[str]) -> list[str]:
         start = re.match(r"round (\d+)\b", note)
         key = (True, note[start.end() :]) if start else (False, note)
         rounds.setdefault(key, []).append(start[1] if start else "")
-    return [write_singular(_folded(text, of_rounds, counted)) for (of_rounds, text), counted in rounds.items()]
+    return [write_singular(_fold_note(text, of_rounds, counted)) for (of_rounds, text), counted in rounds.items()]
 
 
-def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
+def _fold_note(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
     more = len(rounds) - 1
     if not of_rounds:
         return f"{text} ({more + 1} times)" if more else text
@@ -210,7 +214,7 @@ def options(values: Mapping[str, object], digits: int = 4) -> str:
     return ", ".join(f"{name} = {option(value, digits)}" for name, value in values.items())
 
 
-def _decimals(value: float, digits: int) -> int:
+def _count_decimals(value: float, digits: int) -> int:
     """Return the number of decimals that are needed to show a value with this number of significant digits."""
     return digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
 

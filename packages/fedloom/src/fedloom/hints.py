@@ -157,13 +157,13 @@ def unknown(
     return error
 
 
-def no_hint(key: str, value: object) -> str:
+def give_no_hint(key: str, value: object) -> str:
     """Return an empty hint for every key."""
     return ""
 
 
 @dataclass(frozen=True)
-class Places:
+class KeyPlaces:
     """Description of a place in which users make choices: where each key belongs, and how it is written.
 
     Attributes:
@@ -185,7 +185,7 @@ class Places:
     method: bool = False
     file: bool = False
     call: str = "fl.algorithms.REGISTRY[{name!r}]({key}={value!r})"
-    special: Hint = no_hint
+    special: Hint = give_no_hint
 
     @property
     def form(self) -> str:
@@ -196,9 +196,9 @@ class Places:
         """Return the name of a table in the form in which messages use it."""
         return f"[{table}]" if self.file and not self.method else table
 
-    def select_method(self, *keys: str) -> Places:
+    def select_method(self, *keys: str) -> KeyPlaces:
         """Return the place that describes the table of a method with these keys."""
-        return replace(self, keys=keys, method=True, special=no_hint)
+        return replace(self, keys=keys, method=True, special=give_no_hint)
 
     def within(self, table: str) -> Hint:
         """Return the hint for keys that do not belong in a table."""

@@ -18,15 +18,32 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ConfigError, cause_of
 from fedloom.hints import nearest
-from fedloom.trust import IMPORT_PATH_PATTERN, OWN_PACKAGES, check_maker, check_module, check_part, here, is_path, vouch
+from fedloom.trust import (
+    IMPORT_PATH_PATTERN,
+    OWN_PACKAGES,
+    add_working_directory,
+    check_maker,
+    check_module,
+    check_part,
+    is_path,
+    vouch_for_paths,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "IMPORT_PATH_PATTERN", "Function", "find", "find_class", "find_maker", "function", "importable", "is_path",
-        "path_of",
-    "source_of", "text_of",
+    "IMPORT_PATH_PATTERN",
+    "UserFunction",
+    "find_class",
+    "find_maker",
+    "function",
+    "import_object",
+    "importable",
+    "is_path",
+    "path_of",
+    "source_of",
+    "text_of",
 ]  # fmt: skip
 
 
@@ -36,7 +53,7 @@ MAIN_MODULE = "__main__"
 """Name that Python gives to the module of a script or notebook."""
 
 
-def find(path: str, what: str, where: str = "") -> Any:
+def import_object(path: str, what: str, where: str = "") -> Any:
     """Return the object to which an import path refers. The module may be in the current directory.
 
     Args:
@@ -50,7 +67,7 @@ def find(path: str, what: str, where: str = "") -> Any:
     module, _, name = path.partition(":")
     place = f"{where}: " if where else ""
     try:
-        with here():
+        with add_working_directory():
             check_module(path, f"{place}{what}")
             target: Any = import_module(module)
     except ConfigError:
@@ -74,9 +91,9 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
     """Return a callable that a file names together with its options: a subclass of ``base`` or a user-defined function.
 
     Raises:
-        ConfigError: `find` rejects the path, or the callable is a function of an installed package.
+        ConfigError: `import_object` rejects the path, or the callable is a function of an installed package.
     """
-    target = find(path, what, where)
+    target = import_object(path, what, where)
     if not (isinstance(target, type) and issubclass(target, base)):
         check_maker(path, f"{where}: {what}" if where else what)
     return target
@@ -89,7 +106,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
         ConfigError: the class does not exist, is not a subclass of ``base``, or does not define some of the required
             functions.
     """
-    target, place = find(path, what, where), f"{where}: " if where else ""
+    target, place = import_object(path, what, where), f"{where}: " if where else ""
     if not isinstance(target, type) or not issubclass(target, base):
         got = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
         wanted = f"{base.__module__}.{base.__qualname__}"
@@ -110,7 +127,7 @@ def importable(target: object) -> str | None:
         imported = getattr(imported, part, None)
     if imported is not target or module == MAIN_MODULE:
         return None
-    vouch([path := f"{module}:{name}"])
+    vouch_for_paths([path := f"{module}:{name}"])
     return path
 
 
@@ -129,7 +146,7 @@ def text_of(target: Any) -> str:
             continue
         reached.add(id(code))
         texts.append(_source_text(code))
-        for name, used in sorted(_used(code).items()):
+        for name, used in sorted(_used_variables(code).items()):
             if inspect.isfunction(used) or isinstance(used, type):
                 waiting += [used] if used.__module__ == MAIN_MODULE else []
             elif isinstance(used, VALUE_TYPES) or type(used).__module__ in ("torch", "numpy"):
@@ -140,7 +157,7 @@ def text_of(target: Any) -> str:
 def _source_text(target: Any) -> str:
     """Return the source code of a class or function, excluding the code that it calls."""
     if isinstance(target, type):
-        return "".join(map(_source_text, _functions(target))) or target.__qualname__
+        return "".join(map(_source_text, _functions_of_class(target))) or target.__qualname__
     try:
         return inspect.getsource(target)
     except (OSError, TypeError):
@@ -155,7 +172,7 @@ def _show_values(*values: object) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", " ".join(map(repr, values)))
 
 
-def _functions(target: Any) -> list[Any]:
+def _functions_of_class(target: Any) -> list[Any]:
     """Return the functions of a class and of its base classes outside torch, or the function itself."""
     if isinstance(target, type):
         classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
@@ -164,13 +181,13 @@ def _functions(target: Any) -> list[Any]:
     return [function] if inspect.isfunction(function) else []
 
 
-def _used(target: Any) -> dict[str, Any]:
+def _used_variables(target: Any) -> dict[str, Any]:
     """Return the global and closure variables of the script or notebook that some code uses, keyed by name."""
     kind = target if isinstance(target, type) else type(target)
     classes = [c for c in kind.__mro__ if c.__module__ == MAIN_MODULE]
     used: dict[str, Any] = {} if kind is target else {c.__name__: c for c in classes}
     used |= {name: v for c in classes for name, v in vars(c).items() if isinstance(v, VALUE_TYPES) and name[0] != "_"}
-    for function in _functions(target):
+    for function in _functions_of_class(target):
         if function.__module__ != MAIN_MODULE:
             continue
         codes = [function.__code__]
@@ -185,7 +202,7 @@ def _used(target: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Function:
+class UserFunction:
     """User-defined function.
 
     Attributes:
@@ -208,15 +225,15 @@ class Function:
         return self.name.partition(" ")[0]
 
 
-def function(choice: Any, what: str) -> Function:
+def function(choice: Any, what: str) -> UserFunction:
     """Return a function that is given either directly or by its import path.
 
     Raises:
         ConfigError: the value is neither a function nor an import path, or cannot be imported.
     """
-    if isinstance(choice, Function):
+    if isinstance(choice, UserFunction):
         return choice
-    target = find(choice, what) if is_path(choice) else choice
+    target = import_object(choice, what) if is_path(choice) else choice
     if isinstance(choice, str) and re.fullmatch(r"\S+ [0-9a-f]{16}", choice):
         raise ConfigError(
             f"{what}: the function {choice.partition(' ')[0]!r} was passed as a Python object and has "
@@ -235,7 +252,7 @@ def function(choice: Any, what: str) -> Function:
             raise ConfigError(
                 f"{what} {name!r} is a class that cannot be created without arguments: {error}"
             ) from error
-    return Function(path or f"{name} {digest}", target)
+    return UserFunction(path or f"{name} {digest}", target)
 
 
 def path_of(definition: Any) -> str | None:

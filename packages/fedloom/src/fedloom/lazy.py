@@ -15,7 +15,7 @@ DISPLAY_MODULE = "fedloom.lab.report.notebook"
 is stored here."""
 
 
-def display() -> Any:
+def import_display() -> Any:
     """Import and return the display module. This module is slow to import and only needed to show results to users."""
     return import_module(DISPLAY_MODULE)
 
@@ -34,7 +34,7 @@ def lazy_names(package: str) -> dict[str, str]:
     return {name: module for module, name in LAZY_IMPORT_PATTERN.findall(text.partition("if TYPE_CHECKING:")[2])}
 
 
-def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = None) -> Callable[[str], object]:
+def make_getattr(package: str, classes: str = "", renamed: Mapping[str, str] | None = None) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a package, which imports one of the package's `lazy_names` on its first use.
 
     Args:

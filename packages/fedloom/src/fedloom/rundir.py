@@ -69,7 +69,7 @@ UPLOADS_FIGURE = "heard"
 """Name under which the number of a client's used uploads is recorded."""
 SAMPLES_FIGURE = "samples"
 """Name under which the number of samples in a group is recorded."""
-MOST_CLIENTS = 2**31
+MAX_CLIENTS = 2**31
 """Upper limit on client numbers (exclusive)."""
 MAX_LABEL_CHARACTERS = 150
 """Maximum number of characters that a label may use in a file name. A file system allows 255 bytes, and the seed, the

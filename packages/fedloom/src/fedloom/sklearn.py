@@ -29,9 +29,9 @@ from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.subjects.design import design_of, is_absent
-from fedloom.data.survey.findings import findings, reason_left_out
+from fedloom.data.survey.findings import exclusion_reason, table_findings
 from fedloom.data.survey.leaks import ReadColumn
-from fedloom.data.tables import Table, level
+from fedloom.data.tables import Table, level_name
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, DataError, entered
@@ -79,12 +79,12 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         except ValueError:
             raise ConfigError(f"random_state must be a whole number or a numpy generator, got {state!r:.60}") from None
         if subjects is not None:
-            more |= {"design": design_of({"subject": _labels("subjects", subjects, len(x))}, len(x), "subjects")}
+            more |= {"design": design_of({"subject": _row_labels("subjects", subjects, len(x))}, len(x), "subjects")}
         if groups is not None:
-            labels = _labels("groups", groups, len(x))
-            labels = np.array(list(map(level, labels.tolist()))) if labels.dtype.kind in "OUS" else labels
+            labels = _row_labels("groups", groups, len(x))
+            labels = np.array(list(map(level_name, labels.tolist()))) if labels.dtype.kind in "OUS" else labels
             names, users = np.unique(labels, return_inverse=True)
-            more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
+            more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level_name, names.tolist()))}
         table = Table.numeric(x.shape[1])
         self.notes_ = self._survey(x, y, more)
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
@@ -138,17 +138,19 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         }
         users = ReadColumn(more["users"].double().numpy(), more["user_names"]) if "users" in more else None
         numbered = [
-            f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
+            f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := exclusion_reason(n, c, len(x)))
         ]
         design = more.get("design")
-        return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
+        return (*numbered, *table_findings(features, outcome, users, units=None if design is None else design.units))
 
     @default_to_cpu()
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
         """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
         rows = torch.tensor(np.asarray(validate_data(self, x, reset=False), np.float64))
-        owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
+        owners = (
+            [None] * len(rows) if groups is None else list(map(level_name, _group_codes(groups, len(rows)).tolist()))
+        )
         places: dict[str | None, list[int]] = {}
         for k, owner in enumerate(owners):
             places.setdefault(owner if owner in self.models_ else None, []).append(k)
@@ -283,7 +285,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
-def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
+def _group_codes(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     try:
         labels: Some = column_or_1d(groups)
     except (ValueError, TypeError):  # which name another argument
@@ -294,13 +296,13 @@ def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     return labels
 
 
-def _labels(what: str, values: ArrayLike, rows: int) -> Some:
+def _row_labels(what: str, values: ArrayLike, rows: int) -> Some:
     """Return one label per row.
 
     Raises:
         DataError: at least one row has no label.
     """
-    labels = _groups(values, rows, what)
+    labels = _group_codes(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if is_absent(label)]:
         raise DataError(f"{what}: row {missing[0]} has no value ({len(missing)} such rows). Pass a value for each row")
     return labels

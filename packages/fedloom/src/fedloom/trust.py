@@ -25,7 +25,7 @@ IMPORT_PATH_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """Pattern of an import path."""
 OWN_PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
 """Top-level packages of this distribution."""
-NO_CODE = ("name", "label")
+TEXT_ONLY_KEYS = ("name", "label")
 """Keys of an experiment file whose values never refer to code."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 """Folders in which Python installs packages."""
@@ -43,7 +43,7 @@ def is_path(name: object) -> bool:
 
 
 @contextmanager
-def here() -> Iterator[None]:
+def add_working_directory() -> Iterator[None]:
     """Within the block, append the current directory to the module search path."""
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))
@@ -53,7 +53,7 @@ def here() -> Iterator[None]:
         sys.path[:] = before
 
 
-def vouch(paths: Iterable[str]) -> None:
+def vouch_for_paths(paths: Iterable[str]) -> None:
     """Allow this process to import the code at some import paths, regardless of who owns the code."""
     _vouched.update(paths)
 
@@ -68,7 +68,7 @@ def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Ite
     if isinstance(document, Mapping):
         of_import = document.get("kind") == "import"
         for name, value in document.items():
-            if name not in NO_CODE:
+            if name not in TEXT_ONLY_KEYS:
                 yield from paths_in(value, f"{key}.{name}" if key else str(name), in_import=of_import)
     elif isinstance(document, list | tuple):
         for value in document:
@@ -90,13 +90,13 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
     """
     named = list(paths_in(document))
     if trust:
-        vouch(path for _, path in named)
+        vouch_for_paths(path for _, path in named)
         return
     if named and all(is_vouched(path) for _, path in named):
         return
     owner = find_other_owner(file)
     if named and owner:
-        listed = ", ".join(dict.fromkeys(f"{key} = {path!r} ({_place(path)})" for key, path in named))
+        listed = ", ".join(dict.fromkeys(f"{key} = {path!r} ({_file_of_path(path)})" for key, path in named))
         raise ConfigError(
             f"{file} belongs to another user ({owner}) and names code that would be imported and run: "
             f"{listed}. Read this code, then add --trust (in Python trust=True)"
@@ -116,7 +116,7 @@ def check_module(path: str, what: str) -> None:
     """
     module = path.partition(":")[0]
     if is_standard(module) or module.rpartition(".")[2] == "__main__":
-        raise _standard(what, path, module)
+        raise _standard_library_error(what, path, module)
     if is_vouched(path):
         return
     names = module.split(".")
@@ -129,7 +129,7 @@ def check_module(path: str, what: str) -> None:
         if origin is None or not origin.exists():
             continue
         if _is_in_library(origin):
-            raise _standard(what, path, name)
+            raise _standard_library_error(what, path, name)
         owner = "" if is_installed(origin) else find_other_owner(origin)
         if owner:
             raise ConfigError(
@@ -153,7 +153,7 @@ def check_part(part: object, path: str, what: str) -> None:
     origin = _module_of(part)
     code = getattr(getattr(part, "__func__", part), "__code__", None)
     if is_standard(origin) or (code is not None and _is_in_library(Path(code.co_filename))):
-        raise _standard(what, path, origin)
+        raise _standard_library_error(what, path, origin)
 
 
 def check_maker(path: str, what: str) -> None:
@@ -226,21 +226,21 @@ def _is_in_library(file: Path) -> bool:
     return place.is_relative_to(library) and not any(name in PACKAGE_FOLDERS for name in place.parts)
 
 
-def _place(path: str) -> str:
+def _file_of_path(path: str) -> str:
     """Return the file that an import path would run, or a text that states why there is no such file."""
     module = path.partition(":")[0]
     first = module.partition(".")[0]
     if is_standard(module):
         return "of Python itself"
     try:
-        with here():
+        with add_working_directory():
             spec = find_spec(first)
     except (ImportError, ValueError):
         spec = None
     return spec.origin if spec is not None and spec.origin else "not there"
 
 
-def _standard(what: str, path: str, module: str) -> ConfigError:
+def _standard_library_error(what: str, path: str, module: str) -> ConfigError:
     return ConfigError(
         f"{what} {path!r} leads to {module!r}, a module of Python itself, which cannot be a part of "
         "an experiment. Name your own class or function"

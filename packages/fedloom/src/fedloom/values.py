@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from fedloom.errors import ConfigError, InvalidValue
-from fedloom.hints import Hint, find_new_name, no_hint, unknown
+from fedloom.hints import Hint, find_new_name, give_no_hint, unknown
 from fedloom.imports import find_class, is_path, path_of
 from fedloom.options import ARGS_HEADING, Face
 
@@ -84,9 +84,9 @@ class Value(BaseModel, metaclass=Face):
                 f"Allowed: {', '.join(fields)}"
             )
         try:
-            super().__init__(**_unaliased(options, type(self)))
+            super().__init__(**_replace_aliases(options, type(self)))
         except ValidationError as error:
-            raise _refused(error, name, fields) from None
+            raise _refusal_sentences(error, name, fields) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a value within another is not made by it
     __init__.__signature__ = inspect.signature(BaseModel.__init__)  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ class Value(BaseModel, metaclass=Face):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: CoreSchema = _exact(handler(source), cls)
+        schema: CoreSchema = _disable_conversions(handler(source), cls)
         return schema
 
     @model_serializer(mode="wrap")
@@ -212,7 +212,7 @@ def make_kind(
     default: str = "",
     *,
     base: type,
-    hint: Hint = no_hint,
+    hint: Hint = give_no_hint,
 ) -> T:
     """Return the value that a table in a file describes.
 
@@ -230,7 +230,7 @@ def make(
     options: Mapping[str, object],
     where: str,
     fields: Mapping[str, object],
-    hint: Hint = no_hint,
+    hint: Hint = give_no_hint,
 ) -> T:
     """Return ``make_value(**options)``, and convert pydantic's errors to sentences.
 
@@ -244,7 +244,7 @@ def make(
     Raises:
         ConfigError: a key is unknown, a type is wrong or a value is out of range.
     """
-    options = _unaliased(options, make_value)
+    options = _replace_aliases(options, make_value)
     for alias, name in getattr(make_value, "aliases", {}).items():
         if alias in options:
             raise ConfigError(f"{where}: {alias} and {name} are the same option. Omit {alias}")
@@ -254,10 +254,10 @@ def make(
     try:
         return make_value(**options)
     except (ValidationError, InvalidValue) as error:
-        raise _refused(error, where, fields) from None
+        raise _refusal_sentences(error, where, fields) from None
 
 
-def _unaliased(options: Mapping[str, object], kind: object) -> dict[str, object]:
+def _replace_aliases(options: Mapping[str, object], kind: object) -> dict[str, object]:
     """Return options under the names of their fields, after replacing other names.
 
     If an option is given both under its field's name and under a different name, both are kept, and the value is
@@ -278,7 +278,7 @@ def fields_of(value: Any) -> Mapping[str, Any]:
     return fields
 
 
-def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
+def check_is_table(options: object, where: str, cure: str = "") -> dict[str, Any]:
     """If a value is a table in the sense of TOML, return it unchanged.
 
     Raises:
@@ -319,10 +319,10 @@ def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> 
     return ""
 
 
-def _exact(schema: object, owner: type) -> Any:
+def _disable_conversions(schema: object, owner: type) -> Any:
     """Return the schema of ``owner`` in which conversions between text, booleans and numbers are disabled."""
     if isinstance(schema, (list, tuple)):
-        return type(schema)(_exact(item, owner) for item in schema)
+        return type(schema)(_disable_conversions(item, owner) for item in schema)
     if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:
         return schema
     kind = schema.get("type")
@@ -332,7 +332,10 @@ def _exact(schema: object, owner: type) -> Any:
         return schema  # a class whose schema was made before
     if isinstance(kind, str) and kind in NUMBER_ERRORS:
         return core_schema.no_info_before_validator_function(partial(exact_number, NUMBER_ERRORS[kind]), schema)
-    return {key: value if key in IGNORED_SCHEMA_KEYS else _exact(value, owner) for key, value in schema.items()}
+    return {
+        key: value if key in IGNORED_SCHEMA_KEYS else _disable_conversions(value, owner)
+        for key, value in schema.items()
+    }
 
 
 def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> Any:
@@ -374,21 +377,25 @@ def _show_value(value: object) -> str:
     return " ".join(repr(value).split())[:200]
 
 
-def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, object]) -> InvalidValue:
+def _refusal_sentences(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, object]) -> InvalidValue:
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for details in error.errors():
-        by_place.setdefault(_place(details["loc"]), []).append(details)
+        by_place.setdefault(_error_location(details["loc"]), []).append(details)
     lists = {place[:depth] for place in by_place for depth in range(1, len(place))}  # a wrong item is the matter
-    sentences = [_sentence(choices, place, where, fields) for place, choices in by_place.items() if place not in lists]
+    sentences = [
+        _describe_expected_value(choices, place, where, fields)
+        for place, choices in by_place.items()
+        if place not in lists
+    ]
     return InvalidValue("\n".join(sentences), error.errors())
 
 
-def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def _error_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Return the location of an error, omitting pydantic's validators and union types."""
     return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR_PATTERN, str(part)))
 
 
-def _sentence(
+def _describe_expected_value(
     choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
 ) -> str:
     """Return a description of the value that is expected at a location and of the value that was given.
@@ -398,12 +405,12 @@ def _sentence(
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))
     description = getattr(fields.get(key), "description", None)
-    hint = f" ({key}: {_shortened(description)})" if description and key != "algorithm" else ""
+    hint = f" ({key}: {_shorten_description(description)})" if description and key != "algorithm" else ""
     if error["type"] == "extra_forbidden":
         return str(unknown("key", name, fields, where))
     where = f"{where}: " if where else ""
     named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # patterns: see the hint
-    first, *alternatives = dict.fromkeys(_expected(choice) for choice in named or choices)
+    first, *alternatives = dict.fromkeys(_describe_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_show_value(error['input'])}"
     expected = [word for choice in named if choice["type"] == "literal_error" for word in _words_of(choice)]
@@ -417,12 +424,12 @@ def _words_of(error: ErrorDetails) -> list[str]:
     return re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
 
 
-def _shortened(description: str) -> str:
+def _shorten_description(description: str) -> str:
     """Return the part of an option's long description that precedes the first colon or semicolon."""
     return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 
-def _expected(error: ErrorDetails) -> str:
+def _describe_expected(error: ErrorDetails) -> str:
     if error["type"] == "model_type":
         return "must be a table"
     message = error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")

@@ -20,7 +20,7 @@ from fedloom.lab.advise.laps import cut_validation
 from fedloom.lab.advise.settings import spread_settings
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.tuning import Range
-from fedloom.lab.tune.search import defaults
+from fedloom.lab.tune.search import read_default_spaces
 from fedloom.rundir import WORK_FOLDER
 from tests.commands import call, end, fork, in_a_fork
 
@@ -333,7 +333,7 @@ def test_the_frozen_portfolio_has_four_to_six_methods_with_spaces() -> None:
     methods, spaces = read_portfolio()
     assert 4 <= len(methods) <= 6
     assert methods[:2] == ("local", "fedavg")
-    assert spaces.keys() == {name for name in methods if name in defaults()[0]}
+    assert spaces.keys() == {name for name in methods if name in read_default_spaces()[0]}
 
 
 @pytest.mark.parametrize("kind", ["regression", "survival", "image"])

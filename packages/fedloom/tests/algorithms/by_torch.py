@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import fedloom as fl
 from fedloom.data.federation import Federation
-from fedloom.data.order import plan
+from fedloom.data.order import plan_batches
 from fedloom.engine.result import Result
 from fedloom.models import ModelSpec
 from fedloom.seeds import Purpose, generator
@@ -78,7 +78,7 @@ def batches(round: int, i: int, passes: int = 1, stream: Purpose = "local") -> I
     """Batches of ``passes`` epochs of a client in a round."""
     x, y = samples(i)
     steps = passes * -(-len(y) // BATCH)
-    for position in plan(len(y), BATCH, steps, generator(0, round, i, stream)):
+    for position in plan_batches(len(y), BATCH, steps, generator(0, round, i, stream)):
         chosen = position[position >= 0]
         yield x[chosen], y[chosen]
 

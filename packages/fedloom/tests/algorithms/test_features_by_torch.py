@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 import fedloom as fl
 from fedloom.algorithms import CFL, DBE, FedAS, FedAvg, FedEM, FedFomo, PFedFDA
 from fedloom.algorithms.cfl import bipartition
-from fedloom.data.order import plan
+from fedloom.data.order import plan_batches
 from fedloom.errors import Refused
 from fedloom.models import MLP, Softmax
 from fedloom.rows.algebra import solved
@@ -392,7 +392,7 @@ def test_fedfomo_moves_towards_models_that_fit_held_out_samples(returns: bool) -
                 start = vector(own[i])
             starts[i], local = put(network(), start), put(network(), start)
             optimizer = torch.optim.SGD(local.parameters(), LR)
-            for position in plan(len(rest), BATCH, -(-len(rest) // BATCH), generator(0, t, i, "local")):
+            for position in plan_batches(len(rest), BATCH, -(-len(rest) // BATCH), generator(0, t, i, "local")):
                 chosen = rest[position[position >= 0]]
                 optimizer.zero_grad()
                 cross_entropy(local(x[chosen]), y[chosen]).backward()

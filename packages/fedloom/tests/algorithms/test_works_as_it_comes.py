@@ -17,7 +17,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
 from fedloom.data.sources import load
 from fedloom.errors import DataError
-from fedloom.lab.experiment.cards import text
+from fedloom.lab.experiment.cards import card_text
 from fedloom.lab.tune.trial import remove_test
 from fedloom.models import MLP
 
@@ -51,7 +51,7 @@ def test_the_recorded_runs_are_whole_and_keep_the_law() -> None:
 
 @pytest.mark.parametrize("name", EXCUSED)
 def test_what_excuses_a_method_stands_on_its_card(name: str) -> None:
-    assert "a warning is issued" in text(REGISTRY[name]).replace("\n", " ")
+    assert "a warning is issued" in card_text(REGISTRY[name]).replace("\n", " ")
 
 
 @pytest.mark.slow

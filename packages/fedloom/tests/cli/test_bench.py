@@ -82,9 +82,9 @@ def test_the_time_per_gradient_is_relative_to_fedavg_and_says_where_it_goes(tmp_
 
 
 def test_auto_is_the_number_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engine.workers.cores", lambda: 3)
+    monkeypatch.setattr("fedloom.engine.workers.usable_cores", lambda: 3)
     assert {way.workers for way in Bench(experiment(), workers=["auto"]).ways["fedavg"]} == {1}
-    monkeypatch.setattr("fedloom.engine.workers.WORTH_FORKING", 0)
+    monkeypatch.setattr("fedloom.engine.workers.MIN_FORKING_WORK", 0)
     assert {way.workers for way in Bench(experiment(), workers=["auto"]).ways["fedavg"]} == {1, 3}
 
 

@@ -211,7 +211,7 @@ def test_very_many_columns_are_refused_and_many_are_read(monkeypatch: pytest.Mon
     header = ",".join(f"c{k}" for k in range(300))
     Path("t.csv").write_text(f"{header}\n" + "1," * 299 + "0\n" + "2," * 299 + "1\n")
     assert load("./t.csv").x.shape == (2, 299)
-    monkeypatch.setattr(conversion, "MOST_COLUMNS", 299)
+    monkeypatch.setattr(conversion, "MAX_COLUMNS", 299)
     assert "300 columns, but fedloom reads at most 299" in said("data", "./t.csv")
 
 

@@ -55,7 +55,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDLOOM_CACHE", str(folder))
-        index.index()
+        index.read_index()
     return folder
 
 
@@ -149,7 +149,7 @@ def test_a_wrong_document_is_refused_in_a_sentence(case: str) -> None:
 @pytest.mark.needs("fedloom_sites")  # its child processes see every installed package
 def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None:
     calls = [["--help"], ["list"], ["list", "partitions"], ["schema"], ["describe", "flam"]]
-    calls += [["describe", name] for name in cards.cards()]
+    calls += [["describe", name] for name in cards.all_method_cards()]
     before = sorted(kept.iterdir())
     found, loaded = answers(calls, FEDLOOM_CACHE=str(kept))
     assert loaded == []
@@ -159,7 +159,7 @@ def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None
     assert overview[0] == 0
     lines = [
         line
-        for family, methods in cards.families().items()
+        for family, methods in cards.list_families().items()
         for line in (family, *(f"  {n:<22}{x}" for n, x in methods))
     ]
     assert listed == (0, "\n".join([*lines, ""]))
@@ -168,7 +168,7 @@ def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None
     assert schema == (0, editors.json_schema() + "\n")
     assert missing[0] == 2
     assert "did you mean 'flame'" in missing[1]
-    assert rest == [(0, card + "\n") for card in cards.cards().values()]
+    assert rest == [(0, card + "\n") for card in cards.all_method_cards().values()]
 
 
 @pytest.mark.parametrize("command", [["run"], ["tune"], ["deploy", "init"], ["run", "--workers", "2"]])
@@ -189,7 +189,7 @@ def test_without_a_cache_the_classes_answer_and_one_is_made(
 ) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
     result = CliRunner().invoke(app, ["describe", "flame"])
-    assert (result.exit_code, result.output) == (0, cards.card("flame") + "\n")
+    assert (result.exit_code, result.output) == (0, cards.method_card("flame") + "\n")
     assert (tmp_path / index.INDEX_FILE).read_bytes() == (kept / index.INDEX_FILE).read_bytes()
 
 
@@ -202,7 +202,7 @@ def test_a_cache_that_is_no_use_changes_no_answer(
         "empty": b"",
         "torn": good[: len(good) // 2],
         "changed": good.replace(b"fedavg", b"fedavh", 1),
-        "of other sources": cache._head("other", b"{}") + b"{}",
+        "of other sources": cache._cache_header("other", b"{}") + b"{}",
     }
     place = tmp_path / "cache"
     if damage == "a folder":
@@ -215,9 +215,9 @@ def test_a_cache_that_is_no_use_changes_no_answer(
         place.mkdir()
         (place / index.INDEX_FILE).write_bytes(bad[damage])
     monkeypatch.setenv("FEDLOOM_CACHE", str(place))
-    assert cache.find(index.INDEX_FILE, index._sources()) is None
+    assert cache.read_cached_text(index.INDEX_FILE, index._digest_sources()) is None
     result = CliRunner().invoke(app, ["describe", "flame"])
-    assert (result.exit_code, result.output) == (0, cards.card("flame") + "\n")
+    assert (result.exit_code, result.output) == (0, cards.method_card("flame") + "\n")
     if damage in bad:
         assert (place / index.INDEX_FILE).read_bytes() == good
     assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
@@ -228,25 +228,25 @@ def test_the_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, folder in (("XDG_CACHE_HOME", tmp_path / "a"), ("HOME", tmp_path / "b" / ".cache")):
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setenv(name, str(folder.parent if name == "HOME" else folder))
-        cache.keep("x", "key", "text")
+        cache.write_cached_text("x", "key", "text")
         assert (folder / "fedloom" / "x").exists()
-        assert cache.find("x", "key") == "text"
-        assert cache.find("x", "another key") is None
+        assert cache.read_cached_text("x", "key") == "text"
+        assert cache.read_cached_text("x", "another key") is None
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "c"))
-    assert cache.find("x", "key") is None
+    assert cache.read_cached_text("x", "key") is None
 
 
 def test_changed_sources_make_another_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "fedloom"
     (package / "experiment").mkdir(parents=True)
     monkeypatch.setattr(index, "__file__", str(package / "experiment" / "index.py"))
-    seen = {index._sources()}
+    seen = {index._digest_sources()}
     for k, text in enumerate(("a = 1", "a = 12", "a = 13")):
         (package / "new.py").write_text(text)
         os.utime(package / "new.py", (k, k))
-        seen.add(index._sources())
+        seen.add(index._digest_sources())
     monkeypatch.setattr(cache, "version", lambda _library: "0")
-    seen.add(index._sources())
+    seen.add(index._digest_sources())
     assert len(seen) == 5
 
 

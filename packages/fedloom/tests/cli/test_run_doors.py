@@ -16,7 +16,7 @@ from fedloom.errors import ConfigError
 from fedloom.lab.cli import app
 from fedloom.lab.cli.facts import LISTED_KINDS
 from fedloom.lab.experiment import open_run, parse, read
-from fedloom.lab.experiment.cards import PART_KINDS, parts
+from fedloom.lab.experiment.cards import PART_KINDS, list_parts
 from fedloom.lab.experiment.overrides import apply_overrides
 
 FILE = """
@@ -91,10 +91,10 @@ def test_every_name_of_a_kind_is_listed_with_a_line(kind: str) -> None:
     assert found.exit_code == 0
     listed = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in found.stdout.splitlines()]
     if kind == "recipes":
-        studies = pytest.importorskip("fedloom_studies.reproduce.recipe")
+        studies = pytest.importorskip("fedloom_studies.reproduce.read_recipe")
         assert {line[0] for line in listed} == set(studies.recipe_names())
         return
-    want = {"metrics": lambda: [name for name, _ in parts("metrics")]}
+    want = {"metrics": lambda: [name for name, _ in list_parts("metrics")]}
     assert {line[0] for line in listed} == set(want.get(kind, lambda: PART_KINDS.get(kind, ()))())
     assert all(len(line) == 2 and len(line[1]) > 3 for line in listed)
 

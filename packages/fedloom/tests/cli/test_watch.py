@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fedloom.errors import FedloomError
 from fedloom.lab.cli import app
-from fedloom.lab.cli.watch import LOCAL_HOST, Page, handler
+from fedloom.lab.cli.watch import LOCAL_HOST, LivePage, make_request_handler
 from fedloom.lab.experiment import Plan, live, parse
 from fedloom.lab.experiment.events import Event
 
@@ -43,8 +43,8 @@ algorithm = "fedavg"
 class Watched:
     """A server on a page, and the status and text of its answers."""
 
-    def __init__(self, page: Page) -> None:
-        self.server = ThreadingHTTPServer((LOCAL_HOST, 0), handler(page))
+    def __init__(self, page: LivePage) -> None:
+        self.server = ThreadingHTTPServer((LOCAL_HOST, 0), make_request_handler(page))
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def get(self, path: str = "/", host: str | None = None, method: str = "GET") -> tuple[int, str]:
@@ -55,11 +55,11 @@ class Watched:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[tuple[Path, Watched, Page]]:
+def watched(tmp_path: Path) -> Iterator[tuple[Path, Watched, LivePage]]:
     out = tmp_path / "run"
     out.mkdir()
     (out / "experiment.toml").write_text(SMALL)
-    page = Page(out, 7)
+    page = LivePage(out, 7)
     found = Watched(page)
     yield out, found, page
     found.server.shutdown()
@@ -68,7 +68,7 @@ def watched(tmp_path: Path) -> Iterator[tuple[Path, Watched, Page]]:
 
 
 def test_a_run_is_watched_from_its_first_figures_to_its_end(
-    watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch
+    watched: tuple[Path, Watched, LivePage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, server, _ = watched
     status, text = server.get()
@@ -80,8 +80,8 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
 
     def look(event: Event) -> None:
         if event.round == 2 and not event.status and event.seed == 1:
-            rounds.append(set(zip(*(pq.read_table(live.snapshot(out, out.parent / "copy") / "metrics.parquet")[name]
-                                    .to_pylist() for name in ("seed", "round")), strict=True)))  # fmt: skip
+            table = pq.read_table(live.copy_live_run(out, out.parent / "copy") / "metrics.parquet")
+            rounds.append(set(zip(*(table[name].to_pylist() for name in ("seed", "round")), strict=True)))
             pages.append(server.get()[1])
 
     (out / "experiment.toml").unlink()
@@ -92,14 +92,14 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     assert 'id="results"' in pages[0]
     assert "unfinished" in pages[0]
     assert not (out / live.LIVE_FOLDER).exists()
-    assert live.snapshot(out, out.parent / "copy") == out
+    assert live.copy_live_run(out, out.parent / "copy") == out
     after = server.get()[1]
     assert "unfinished" not in after
     assert server.get()[1] == after
 
 
 def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
-    watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch
+    watched: tuple[Path, Watched, LivePage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, server, _ = watched
     monkeypatch.setattr(live, "WRITE_INTERVAL_SECONDS", 3600.0)
@@ -107,7 +107,7 @@ def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
 
     def look(event: Event) -> None:
         if event.round == 2 and not event.status and event.seed == 1:
-            table = pq.read_table(live.snapshot(out, out.parent / "copy") / "metrics.parquet")
+            table = pq.read_table(live.copy_live_run(out, out.parent / "copy") / "metrics.parquet")
             assert set(table["seed"].to_pylist()) == {0}
             assert max(table["round"].to_pylist()) == 3
             pages.append(server.get()[1])
@@ -119,7 +119,7 @@ def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
 
 @pytest.mark.parametrize("name", ["os.stat", "os.scandir", "pyarrow.parquet.read_table"])
 def test_a_run_that_deletes_its_figures_at_its_end_leaves_the_page_as_it_was(
-    watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch, name: str
+    watched: tuple[Path, Watched, LivePage], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Whichever comes in between: the look whether they are there, their list, or their content."""
     out, server, _ = watched
@@ -152,7 +152,7 @@ def _interrupt(event: Event) -> None:
         raise KeyboardInterrupt
 
 
-def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, Page]) -> None:
+def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, LivePage]) -> None:
     _, server, _ = watched
     line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=60)
     name = {"Host": f"{LOCAL_HOST}:{server.server.server_port}"}
@@ -175,7 +175,7 @@ def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None
         pytest.skip("no chromium is installed")
     text, out = tomllib.loads(SMALL), tmp_path / "run"
     Plan(parse(text), out).run(page=False)
-    page = Page(out, 1)
+    page = LivePage(out, 1)
     server = Watched(page)
     complaints: list[str] = []
     with sync_playwright() as playwright:
@@ -207,7 +207,7 @@ def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None
     assert complaints == []
 
 
-def test_nothing_else_is_served(watched: tuple[Path, Watched, Page]) -> None:
+def test_nothing_else_is_served(watched: tuple[Path, Watched, LivePage]) -> None:
     out, server, _ = watched
     port = server.server.server_port
     assert server.server.server_address[0] == "127.0.0.1"
@@ -226,7 +226,7 @@ def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path) -> None:
         assert done.exit_code == 2
         assert sentence in done.output
     with pytest.raises(FedloomError):
-        Page(tmp_path, 1)
+        LivePage(tmp_path, 1)
 
 
 def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pyt
         results = tmp_path / "server" / "results"
 
     monkeypatch.setattr(deployment, "server_of", lambda folder: Settings)
-    page = Page(tmp_path, 3)
+    page = LivePage(tmp_path, 3)
     assert "No results yet" in page.text()
     Plan(parse({**tomllib.loads(SMALL), "rounds": 1, "seeds": [0]}), results).run(page=False)
     assert 'id="results"' in page.text()

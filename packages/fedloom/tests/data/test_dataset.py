@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.data import Dataset, Federation, Split, plan
-from fedloom.data.order import matches_torch, plans
+from fedloom.data import Dataset, Federation, Split, plan_batches
+from fedloom.data.order import matches_torch, plan_many_batches
 from fedloom.errors import ConfigError, DataError, PartitionError
 from fedloom.local.batches import MIN_COMPILED_CLIENTS, make_plan
 from fedloom.seeds import generator
@@ -146,7 +146,7 @@ def test_a_federation_refuses_what_does_not_fit() -> None:
 def test_every_epoch_takes_every_sample_once_and_more_steps_change_nothing(
     size: int, batch: int, steps: int, seed: int
 ) -> None:
-    got = plan(size, batch, steps, torch.Generator().manual_seed(seed))
+    got = plan_batches(size, batch, steps, torch.Generator().manual_seed(seed))
     assert got.shape == (steps, batch)
     per_epoch = math.ceil(size / batch)
     for epoch in range(steps // per_epoch):
@@ -155,7 +155,7 @@ def test_every_epoch_takes_every_sample_once_and_more_steps_change_nothing(
     assert (got >= 0).sum(1).tolist() == [
         min(batch, size - (step % per_epoch) * batch) for step in range(steps)
     ]  # only the last batch of an epoch is short
-    longer = plan(size, batch, steps + 7, torch.Generator().manual_seed(seed))
+    longer = plan_batches(size, batch, steps + 7, torch.Generator().manual_seed(seed))
     assert torch.equal(longer[:steps], got)
 
 
@@ -170,7 +170,9 @@ def test_a_batch_larger_than_every_client_takes_no_more_room_than_the_largest(cl
     for position in of_size:
         assert position.shape == (largest, clients, largest)
         assert torch.equal(position, of_size[0])
-    alone = [plan(size, largest + 5, size, generator(1, 1, i, "local")) for i, size in enumerate(sizes.tolist())]
+    alone = [
+        plan_batches(size, largest + 5, size, generator(1, 1, i, "local")) for i, size in enumerate(sizes.tolist())
+    ]
     for i, position in enumerate(alone):
         assert torch.equal(of_size[0][: len(position), i], position[:, :largest])
 
@@ -181,7 +183,7 @@ def test_orders_of_another_pytorch_are_drawn_client_by_client(monkeypatch: pytes
     arguments = (torch.arange(MIN_COMPILED_CLIENTS), sizes, sizes, 4, 1, 1, "local", lambda _, position: position)
     compiled = make_plan(*arguments).position
     with monkeypatch.context() as patch:
-        patch.setattr("fedloom.local.batches.plans", lambda *_: pytest.fail("drawn by the loop"))
+        patch.setattr("fedloom.local.batches.plan_many_batches", lambda *_: pytest.fail("drawn by the loop"))
         patch.setattr("fedloom.local.batches.matches_torch", lambda: False)
         assert torch.equal(make_plan(*arguments).position, compiled)
     matches_torch.cache_clear()
@@ -200,10 +202,10 @@ def test_orders_of_another_pytorch_are_drawn_client_by_client(monkeypatch: pytes
 def test_batches_of_many_clients_are_those_of_each(sizes: list[int], batch: int, steps: list[int], seed: int) -> None:
     """The compiled loop draws what `torch.randperm` draws, beyond the first words of a state too."""
     m, clients = len(sizes), [3 + 1000 * c for c in range(len(sizes))]
-    got = plans(torch.tensor(sizes), batch, torch.tensor(steps[:m]), seed, 7, clients, ("local", 1))
+    got = plan_many_batches(torch.tensor(sizes), batch, torch.tensor(steps[:m]), seed, 7, clients, ("local", 1))
     assert got.shape == (max(steps[:m]), m, min(batch, max(sizes)))
     for c, (size, count) in enumerate(zip(sizes, steps, strict=False)):
-        alone = plan(size, batch, count, generator(seed, 7, clients[c], ("local", 1)))
+        alone = plan_batches(size, batch, count, generator(seed, 7, clients[c], ("local", 1)))
         width = got.shape[2]
         assert torch.equal(got[:count, c], alone[:, :width])
         assert bool((got[count:, c] == -1).all())
@@ -211,6 +213,6 @@ def test_batches_of_many_clients_are_those_of_each(sizes: list[int], batch: int,
 
 
 def test_epochs_differ_and_the_full_batch_is_in_order() -> None:
-    got = plan(30, 30, 2, torch.Generator().manual_seed(0))
+    got = plan_batches(30, 30, 2, torch.Generator().manual_seed(0))
     assert not torch.equal(got[0], got[1])
-    assert plan(3, None, 2, torch.Generator()).tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert plan_batches(3, None, 2, torch.Generator()).tolist() == [[0, 1, 2], [0, 1, 2]]

@@ -52,10 +52,10 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     server.server_close()
 
 
-def found_at(address: str, folder: Path, name: str) -> fetch.Remote:
+def found_at(address: str, folder: Path, name: str) -> fetch.RemoteFiles:
     """A named data set whose files are those of a folder that is served."""
     files = {file.name: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" for file in folder.iterdir()}
-    return fetch.Remote(fetch.REMOTE_SETS[name].folder, (address,), files)
+    return fetch.RemoteFiles(fetch.REMOTE_SETS[name].folder, (address,), files)
 
 
 @pytest.fixture

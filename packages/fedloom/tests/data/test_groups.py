@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.data.groups import group_names, published
+from fedloom.data.groups import group_names, publishable_groups
 from fedloom.errors import ConfigError
 
 LEAST = 5
@@ -40,22 +40,22 @@ def ones(members: torch.Tensor) -> torch.Tensor:
 )
 def test_a_small_group_takes_another_with_it(counts: tuple[int, ...], wanted: list[bool]) -> None:
     members = rows(*counts)
-    assert published(members, [0] * (len(counts) - 1), ones(members), LEAST) == wanted
+    assert publishable_groups(members, [0] * (len(counts) - 1), ones(members), LEAST) == wanted
 
 
 def test_bounds_that_differ_by_few_rows_are_not_both_published() -> None:
     age = torch.arange(40)
     members = torch.stack([age >= 20, age < 20, age >= 22, age < 22])
-    assert published(members, [0, 0, 1, 1], ones(members), LEAST) != [True] * 4
-    assert published(members, [0, 0, 1, 1], ones(members), 2) == [True] * 4
+    assert publishable_groups(members, [0, 0, 1, 1], ones(members), LEAST) != [True] * 4
+    assert publishable_groups(members, [0, 0, 1, 1], ones(members), 2) == [True] * 4
 
 
 def test_rare_classes_count_as_rows_do() -> None:
     members, died = rows(20, 20, 0), torch.zeros(40)
     died[:4] = died[20:30] = 1
     counts = torch.stack([torch.ones(40), died, 1 - died], 1)
-    assert published(members, [0, 0], counts, LEAST) == [False, False]
-    assert published(members, [0, 0], counts, 4) == [True, True]
+    assert publishable_groups(members, [0, 0], counts, LEAST) == [False, False]
+    assert publishable_groups(members, [0, 0], counts, 4) == [True, True]
 
 
 @settings(max_examples=25, deadline=None)
@@ -65,7 +65,7 @@ def test_no_small_set_follows_from_what_is_published(seed: int) -> None:
     rng = np.random.default_rng(seed)
     wards, sexes = rng.integers(0, 3, 30), rng.integers(0, 2, 30)
     members = torch.from_numpy(np.stack([*(wards == k for k in range(3)), *(sexes == k for k in range(2))]))
-    is_open = published(members, [0, 0, 0, 1, 1], ones(members), LEAST)
+    is_open = publishable_groups(members, [0, 0, 0, 1, 1], ones(members), LEAST)
     cells = [(wards == w) & (sexes == s) for w, s in itertools.product(range(3), range(2))]
     cells = [cell for cell in cells if cell.any()]
     sums = np.stack([np.ones(30, bool), *(members[k].numpy() for k in range(5) if is_open[k])]).astype(float)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data import PARTITIONS, Dataset, Federation
-from fedloom.data.partitions.deal import distinct, sort_by_key
+from fedloom.data.partitions.deal import count_distinct, sort_by_key
 from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, PartitionError, Refused
 
@@ -610,4 +610,4 @@ def test_places_are_ordered_as_by_a_sort_of_two_keys(most: int) -> None:
     found = sort_by_key(keys, np.argsort(second, kind="stable"))
     assert found.tolist() == np.lexsort((second, keys)).tolist()
     assert sort_by_key(keys[:0], np.arange(0)).tolist() == []
-    assert distinct(second, 60) == len(set(second.tolist()))
+    assert count_distinct(second, 60) == len(set(second.tolist()))

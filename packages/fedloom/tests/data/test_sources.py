@@ -96,7 +96,7 @@ def test_a_folder_is_walked_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "a" / "again").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "c.txt").symlink_to(tmp_path / "a.txt")
     expected = sorted(Path(name) for name in [*names, "c.txt"])
-    assert [Path(entry.name) for entry in archive.entries(tmp_path)] == expected
+    assert [Path(entry.name) for entry in archive.iterate_entries(tmp_path)] == expected
 
 
 def test_the_root_of_the_file_system_is_refused(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_root_of_the_file_system_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_known_name_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {f"{i:03}.unknown": b"" for i in range(50)} | {"z.csv": b"a,label\n1,x\n2,y\n"})
     assert detect(tmp_path).__name__ == "Csv"
-    monkeypatch.setitem(detect.__globals__, "GIVEN_UP", 20)
+    monkeypatch.setitem(detect.__globals__, "MAX_CHECKED_NAMES", 20)
     with pytest.raises(DataError, match="no data set in a known format. Known formats"):
         detect(tmp_path)
 

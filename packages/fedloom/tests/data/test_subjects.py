@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import fedloom as fl
 from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.partitions import PARTITIONS, Draw, Partition, Pool, group_by_owner
-from fedloom.data.subjects.cut import Cells, Quota, codes_at_random, codes_in_order
+from fedloom.data.subjects.cut import PartSizes, SubjectUnits, codes_at_random, codes_in_order
 from fedloom.data.subjects.design import Design
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused
@@ -154,8 +154,8 @@ def test_splits_and_folds_keep_the_shares_of_strata(
     """Law: a stratum's part of the test differs from its share by less than a subject, and the classes kept aside."""
     stratum, label = (np.array(values) for values in zip(*rows, strict=True))
     rng = np.random.default_rng(seed)
-    cells = Cells(np.zeros(len(rows), np.int64), label, stratum, 1)
-    code = codes_at_random(cells, Quota(share, 0.1, folds=folds, fold=None if folds is None else seed % folds),
+    cells = SubjectUnits(np.zeros(len(rows), np.int64), label, stratum, 1)
+    code = codes_at_random(cells, PartSizes(share, 0.1, folds=folds, fold=None if folds is None else seed % folds),
                            rng.random(len(rows)))  # fmt: skip
     tested = int((code == 2).sum())
     wanted = 1 / folds if folds is not None else tested / len(rows)
@@ -171,8 +171,10 @@ def test_without_strata_shares_vary_more() -> None:
     stratum = np.repeat([0, 1], 40)
     worst = {}
     for known in (True, False):
-        cells = Cells(np.zeros(80, np.int64), np.zeros(80, np.int64), stratum if known else None, 1)
-        tests = [codes_at_random(cells, Quota(0.25, 0.0), np.random.default_rng(k).random(80)) == 2 for k in range(60)]
+        cells = SubjectUnits(np.zeros(80, np.int64), np.zeros(80, np.int64), stratum if known else None, 1)
+        tests = [
+            codes_at_random(cells, PartSizes(0.25, 0.0), np.random.default_rng(k).random(80)) == 2 for k in range(60)
+        ]
         worst[known] = max(abs(int(test[:40].sum()) - 10) for test in tests)
     assert worst[True] <= 1 < 3 <= worst[False]
 
@@ -187,9 +189,9 @@ def test_every_subject_is_tested_once_by_the_folds() -> None:
 
 
 def test_folds_in_order_test_on_the_block_after_those_trained_on() -> None:
-    cells = Cells(np.zeros(12, np.int64), np.zeros(12, np.int64), None, 1)
+    cells = SubjectUnits(np.zeros(12, np.int64), np.zeros(12, np.int64), None, 1)
     times = np.arange(12.0)
-    blocks = [codes_in_order(cells, times, Quota(0.2, 0.0, folds=3, fold=k), times).tolist() for k in range(3)]
+    blocks = [codes_in_order(cells, times, PartSizes(0.2, 0.0, folds=3, fold=k), times).tolist() for k in range(3)]
     assert blocks == [[0] * 3 + [2] * 3 + [3] * 6, [0] * 6 + [2] * 3 + [3] * 3, [0] * 9 + [2] * 3]
 
 

@@ -18,7 +18,7 @@ import fedloom as fl
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Plan, parse
 from fedloom.tasks import Objective, task_of
-from fedloom.tasks.calibration import MIN_SLOPE_ROWS, recalibrated, recalibration
+from fedloom.tasks.calibration import MIN_SLOPE_ROWS, recalibrate, recalibration
 from fedloom.trained.export import export_model
 from tests import hospitals
 
@@ -62,9 +62,9 @@ def test_a_line_is_the_logistic_regression_on_the_logits_and_meets_the_share_of_
     assert lines[2].isnan().all()
     for client in (0, 1):
         mine = owner == client
-        p = recalibrated(z[mine], lines[client]).sigmoid()
+        p = recalibrate(z[mine], lines[client]).sigmoid()
         assert float(p.mean()) == pytest.approx(float(y[mine].double().mean()), abs=1e-9)
-    assert torch.equal(recalibrated(z[owner == 2], lines[2]), z[owner == 2])
+    assert torch.equal(recalibrate(z[owner == 2], lines[2]), z[owner == 2])
     worse = recalibration(-z, y, owner, 3)
     assert float(worse[0, 0]) == 1.0
 

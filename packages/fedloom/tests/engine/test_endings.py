@@ -32,7 +32,7 @@ from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.progress import count_progress
 from fedloom.lab.report import result_table
-from fedloom.lab.report.tables import measured
+from fedloom.lab.report.tables import render_measured
 
 WILD = {"model": "softmax", "rounds": 6, "local": {"lr": 1e4}, "evaluate": {"every": 1}}
 
@@ -206,8 +206,8 @@ def test_the_figures_of_a_diverged_run_stay_in_the_tables(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [7856937935508588.0, 5.75e8, 123456.5, 99831862007989824.0, 1e300, 0.25])
 def test_no_figure_has_many_digits(value: float) -> None:
     for name, mean, half in (("rmse", value, value / 3), ("rmse", 0.5, value), ("accuracy", value, math.nan)):
-        assert not re.search(r"\d{10}", pair(*measured(name, mean, half)))
-    assert float(measured("rmse", value, math.nan)[0].replace("\u202f", "")) == pytest.approx(value, rel=0.005)
+        assert not re.search(r"\d{10}", pair(*render_measured(name, mean, half)))
+    assert float(render_measured("rmse", value, math.nan)[0].replace("\u202f", "")) == pytest.approx(value, rel=0.005)
 
 
 @pytest.mark.parametrize("given", [{"epochs": 0}, {"steps": 0}, {"lr": 1e-60}])

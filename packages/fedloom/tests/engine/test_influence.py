@@ -29,7 +29,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
-from fedloom.lab.experiment.cards import card
+from fedloom.lab.experiment.cards import method_card
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.attacks import ATTACKS, Forgery
@@ -73,7 +73,7 @@ class Sent(NamedTuple):
 @contextmanager
 def seen() -> Iterator[list[Sent]]:
     """What the attackers of the runs within send."""
-    sent, encoded = list[Sent](), forging.encoded
+    sent, encoded = list[Sent](), forging.encode_models
 
     def look(job: Any, inputs: Any, models: Tensor, idle: Any) -> Any:
         upload, rows = encoded(job, inputs, models, idle)
@@ -81,7 +81,7 @@ def seen() -> Iterator[list[Sent]]:
         return upload, rows
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forging, "encoded", look)
+        patch.setattr(forging, "encode_models", look)
         yield sent
 
 
@@ -290,7 +290,7 @@ def test_one_attacker_moves_a_method_as_far_as_fedavg(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_a_card_says_how_far_a_forged_model_goes(name: str) -> None:
-    sentence = " ".join(card(name).split()).partition("Attackers: ")[2]
+    sentence = " ".join(method_card(name).split()).partition("Attackers: ")[2]
     assert "forged model" in sentence or "forged upload" in sentence
 
 

@@ -37,7 +37,7 @@ from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused, Stop
-from fedloom.lab.experiment.cards import THEOREM_EXAMPLES, card, loses
+from fedloom.lab.experiment.cards import THEOREM_EXAMPLES, method_card, uncovered_parts
 from fedloom.local import LocalSGD, Nothing
 from fedloom.models import MLP
 from fedloom.rows.aggregators import AGGREGATORS
@@ -712,22 +712,21 @@ def theorems() -> str:
     ]
     for name, theorem in sorted(THEOREM_TABLE.items()):
         needs = f"{theorem.needs}. {theorem.defaults}".removesuffix(". ")
-        lines.append(
-            f"| {name} | {theorem.proves} | {needs} | {', '.join(THEOREM_EXAMPLES[kind][0] for kind in loses(name))} |"
-        )
+        examples = ", ".join(THEOREM_EXAMPLES[kind][0] for kind in uncovered_parts(name))
+        lines.append(f"| {name} | {theorem.proves} | {needs} | {examples} |")
     return "\n".join(lines) + "\n"
 
 
 def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_not() -> None:
     for name, theorem in THEOREM_TABLE.items():
-        made, lost = composed(name), set(loses(name))
+        made, lost = composed(name), set(uncovered_parts(name))
         taken = {k for k, plugin in (
             ("aggregation_weights", "samples"), ("personalized_aggregation", "attention"), ("aggregator", "median"),
             ("upload_transform", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
         taken -= {"aggregation_weights"} if made.weigher is not None else set()
         assert lost == (taken | {"sampler", "schedule", "attack"}) - {*theorem.covers}
-        assert all(THEOREM_EXAMPLES[kind][0] in " ".join(card(name).split()) for kind in lost)
-    assert "Theory:" not in card("moon")
+        assert all(THEOREM_EXAMPLES[kind][0] in " ".join(method_card(name).split()) for kind in lost)
+    assert "Theory:" not in method_card("moon")
 
 
 def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) -> None:

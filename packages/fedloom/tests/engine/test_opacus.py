@@ -11,7 +11,7 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from fedloom.engine.privacy import Noise, composed
+from fedloom.engine.privacy import Noise, composed_epsilon
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.rows.channels import GaussianNoise
 
@@ -45,7 +45,7 @@ def opacus(multiplier: float, rate: float, steps: int, delta: float, accountant:
 @given(multipliers, steps, deltas)
 def test_renyi_divergences_of_all_clients_in_every_round(multiplier: float, steps: int, delta: float) -> None:
     """At the same orders the two are the same number."""
-    ours, theirs = composed(multiplier, steps, delta, "rdp"), opacus(multiplier, 1.0, steps, delta, "rdp")
+    ours, theirs = composed_epsilon(multiplier, steps, delta, "rdp"), opacus(multiplier, 1.0, steps, delta, "rdp")
     assert ours == pytest.approx(max(theirs, 0.0), rel=1e-9, abs=1e-12)
 
 
@@ -54,7 +54,7 @@ def test_renyi_divergences_of_all_clients_in_every_round(multiplier: float, step
 def test_privacy_losses_of_all_clients_in_every_round(multiplier: float, steps: int, delta: float) -> None:
     """Both are bounds from above, so each is within the other's error."""
     assume(steps / multiplier**2 < 60)  # epsilon below some 100, where Opacus' grid fits into memory
-    ours, theirs = composed(multiplier, steps, delta, "pld"), opacus(multiplier, 1.0, steps, delta, "prv")
+    ours, theirs = composed_epsilon(multiplier, steps, delta, "pld"), opacus(multiplier, 1.0, steps, delta, "prv")
     assert theirs - 2 * ERROR <= ours <= theirs + ERROR
 
 
@@ -65,13 +65,13 @@ def test_sampling_is_never_counted_for_more_than_it_gives(
 ) -> None:
     """No amplification is claimed: a Poisson sample of clients costs at most what is counted for all rounds."""
     assume(steps / multiplier**2 < 60)
-    ours = composed(multiplier, steps, 1e-5, accountant)
+    ours = composed_epsilon(multiplier, steps, 1e-5, accountant)
     assert opacus(multiplier, rate, steps, 1e-5, accountant) <= ours + ERROR
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_sampling_of_nearly_all_is_all(accountant: Literal["rdp", "pld"]) -> None:
-    ours, theirs = composed(2.0, 10, 1e-5, accountant), opacus(2.0, 0.9999, 10, 1e-5, accountant)
+    ours, theirs = composed_epsilon(2.0, 10, 1e-5, accountant), opacus(2.0, 0.9999, 10, 1e-5, accountant)
     assert theirs == pytest.approx(ours, rel=0.01)
 
 

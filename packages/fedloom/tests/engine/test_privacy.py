@@ -46,7 +46,7 @@ def exact_delta(epsilon: float, mu: float) -> float:
 @pytest.mark.parametrize(("multiplier", "times"), [(1.0, 1), (2.0, 10), (5.0, 60), (30.0, 1000)])
 def test_privacy_losses_are_exact_for_gaussians(multiplier: float, times: int) -> None:
     """k Gaussian mechanisms are one with sensitivity sqrt(k) (Dong, Roth, Su, 2022, Corollary 3.3)."""
-    found = privacy.composed(multiplier, times, DELTA, "pld")
+    found = privacy.composed_epsilon(multiplier, times, DELTA, "pld")
     mu = math.sqrt(times) / multiplier
     assert exact_delta(found, mu) <= DELTA  # never less than the truth
     assert exact_delta(found * 0.99 - 1e-3, mu) > DELTA
@@ -61,22 +61,22 @@ def test_renyi_divergences_by_their_formula(multiplier: float, times: int) -> No
         return divergence + math.log1p(-1 / alpha) - math.log(DELTA * alpha) / (alpha - 1)
 
     best = min(at(1 + 10 ** (k / 1000)) for k in range(-2000, 3000))
-    found = privacy.composed(multiplier, times, DELTA, "rdp")
+    found = privacy.composed_epsilon(multiplier, times, DELTA, "rdp")
     assert best * (1 - 1e-9) <= found <= 1.02 * best
-    assert found > privacy.composed(multiplier, times, DELTA, "pld")
+    assert found > privacy.composed_epsilon(multiplier, times, DELTA, "pld")
 
 
 def test_nothing_sent_is_nothing_spent() -> None:
     for accountant in ("rdp", "pld"):
-        assert privacy.composed(1.0, 0, DELTA, accountant) == 0.0
+        assert privacy.composed_epsilon(1.0, 0, DELTA, accountant) == 0.0
 
 
 def test_replacing_an_upload_is_twice_the_distance_of_having_none() -> None:
     loud, quiet = (GaussianNoise(sigma=s, delta=DELTA) for s in (8.0, 4.0))
     assert privacy.epsilon(loud, 7) == privacy.epsilon(quiet.with_(neighbours="zero"), 7)
-    assert privacy.epsilon(loud, 7) == privacy.composed(4.0, 7, DELTA, "pld")
+    assert privacy.epsilon(loud, 7) == privacy.composed_epsilon(4.0, 7, DELTA, "pld")
     rdp = loud.with_(accountant="rdp")
-    assert privacy.epsilon(rdp, 7) == privacy.composed(4.0, 7, DELTA, "rdp")
+    assert privacy.epsilon(rdp, 7) == privacy.composed_epsilon(4.0, 7, DELTA, "rdp")
     assert privacy.epsilon(loud.with_(clip=5.0), 7) == privacy.epsilon(loud, 7)  # noise is in units of clip
 
 
@@ -107,7 +107,7 @@ def test_the_worst_client_is_recorded_and_sampling_amplifies_nothing(fed: Federa
     job, counts, want = result.job, torch.zeros(5, dtype=torch.long), {0: 0.0}
     for t in range(1, 5):
         counts[sampler.apply(Nothing(), None, job.ctx(t))[0]] += 1
-        want[t] = privacy.composed(2.5, int(counts.max()), DELTA, "pld")
+        want[t] = privacy.composed_epsilon(2.5, int(counts.max()), DELTA, "pld")
     assert epsilons(result) == {t: want[t] for t in (0, 2, 4)}
     assert torch.equal(result.state.uploads, counts)
     totals = result.table().filter(result.table()["metric"].to_numpy() == "epsilon")
@@ -119,7 +119,7 @@ def test_who_is_drawn_by_uploads_counts_every_round(fed: Federation) -> None:
         fed, sampler=Clustered(clients=1, by="similarity"), rounds=3, evaluate=Evaluate(every=3, parts=("test",))
     )
     assert int(result.state.uploads.max()) <= 3
-    assert epsilons(result)[3] == privacy.composed(2.5, 3, DELTA, "pld")
+    assert epsilons(result)[3] == privacy.composed_epsilon(2.5, 3, DELTA, "pld")
 
 
 class Silent(FedAvg):

@@ -15,7 +15,7 @@ from fedloom.lab.experiment.measure.cost import (
     ESTIMATE_ROUNDS,
     RoundCost,
     measure_rounds,
-    play,
+    play_rounds,
     run_cost,
     samples_per_round,
 )
@@ -76,7 +76,7 @@ def test_every_estimate_is_what_a_run_counts(algorithm: str, fed: Federation) ->
 
 def test_a_mean_round_is_the_mean_of_its_rounds(fed: Federation) -> None:
     asked = setting(sampler=Uniform(clients=3))
-    played = [*islice(play(asked, fed), ESTIMATE_ROUNDS)]
+    played = [*islice(play_rounds(asked, fed), ESTIMATE_ROUNDS)]
     costs = [one.cost for one in played]
     mean = run_cost(asked, fed).round
     for name in RoundCost._fields[1:6]:

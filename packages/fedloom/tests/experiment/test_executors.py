@@ -22,7 +22,7 @@ from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.units import travel
 from fedloom.lab.experiment.units.executors import compute_units, open_executor
 from fedloom.lab.experiment.units.payload import decode, encode
-from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit, pack_experiment
+from fedloom.lab.experiment.units.travel import PackedExperiment, UnitReply, compute_unit, pack_experiment
 from tests.commands import call
 
 SMALL: dict[str, Any] = {
@@ -196,7 +196,7 @@ def test_a_reply_of_something_else_is_refused() -> None:
             return future
 
     with pytest.raises(ConfigError, match="something other than the reply of a worker"):
-        list(compute_units(Other(), Luggage("", None), ["unit"], lambda: False))
+        list(compute_units(Other(), PackedExperiment("", None), ["unit"], lambda: False))
 
 
 def test_the_command_has_the_same_files(alone: dict[str, bytes], tmp_path: Path) -> None:

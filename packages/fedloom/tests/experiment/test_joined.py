@@ -201,7 +201,7 @@ def test_a_claim_is_free_once_its_counter_stands_still(tmp_path: Path, monkeypat
     monkeypatch.setattr(claims_module, "EXPIRY_SECONDS", 0.5)
     claim = first.take("unit")
     assert claim is not None
-    monkeypatch.setattr(claims_module, "_place", lambda: "another machine")
+    monkeypatch.setattr(claims_module, "_boot_identity", lambda: "another machine")
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         assert second.take("unit") is None

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
-from fedloom.engine.clients.poisoning import poisoned
+from fedloom.engine.clients.poisoning import poison_training_data
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.lab.cli import app
@@ -196,7 +196,7 @@ def test_parts_that_need_something_else_say_so() -> None:
 
 def test_flipped_labels_leave_positions_without_a_label_alone() -> None:
     fed = fl.partitions.natural()(fl.load("docstrings", length=8, max_characters=100, min_characters=5000))
-    changed = poisoned(fed, FlippedLabels(), torch.tensor([0]), 0)
+    changed = poison_training_data(fed, FlippedLabels(), torch.tensor([0]), 0)
     old, new = fed.data.y[fed.indices("train", 0)], changed.data.y[fed.indices("train", 0)]
     assert torch.equal(old < 0, new < 0)
     assert torch.equal(new[new >= 0], len(fed.data.classes) - 1 - old[old >= 0])

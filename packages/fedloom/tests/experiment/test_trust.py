@@ -237,7 +237,7 @@ def test_one_s_own_code_in_one_s_own_folder_runs_as_before() -> None:
     assert experiment.methods[0].setting.model.build((64,), 10) is not None
 
 
-@pytest.mark.parametrize("path", ["torch.hub:load", "torch:load", "torch:save", "fedloom.storage.files:discard"])
+@pytest.mark.parametrize("path", ["torch.hub:load", "torch:load", "torch:save", "fedloom.storage.files:delete_files"])
 def test_a_function_of_a_package_is_not_called_with_what_a_file_says(path: str) -> None:
     document = {**SMALL, "model": {"kind": path, "f": MARK, "repo_or_dir": MARK}}
     with pytest.raises(ConfigError, match="function of an installed package"):

@@ -20,7 +20,7 @@ from fedloom.lab.experiment import Plan, parse, read
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.experiment.units import shares
 from fedloom.lab.experiment.units.merge import merge
-from fedloom.lab.experiment.units.shares import Load, Share, choose_share, decide_share
+from fedloom.lab.experiment.units.shares import ProcessShare, RunLoad, choose_share, decide_share
 from fedloom.lab.experiment.units.status import list_status
 from tests.commands import call
 
@@ -48,7 +48,7 @@ def results(out: Path) -> dict[str, bytes]:
 
 def busy_workers(experiment: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> float:
     """Processor time of all processes of an experiment, divided by that of the busiest: workers that were busy."""
-    place, step = mmap.mmap(-1, 4096), loop._Loop._trained
+    place, step = mmap.mmap(-1, 4096), loop._RunLoop._trained
 
     def counted(self: Any, before: Any) -> Any:
         """Add the processor time of this process to its place."""
@@ -60,7 +60,7 @@ def busy_workers(experiment: Any, out: Path, monkeypatch: pytest.MonkeyPatch) ->
             (so_far,) = struct.unpack_from("d", place, slot)
             struct.pack_into("d", place, slot, so_far + time.process_time() - start)
 
-    monkeypatch.setattr(loop._Loop, "_trained", counted)
+    monkeypatch.setattr(loop._RunLoop, "_trained", counted)
     Plan(experiment, out).run(page=False)
     spent = [t for (t,) in struct.iter_unpack("d", place[:])]
     return sum(spent) / max(spent)
@@ -82,17 +82,17 @@ def test_a_single_run_has_all_processes_and_several_share_them(monkeypatch: pyte
     one = parse({**looped, "seeds": [0], "method": SMALL["method"][:1]})
     feds = {0: one.partition(one.source.read(None), 0)}
     assert decide_share(one, feds) == (1, 4)
-    monkeypatch.setattr(shares, "_load", lambda _setting, _fed, chunks: Load(0.1, 1.0, chunks))
+    monkeypatch.setattr(shares, "_estimate_load", lambda _setting, _fed, chunks: RunLoad(0.1, 1.0, chunks))
     alike = [{"algorithm": "fedavg", "label": label} for label in "ab"]
     assert decide_share(parse({**looped, "method": alike}), feds) == (4, 1)
     assert decide_share(parse({**looped, "engine": {"workers": 1}}), feds) == (1, 1)
 
 
-loads = st.builds(Load, st.floats(0, 10), st.floats(0.01, 100), st.integers(1, 40))
+loads = st.builds(RunLoad, st.floats(0, 10), st.floats(0.01, 100), st.integers(1, 40))
 
 
 @given(st.lists(loads, min_size=1, max_size=12), st.integers(1, 16), st.integers(1, 16))
-def test_no_other_share_of_the_processes_ends_sooner(queue: list[Load], processes: int, most: int) -> None:
+def test_no_other_share_of_the_processes_ends_sooner(queue: list[RunLoad], processes: int, most: int) -> None:
     share = choose_share(queue, processes, most)
     assert 1 <= share.runs <= min(most, len(queue), processes)
     assert share.runs * share.workers <= processes
@@ -108,10 +108,10 @@ def test_no_other_share_of_the_processes_ends_sooner(queue: list[Load], processe
 
 
 def test_both_runs_and_chunks_where_both_pay() -> None:
-    assert choose_share([Load(0.0, 1.0, 40)] * 2, 8) == Share(2, 4)
-    assert choose_share([Load(0.0, 1.0, 1)] * 3, 2) == Share(2, 1)
-    assert choose_share([Load(0.0, 1.0, 40)] * 3, 2) == Share(1, 2)
-    assert choose_share([Load(1.0, 0.1, 40)] * 3, 2) == Share(2, 1)
+    assert choose_share([RunLoad(0.0, 1.0, 40)] * 2, 8) == ProcessShare(2, 4)
+    assert choose_share([RunLoad(0.0, 1.0, 1)] * 3, 2) == ProcessShare(2, 1)
+    assert choose_share([RunLoad(0.0, 1.0, 40)] * 3, 2) == ProcessShare(1, 2)
+    assert choose_share([RunLoad(1.0, 0.1, 40)] * 3, 2) == ProcessShare(2, 1)
 
 
 def test_runs_with_workers_of_their_own_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_runs_with_workers_of_their_own_give_the_same(tmp_path: Path, monkeypatc
     }
     Plan(parse(document), tmp_path / "one").run(page=False)
     plan = Plan(parse({**document, "engine": {"workers": 4, "gradient_engine": "loop"}}), tmp_path / "both")
-    plan.share = Share(2, 2)
+    plan.share = ProcessShare(2, 2)
     plan.run(page=False)
     assert results(tmp_path / "both") == results(tmp_path / "one")
 

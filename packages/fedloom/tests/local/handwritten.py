@@ -1,6 +1,6 @@
 """Local training written by hand over plain modules and `torch.optim.SGD`; shares no code with ``fedloom.local``.
 
-Batches come from `fedloom.data.order.plan`, random draws from `fedloom.seeds`, as documented.
+Batches come from `fedloom.data.order.plan_batches`, random draws from `fedloom.seeds`, as documented.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
-from fedloom.data.order import plan
+from fedloom.data.order import plan_batches
 from fedloom.models import Dropout
 from fedloom.seeds import generator
 
@@ -69,7 +69,7 @@ def positions(
 ) -> list[Tensor]:
     """The batches of a client as lists of positions without padding."""
     b = None if batch_size == "full" else int(batch_size)
-    return [row[row >= 0] for row in plan(size, b, steps, generator(seed, round, client, stream))]
+    return [row[row >= 0] for row in plan_batches(size, b, steps, generator(seed, round, client, stream))]
 
 
 def steps_of(size: int, batch_size: int | str, epochs: int) -> int:

@@ -72,7 +72,7 @@ def test_every_oracle_trains_as_the_handwritten_loop(case: str, setting: str) ->
 def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch, case: str, setting: str) -> None:
     problem = Problem(CASES[case])
     used: list[type[products.Products]] = []
-    for kind in (products.Batched, products.Compiled):
+    for kind in (products.BatchedProducts, products.CompiledProducts):
         init = kind.__init__
 
         def spy(self: products.Products, *args: Any, kind: type = kind, init: Any = init) -> None:
@@ -81,17 +81,17 @@ def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(kind, "__init__", spy)
     compiled = problem.by_engine(problem.oracle("compiled"), SETTINGS[setting])
-    assert set(used) == {products.Compiled}
+    assert set(used) == {products.CompiledProducts}
     used.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Fused, "loop_for", lambda *_: None)
         stepwise = problem.by_engine(problem.oracle("compiled"), SETTINGS[setting])
-    assert set(used) == {products.Compiled}
+    assert set(used) == {products.CompiledProducts}
     torch.testing.assert_close(stepwise, compiled, **TOLERANCE)
     used.clear()
-    monkeypatch.setattr(products.Compiled, "fits", lambda _: False)
+    monkeypatch.setattr(products.CompiledProducts, "fits", lambda _: False)
     batched = problem.by_engine(problem.oracle("compiled"), SETTINGS[setting])
-    assert set(used) == {products.Batched}
+    assert set(used) == {products.BatchedProducts}
     torch.testing.assert_close(batched, compiled, **TOLERANCE)
     torch.testing.assert_close(batched, problem.by_hand(SETTINGS[setting]), **TOLERANCE)
 
@@ -243,11 +243,11 @@ def test_a_pass_through_the_whole_network_is_its_layers(
         return [out, stepped, work.full_grad(w), work.add_full_grad_(before.clone(), w), work.loss(w)]
 
     passes: list[object] = []
-    add = products.Compiled.add_gradients_
-    monkeypatch.setattr(products.Compiled, "add_gradients_", lambda self, *a: (passes.append(a), add(self, *a)))
+    add = products.CompiledProducts.add_gradients_
+    monkeypatch.setattr(products.CompiledProducts, "add_gradients_", lambda self, *a: (passes.append(a), add(self, *a)))
     got = gradients()
     assert len(passes) == 4
-    monkeypatch.setattr(products.Compiled, "fits", lambda _: False)
+    monkeypatch.setattr(products.CompiledProducts, "fits", lambda _: False)
     expected = gradients()
     assert len(passes) == 4
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import linear, make_oracle, precision
-from fedloom.local.oracles.linear import prepare
+from fedloom.local.oracles.linear import replace_linear_layers
 from fedloom.local.oracles.looped import Looped
 from fedloom.rows.layout import Layout
 from fedloom.tasks import task_of
@@ -80,7 +80,7 @@ def trained(oracle: Looped, module: nn.Module, **options: Any) -> tuple[Tensor, 
 
 
 def replaced(module: nn.Module) -> int:
-    return sum(isinstance(m, linear._Linear) for m in module.modules())
+    return sum(isinstance(m, linear._PassLinear) for m in module.modules())
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.5, "weight_decay": 0.1}, {"clip": 0.3}], ids=str)
@@ -117,7 +117,7 @@ def test_layers_beside_code_of_others_and_tied_or_half_frozen_ones_stay_what_the
     half = nn.Sequential(nn.Linear(4, 3))
     half[0].bias.requires_grad_(False)
     for module in (nn.Sequential(Last(), nn.Linear(4, 3)), tied, half):
-        prepare(module, Layout.create(module))
+        replace_linear_layers(module, Layout.create(module))
         assert not replaced(module)
 
 

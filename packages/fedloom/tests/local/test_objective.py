@@ -18,7 +18,7 @@ from fedloom.imports import function
 from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.tasks import Objective, task_of
-from fedloom.tasks.chosen import number
+from fedloom.tasks.chosen import compute_user_number
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def weighted(output: Tensor, y: Tensor) -> Tensor:
 def test_the_shapes_of_a_binary_task_are_explained() -> None:
     loss, y = function(torch.nn.BCEWithLogitsLoss(), "loss"), torch.tensor([0, 1])
     with pytest.raises(CodeError, match=r"logits and classes. It may need outputs.squeeze\(1\) and targets.float"):
-        number(loss, "loss", torch.zeros(2, 1), y)
+        compute_user_number(loss, "loss", torch.zeros(2, 1), y)
 
 
 LOSSES: dict[str, tuple[dict[str, Any], Any]] = {

@@ -203,12 +203,12 @@ def test_the_rule_on_an_accelerator(
     draws: bool, moved: list[str], rejection: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oracles, "fails_stacked", lambda _module, _fed: rejection)
-    monkeypatch.setattr(oracles, "draws_itself", lambda _module, _fed: draws)
+    monkeypatch.setattr(oracles, "draws_globally", lambda _module, _fed: draws)
     monkeypatch.setattr(oracles, "find_changed_values", lambda _module, _fed: moved)
     fed: Any = SimpleNamespace(device=torch.device("cuda"), data=SimpleNamespace(each=False))
-    assert oracles._rule(MLP().build((6,), CLASSES), fed) == "compiled"
-    assert oracles._rule(CNN(channels=(4,), kernel=3).build(IMAGE, CLASSES), fed) == chosen
-    assert oracles._rule(CNN(channels=(4,), kernel=3, norm="batch").build(IMAGE, CLASSES), fed) == "loop"
+    assert oracles._choose_oracle(MLP().build((6,), CLASSES), fed) == "compiled"
+    assert oracles._choose_oracle(CNN(channels=(4,), kernel=3).build(IMAGE, CLASSES), fed) == chosen
+    assert oracles._choose_oracle(CNN(channels=(4,), kernel=3, norm="batch").build(IMAGE, CLASSES), fed) == "loop"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from test_oracles import oracle_of, seeded
 from torch import Tensor, nn
 
 from fedloom.local import LocalSGD, descend
-from fedloom.local.oracles.pooling import join
+from fedloom.local.oracles.pooling import join_relu_and_pooling
 
 LAST = torch.channels_last
 
@@ -26,7 +26,7 @@ def pair(**options: object) -> nn.Sequential:
 
 def joined(module: nn.Module) -> nn.Module:
     twin = copy.deepcopy(module)
-    join(twin)
+    join_relu_and_pooling(twin)
     return twin
 
 
@@ -127,7 +127,7 @@ def test_a_looped_network_has_its_pairs_joined_and_trains_the_same(monkeypatch: 
     block = seeded(lambda: nn.Sequential(nn.Conv2d(2, 6, 3), *pair()))
     module = nn.Sequential(block, nn.Flatten(), seeded(lambda: nn.Linear(6 * 16, handwritten.CLASSES)))
     together = oracle_of(module, fed)
-    monkeypatch.setattr("fedloom.local.oracles.looped.join", lambda _: None)
+    monkeypatch.setattr("fedloom.local.oracles.looped.join_relu_and_pooling", lambda _: None)
     apart = oracle_of(module, fed)
     kinds = [[type(m) for m in oracle.module.modules()] for oracle in (together, apart)]
     assert nn.MaxPool2d not in kinds[0]

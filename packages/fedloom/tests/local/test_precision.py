@@ -55,7 +55,7 @@ def switched() -> Iterator[dict[Any, str]]:
 
 def test_a_callers_switches_of_single_libraries_are_put_aside_and_back(switched: dict[Any, str]) -> None:
     backends: Any = torch.backends
-    with precision.undisturbed():
+    with precision.isolate_torch_settings():
         assert backends.mkldnn.matmul.fp32_precision == "ieee"
         assert torch.get_float32_matmul_precision() == "highest"  # which PyTorch's exporters read
         for chosen, value in (("tf32", "tf32"), ("full", "ieee")):
@@ -71,7 +71,7 @@ def test_a_callers_rounding_of_products_is_put_aside_and_back(chosen: str) -> No
     cudnn, before = torch.backends.cudnn, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(chosen)
     try:
-        with precision.undisturbed(), precision.make_repeatable(torch.device("cuda"), "full"):
+        with precision.isolate_torch_settings(), precision.make_repeatable(torch.device("cuda"), "full"):
             assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32) == ("highest", False)
         assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32) == (chosen, True)
     finally:

@@ -12,7 +12,7 @@ from torch.nn.utils import vector_to_parameters
 
 import fedloom as fl
 from fedloom.data import Dataset, Federation, Split
-from fedloom.data.order import plan
+from fedloom.data.order import plan_batches
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import ORACLES, Network, make_oracle
 from fedloom.models import LSTM, MLP, ModelSpec, Transformer
@@ -66,7 +66,7 @@ def by_hand(spec: ModelSpec, fed: Federation, client: int, each: bool) -> Tensor
     optimiser = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
     index = fed.indices("train", client)
     x, y = fed.data.x[index].long(), fed.data.y[index]
-    for row in plan(len(x), 4, 2 * -(-len(x) // 4), generator(0, 1, client, "local")):
+    for row in plan_batches(len(x), 4, 2 * -(-len(x) // 4), generator(0, 1, client, "local")):
         batch = row[row >= 0]
         optimiser.zero_grad()
         if each:

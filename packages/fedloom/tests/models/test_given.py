@@ -21,7 +21,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.models import Import
-from fedloom.models.imported import Held, describe_model
+from fedloom.models.imported import InProcessModel, describe_model
 from tests.commands import end, fork
 
 SHORT: dict[str, Any] = {"rounds": 2, "local": {"lr": 0.1}}
@@ -62,7 +62,7 @@ def test_what_no_path_names_is_held_and_gives_the_same(fed: Federation) -> None:
     want = fl.simulate("fedavg", fed, Net, **SHORT).table()
     for model in (Inner, lambda shape, outputs: Net(shape, outputs)):
         found = fl.simulate("fedavg", fed, model, **SHORT)
-        assert isinstance(found.job.setting.model, Held)
+        assert isinstance(found.job.setting.model, InProcessModel)
         assert found.table().equals(want)
 
 

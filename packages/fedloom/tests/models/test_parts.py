@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
-from fedloom.models import CNN, MLP, Augment, ModelSpec, ResNet18, Softmax, head_prefixes, penultimate
+from fedloom.models import CNN, MLP, Augment, ModelSpec, ResNet18, Softmax, head_prefixes, penultimate_layer
 
 
 def seen_by_head(module: nn.Module, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def output_of(module: nn.Module, name: str, x: Tensor) -> Tensor:
 def test_penultimate_is_what_the_head_sees(spec: ModelSpec) -> None:
     module = spec.build((3, 16, 16), 4).eval()
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(output_of(module, penultimate(module), x), seen_by_head(module, x))
+    assert torch.equal(output_of(module, penultimate_layer(module), x), seen_by_head(module, x))
 
 
 @pytest.mark.parametrize("spec", [Softmax(), MLP(), CNN(kernel=3), ResNet18()], ids=repr)
@@ -71,18 +71,18 @@ class Own(nn.Module):
 
 
 def test_a_module_may_name_its_parts() -> None:
-    assert (head_prefixes(Own()), penultimate(Own())) == (("out.",), "mid")
+    assert (head_prefixes(Own()), penultimate_layer(Own())) == (("out.",), "mid")
     wrong = Own()
     wrong.penultimate = "midd"
     with pytest.raises(ConfigError, match="did you mean 'mid'"):
-        penultimate(wrong)
+        penultimate_layer(wrong)
 
 
 def test_modules_without_such_parts_are_refused() -> None:
     with pytest.raises(ConfigError, match="no linear layer"):
         head_prefixes(nn.Sequential(nn.Conv2d(1, 2, 3)))
     with pytest.raises(ConfigError, match="no layer before"):
-        penultimate(nn.Sequential(nn.Linear(2, 2)))
+        penultimate_layer(nn.Sequential(nn.Linear(2, 2)))
 
 
 def by_hand(x: Tensor, drawn: Tensor, crop: int) -> Tensor:

@@ -24,16 +24,16 @@ from fedloom.local import LocalSGD
 from fedloom.local.oracles import chunk_count
 from fedloom.models import MLP
 from fedloom.processes import rank_messages as parcel
-from fedloom.processes.costs import Costs, Link, MeasuredWorkers, Place
-from fedloom.processes.pool import cores
+from fedloom.processes.costs import ClusterShape, MachineLink, MeasuredWorkers, MethodCosts
+from fedloom.processes.pool import usable_cores
 
-NEAR, FAR = Link(math.inf, 0.0), Link(1e8, 0.05)
+NEAR, FAR = MachineLink(math.inf, 0.0), MachineLink(1e8, 0.05)
 SETTING = Setting(
     algorithm=FedAvg(), model=MLP(hidden=(8,)), rounds=3, local=LocalSGD(lr=0.1, steps=2), sampler=Uniform(clients=20)
 )
 
 costs = st.builds(
-    Costs,
+    MethodCosts,
     share=st.floats(1e-6, 1), result=st.floats(0, 1), client=st.floats(0, 1e-6), fixed=st.floats(0, 1),
     message=st.floats(0, 1e9), row=st.floats(0, 1e9), chunk=st.integers(1, 50), cohort=st.integers(1, 100),
     crowd=st.floats(1, 3), cores=st.integers(1, 64),
@@ -42,8 +42,8 @@ sizes = st.integers(1, 300)
 
 
 @given(costs, sizes, st.integers(0, 10**7))
-def test_one_rank_does_all_of_the_work_and_sends_nothing(one: Costs, cohort: int, others: int) -> None:
-    parts = one.round(cohort + others, cohort, Place(1, 1, FAR))
+def test_one_rank_does_all_of_the_work_and_sends_nothing(one: MethodCosts, cohort: int, others: int) -> None:
+    parts = one.round(cohort + others, cohort, ClusterShape(1, 1, FAR))
     assert parts.work == pytest.approx(one.share * cohort)
     assert parts.results == parts.link == parts.bytes == parts.idle == 0
     assert parts.seconds == pytest.approx(one.share * cohort + one.client * (cohort + others) + one.fixed)
@@ -51,9 +51,9 @@ def test_one_rank_does_all_of_the_work_and_sends_nothing(one: Costs, cohort: int
 
 @given(costs, sizes, st.integers(1, 64), st.integers(1, 8))
 def test_ranks_share_the_chunks_and_those_beyond_them_have_none(
-    one: Costs, cohort: int, ranks: int, machines: int
+    one: MethodCosts, cohort: int, ranks: int, machines: int
 ) -> None:
-    parts = one.round(cohort, cohort, Place(ranks, machines, NEAR))
+    parts = one.round(cohort, cohort, ClusterShape(ranks, machines, NEAR))
     count, size = chunk_count(cohort, one.chunk), ranks * machines
     assert parts.idle == max(0, size - count)
     assert one.share * cohort / min(size, count) <= parts.work * (1 + 1e-9)
@@ -62,7 +62,7 @@ def test_ranks_share_the_chunks_and_those_beyond_them_have_none(
 
 
 @given(costs, st.integers(2, 64))
-def test_work_is_slowed_by_the_work_beside_it(one: Costs, busy: int) -> None:
+def test_work_is_slowed_by_the_work_beside_it(one: MethodCosts, busy: int) -> None:
     assert one.slowed(1) == 1
     assert one.slowed(busy - 1) <= one.slowed(busy) * (1 + 1e-9)
     assert one.slowed(one.cores) == pytest.approx(one.crowd if one.cores > 1 else 1)
@@ -70,8 +70,8 @@ def test_work_is_slowed_by_the_work_beside_it(one: Costs, busy: int) -> None:
 
 
 @given(costs, sizes, st.integers(2, 8))
-def test_rows_travel_where_clients_are_drawn_anew(one: Costs, cohort: int, machines: int) -> None:
-    place = Place(2, machines, FAR)
+def test_rows_travel_where_clients_are_drawn_anew(one: MethodCosts, cohort: int, machines: int) -> None:
+    place = ClusterShape(2, machines, FAR)
     all_of_them, drawn = one.round(cohort, cohort, place), one.round(10 * cohort, cohort, place)
     assert all_of_them.bytes == pytest.approx(chunk_count(cohort, one.chunk) * one.message * (1 - 1 / machines))
     assert drawn.bytes - all_of_them.bytes == pytest.approx(
@@ -104,18 +104,18 @@ def test_clients_that_are_asked_only_are_not_of_the_cohort() -> None:
     found = costs_of(setting, Iid(clients=30)(load("digits"), seed=0), 1)
     assert found.cohort == 5
     assert found.crowd >= 1
-    assert found.cores == cores()
+    assert found.cores == usable_cores()
 
 
 def test_bytes_of_a_message_are_those_that_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    pack = parcel.pack
+    pack = parcel.pack_tensors
 
     def noted(*given: Any) -> torch.Tensor:
         sent.append(len(pack(*given)))
         return pack(*given)
 
-    monkeypatch.setattr(parcel, "pack", noted)
+    monkeypatch.setattr(parcel, "pack_tensors", noted)
     found = costs_of(SETTING, Iid(clients=30)(load("digits"), seed=0), 2)
     assert found.cohort == 20
     assert found.message == pytest.approx(sent[0], rel=0.01)

@@ -33,7 +33,7 @@ from fedloom.local.oracles.precision import has_bf16
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.clients import ChunkResult
 from fedloom.processes.distributed import TORCHRUN_VARIABLES, _leave_word, join_ranks
-from fedloom.processes.rank_pool import RankPool, owner
+from fedloom.processes.rank_pool import RankPool, rank_of_task
 from fedloom.processes.ranks import SINGLE_RANK, Move
 from fedloom.processes.row_locations import RowLocations
 from fedloom.storage.store import Store
@@ -257,9 +257,9 @@ def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ran
 def test_a_rank_that_torchrun_ends_while_an_error_leaves_it_still_says_the_error() -> None:
     program = """
 import os, signal, sys
-from fedloom.processes.distributed import _ended_by_signal
+from fedloom.processes.distributed import _raise_on_signal
 try:
-    with _ended_by_signal():
+    with _raise_on_signal():
         raise RuntimeError("lost contact")
 except RuntimeError as error:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -401,10 +401,16 @@ def test_parcels_come_back_as_they_were() -> None:
     trained = ChunkResult(ids, share, torch.tensor([True, False, True]), tensors, {}, 0.1 + 0.2, counts)
     value = [trained, {("global", "test"): {"loss": torch.arange(3.0)}}, (None, "text", 2**60, float("inf"))]
     text, sent = parcel.encode_value(value)
-    packed = torch.cat([parcel.pack(b"other", []), parcel.pack(text, sent), parcel.pack(b"ones", [torch.ones(3)])])
-    (other, nothing), (text, data), (_, ones) = parcel.unpack(packed)
+    packed = torch.cat(
+        [
+            parcel.pack_tensors(b"other", []),
+            parcel.pack_tensors(text, sent),
+            parcel.pack_tensors(b"ones", [torch.ones(3)]),
+        ]
+    )
+    (other, nothing), (text, data), (_, ones) = parcel.unpack_tensors(packed)
     assert (other, len(nothing), len(ones)) == (b"other", 0, parcel.ALIGNMENT_BYTES)
-    back = parcel.decode_value(text, parcel.cut(data, parcel.forms(text)))
+    back = parcel.decode_value(text, parcel.cut_tensors(data, parcel.tensor_forms(text)))
     assert back[0].total == trained.total
     assert back[2] == value[2]
     assert torch.equal(back[0].accepted, trained.accepted)
@@ -488,7 +494,7 @@ def test_a_row_moves_only_when_its_chunk_is_trained_elsewhere() -> None:
 def test_every_rank_has_its_part_of_the_chunks() -> None:
     for ranks in (2, 3, 5):
         for chunks in (4, 12, 20):
-            parts = [[k for k in range(chunks) if owner(k, ranks) == r] for r in range(ranks)]
+            parts = [[k for k in range(chunks) if rank_of_task(k, ranks) == r] for r in range(ranks)]
             assert sorted(k for part in parts for k in part) == list(range(chunks))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
             if chunks % (2 * ranks) == 0:

@@ -21,7 +21,7 @@ import fedloom as fl
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.tune import Tuning
 from fedloom.processes import pool as pools
-from fedloom.processes.buffers import MIN_SHARED_BYTES, packed, unpacked
+from fedloom.processes.buffers import MIN_SHARED_BYTES, pack_message, unpack_message
 from fedloom.processes.pool import MAX_PIPE_BYTES, WorkerPool
 
 
@@ -55,7 +55,7 @@ def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
 def test_a_tensor_lies_in_memory_of_another_process_as_torch_places_it() -> None:
     """The rounding of a product depends on where its factors begin."""
     tensors = [torch.ones(size) for size in range(1, 40)]
-    assert {tensor.data_ptr() % 64 for tensor in unpacked(packed(tensors))} == {0}
+    assert {tensor.data_ptr() % 64 for tensor in unpack_message(pack_message(tensors))} == {0}
 
 
 def federation() -> fl.Federation:
@@ -81,8 +81,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_only_processes_with_something_to_do_are_started(
     monkeypatch: pytest.MonkeyPatch, wanted: int, units: int, want: int
 ) -> None:
-    monkeypatch.setattr(pools, "cores", lambda: 2)
-    assert pools.useful(wanted, units) == want
+    monkeypatch.setattr(pools, "usable_cores", lambda: 2)
+    assert pools.useful_processes(wanted, units) == want
 
 
 def test_a_thousand_workers_are_a_few_processes_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +118,8 @@ def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.M
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="2 workers cannot start, because this process may not start other processes"):
         WorkerPool([triple], 2)
-    assert pools.cores() == 1
-    assert [*WorkerPool([triple], pools.cores()).map(triple, torch.ones(1), [Task(0, torch.ones(1))])]
+    assert pools.usable_cores() == 1
+    assert [*WorkerPool([triple], pools.usable_cores()).map(triple, torch.ones(1), [Task(0, torch.ones(1))])]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -213,7 +213,7 @@ def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkey
             os.kill(record.args[0], signal.SIGCONT)  # type: ignore[index,arg-type]
 
     lines: list[str] = []
-    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "WATCH_SECONDS", 0.02)
     monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.3)
     log = logging.getLogger("fedloom")
     handler = Continue()
@@ -243,7 +243,7 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch:
     lines: list[str] = []
     log, handler = logging.getLogger("fedloom"), Reported()
     log.addHandler(handler)
-    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "WATCH_SECONDS", 0.02)
     try:
         with WorkerPool([slow], 2) as pool:
             list(pool.map(slow, None, [0.01, 0.01, 0.1]))  # far longer, but not long

@@ -17,13 +17,13 @@ from fedloom.data import partitions
 from fedloom.data.sources import source
 from fedloom.lab.report import overview
 from fedloom.lab.report.charts.kit import Figure
-from fedloom.lab.report.charts.partition import aligned, label_skew, skew_table
-from fedloom.lab.report.numbers import curve, method_rows
-from fedloom.lab.report.overview import notes
+from fedloom.lab.report.charts.partition import align_cluster_labels, label_skew, skew_table
+from fedloom.lab.report.numbers import benign_curve, method_rows
+from fedloom.lab.report.overview import report_notes
 from fedloom.lab.report.page import make_figures
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key, Run
-from fedloom.lab.report.settings import settings
+from fedloom.lab.report.settings import render_settings
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
@@ -63,7 +63,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
     key = Key("fedavg", 0, "global", "test", "accuracy")
     points = runs[0].series[key]
     last = points.value[(points.round == 10) & ~np.isin(points.client, [0, 4])]
-    assert curve(runs[0], key, "mean").last == pytest.approx(np.nanmean(last))
+    assert benign_curve(runs[0], key, "mean").last == pytest.approx(np.nanmean(last))
     drawn = charts(runs)
     for id, names in (
         ("single-clients", "rows"),
@@ -76,7 +76,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
         assert "Attacking clients are left out." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
     assert flagged == {"site 0 \N{BLACK FLAG}", "site 4 \N{BLACK FLAG}"}
-    assert "2 of 6 clients attack (sign-flip)" in " ".join(notes(runs, method_rows(runs)))
+    assert "2 of 6 clients attack (sign-flip)" in " ".join(report_notes(runs, method_rows(runs)))
 
 
 def test_confusion_leaves_attackers_out(attacked: Path) -> None:
@@ -108,7 +108,7 @@ def test_runs_under_other_attacks_have_winners_of_their_own(tmp_path: Path) -> N
         Recording(methods=2, seeds=2, clients=4, rounds=5, attack=a).write(tmp_path / f"share {a}") for a in (0.0, 0.2)
     ]
     runs = read_runs(paths)
-    text = overview.cards(runs, method_rows(runs))
+    text = overview.render_cards(runs, method_rows(runs))
     assert re.findall("<h3>(.*?)</h3>", text) == ["share 0.0", "share 0.2"]
     assert not re.search('class="who">[^<]*share', text)
     best = [row["method"] for row in charts(runs)["fairness"].rows if row["best"]]
@@ -145,10 +145,10 @@ def test_every_seed_is_in_the_table_and_drawn(small: Path, drawn: dict[str, Figu
 
 
 def test_clusters_take_the_number_of_their_group() -> None:
-    assert aligned(np.array([2, 2, 0, 1, -1]), np.array([0, 0, 1, 2, 2])).tolist() == [0, 0, 1, 2, -1]
+    assert align_cluster_labels(np.array([2, 2, 0, 1, -1]), np.array([0, 0, 1, 2, 2])).tolist() == [0, 0, 1, 2, -1]
     gen = np.random.default_rng(0)
     groups = gen.integers(0, 4, 40)
-    assert (aligned(gen.permutation(4)[groups], groups) == groups).all()
+    assert (align_cluster_labels(gen.permutation(4)[groups], groups) == groups).all()
 
 
 def test_shares_by_clusters_are_drawn_as_recorded(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_warnings_that_seeds_share_are_one_note(tmp_path: Path) -> None:
     summary["warnings"] = ["fedavg, seed 0: too fast", "few samples", "fedavg, seed 1: too fast"]
     (run / "summary.json").write_text(json.dumps(summary))
     runs = read_runs([run])
-    found = notes(runs, method_rows(runs))
+    found = report_notes(runs, method_rows(runs))
     assert [note for note in found if "fast" in note or "few" in note] == [
         "fedavg, seeds 0, 1: too fast",
         "few samples",
@@ -210,7 +210,7 @@ def test_warnings_that_seeds_share_are_one_note(tmp_path: Path) -> None:
 
 
 def test_settings_are_in_words_with_versions(small: Path) -> None:
-    text = settings(read_runs([small]))
+    text = render_settings(read_runs([small]))
     assert "<dt>Partition</dt><dd>mixed: clients 10, alpha 0.5</dd>" in text
     assert "torch 2.13.0" in text
     assert "kind = &#34;mixed&#34;" in text

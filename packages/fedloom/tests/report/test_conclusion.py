@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedloom.lab import report
 from fedloom.lab.cli import app
 from fedloom.lab.printing import print_results
-from fedloom.lab.report.comparison.conclusion import SHOWN_PAIRS, conclusions
+from fedloom.lab.report.comparison.conclusion import SHOWN_PAIRS, conclude_runs
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 
 RUNNER = CliRunner()
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_answer_names_the_methods_that_the_tests_find_better_and_no_other(seed: int, tmp_path: Path) -> None:
     folder = Recording(methods=5, seeds=6, rounds=10, clients=8, seed=seed).write(tmp_path / "run")
-    (found,) = conclusions([folder])
+    (found,) = conclude_runs([folder])
     table = RecordedComparison(folder).significance().to_pylist()
     methods = {row["method"] for row in table if " or " not in row["method"]}
     better = {row["method"] for row in table if row["verdict"] == "better"} & methods
@@ -39,12 +39,12 @@ def test_the_answer_names_the_methods_that_the_tests_find_better_and_no_other(se
 
 
 def test_fewer_than_five_seeds_have_no_winner(tmp_path: Path) -> None:
-    (found,) = conclusions([Recording(methods=4, seeds=3, rounds=10, clients=8).write(tmp_path / "three")])
+    (found,) = conclude_runs([Recording(methods=4, seeds=3, rounds=10, clients=8).write(tmp_path / "three")])
     assert found.answer == "Answer: not tested, because a test needs at least 5 seeds."
 
 
 def test_it_has_three_to_six_lines_and_names_what_it_leaves_out(run: Path) -> None:
-    (found,) = conclusions([run])
+    (found,) = conclude_runs([run])
     assert len(found.pairs) > SHOWN_PAIRS
     lines = found.lines()
     assert f"  {len(found.pairs) - SHOWN_PAIRS} more in the report" in lines
@@ -53,7 +53,7 @@ def test_it_has_three_to_six_lines_and_names_what_it_leaves_out(run: Path) -> No
 
 
 def test_python_the_terminal_and_the_page_say_the_same(run: Path, tmp_path: Path) -> None:
-    (found,) = conclusions([run])
+    (found,) = conclude_runs([run])
     printed = RUNNER.invoke(app, ["report", str(run), "--out", str(tmp_path / "page.html")]).output
     head = (tmp_path / "page.html").read_text().partition("</header>")[0]
     for line in (found.answer, *found.pairs[:SHOWN_PAIRS], found.compared, found.cost):
@@ -72,7 +72,7 @@ def test_json_has_the_results_the_tests_and_the_answer(run: Path, tmp_path: Path
     assert [pair["verdict"] for pair in found["comparisons"]] == [
         row["verdict"] for row in RecordedComparison(run).significance().to_pylist()
     ]
-    assert found["conclusions"][0]["answer"] == conclusions([run])[0].answer
+    assert found["conclusions"][0]["answer"] == conclude_runs([run])[0].answer
 
 
 def test_the_table_fits_80_columns_and_marks_the_best_row(

@@ -17,10 +17,10 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
-from fedloom.lab.report.comparison.by_patient import MIN_CLASS_SAMPLES, delong
-from fedloom.lab.report.patients import Predicted
+from fedloom.lab.report.comparison.by_patient import MIN_CLASS_SAMPLES, delong_auroc
+from fedloom.lab.report.patients import StoredPredictions
 
-Draw = Callable[[np.random.Generator, int], Predicted]
+Draw = Callable[[np.random.Generator, int], StoredPredictions]
 FREE, TIMES = 20_000, 4_000
 """Subjects of one row by which the true concordance is measured, and events that are compared at a time."""
 
@@ -29,15 +29,17 @@ def subjects_of(rng: np.random.Generator, subjects: int) -> np.ndarray:
     return np.repeat(np.arange(subjects), rng.integers(1, 6, subjects))
 
 
-def made(subject: np.ndarray, target: np.ndarray, prediction: np.ndarray, event: np.ndarray | None = None) -> Predicted:
+def made(
+    subject: np.ndarray, target: np.ndarray, prediction: np.ndarray, event: np.ndarray | None = None
+) -> StoredPredictions:
     client = np.zeros(len(subject), np.int64)
-    return Predicted(client, np.arange(len(subject)), target, prediction, event, subject)
+    return StoredPredictions(client, np.arange(len(subject)), target, prediction, event, subject)
 
 
 def scores(area: float) -> Draw:
     """Scores whose AUROC over subjects is ``area``; a subject is mostly of one class."""
 
-    def draw(rng: np.random.Generator, subjects: int) -> Predicted:
+    def draw(rng: np.random.Generator, subjects: int) -> StoredPredictions:
         subject = subjects_of(rng, subjects)
         often = rng.choice([0.2, 0.8], subjects)
         target = (rng.random(len(subject)) < often[subject]).astype(float)
@@ -50,7 +52,7 @@ def scores(area: float) -> Draw:
 def labels(area: float) -> Draw:
     """Scores of two labels, each known in four of five samples, whose AUROC over subjects is ``area``."""
 
-    def draw(rng: np.random.Generator, subjects: int) -> Predicted:
+    def draw(rng: np.random.Generator, subjects: int) -> StoredPredictions:
         subject = subjects_of(rng, subjects)
         size = (len(subject), 2)
         target = (rng.random(size) < rng.choice([0.2, 0.8], (subjects, 2))[subject]).astype(float)
@@ -64,7 +66,7 @@ def labels(area: float) -> Draw:
 def right(share: float) -> Draw:
     """Predictions of which a share is right, those of a subject alike."""
 
-    def draw(rng: np.random.Generator, subjects: int) -> Predicted:
+    def draw(rng: np.random.Generator, subjects: int) -> StoredPredictions:
         subject = subjects_of(rng, subjects)
         noise = (rng.normal(size=subjects)[subject] + rng.normal(size=len(subject))) / math.sqrt(2)
         return made(subject, np.ones(len(subject)), (noise < norm.ppf(share)).astype(float))
@@ -72,7 +74,7 @@ def right(share: float) -> Draw:
     return draw
 
 
-def times(rng: np.random.Generator, subjects: int, most: int = 5) -> Predicted:
+def times(rng: np.random.Generator, subjects: int, most: int = 5) -> StoredPredictions:
     """Times and risks that share a subject's frailty, a third of them censored."""
     subject = np.repeat(np.arange(subjects), rng.integers(1, most + 1, subjects))
     own, rows = rng.normal(size=subjects), len(subject)
@@ -110,7 +112,7 @@ SHARE_METRICS = ("auroc", "macro_auroc", "accuracy", "c_index")
 """Metrics from 0 to 1, whose intervals are computed on the logit scale."""
 
 
-def estimate_interval(metric: str, samples: Predicted, level: float = 0.95) -> tuple[float, float, float]:
+def estimate_interval(metric: str, samples: StoredPredictions, level: float = 0.95) -> tuple[float, float, float]:
     """Return a metric of one model, and the lower and upper ends of its interval.
 
     All three are NaN without an interval.
@@ -127,7 +129,7 @@ def estimate_interval(metric: str, samples: Predicted, level: float = 0.95) -> t
         some = [samples.count(samples.target == k) for k in (0, 1)]
         if min(some) < MIN_CLASS_SAMPLES:
             return math.nan, math.nan, math.nan
-        areas, variance = delong(samples.prediction[None], samples.target, samples.units)
+        areas, variance = delong_auroc(samples.prediction[None], samples.target, samples.units)
         value, se = float(areas[0]), math.sqrt(max(0.0, float(variance[0, 0])))
     else:
         value = float(weighted_metric(metric, np.ones((1, len(samples.target))), samples)[0])
@@ -210,7 +212,7 @@ def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
     for metric, draw, _ in FIGURES.values():
         one = draw(rng, 80)
         one = one._replace(subject=np.arange(len(one.target)))
-        three = Predicted(*(None if values is None else np.repeat(values, 3, axis=0) for values in one))
+        three = StoredPredictions(*(None if values is None else np.repeat(values, 3, axis=0) for values in one))
         np.testing.assert_allclose(estimate_interval(metric, three), estimate_interval(metric, one), rtol=0.01)
 
 

@@ -18,9 +18,16 @@ from typer.testing import CliRunner
 
 from fedloom.lab import report
 from fedloom.lab.cli import app
-from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, MEAN_ROWS, gains, gains_csv, gains_html, gains_latex
+from fedloom.lab.report.comparison.gains import (
+    MAX_LISTED_SITES,
+    MEAN_ROWS,
+    gains_csv,
+    gains_html,
+    gains_latex,
+    site_gains,
+)
 from fedloom.lab.report.numbers import method_rows
-from fedloom.lab.report.overview import notes
+from fedloom.lab.report.overview import report_notes
 from fedloom.lab.report.reading import read_runs
 from tests import hospitals
 
@@ -111,7 +118,7 @@ def test_the_gains_of_a_run_are_those_of_scipy_and_statsmodels(folder: Path, tmp
 
 def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
     runs = read_runs([folder])
-    tables = gains(runs, method_rows(runs), "auroc")
+    tables = site_gains(runs, method_rows(runs), "auroc")
     line = tables[0].lines[2]
     low, high = min(line.samples), max(line.samples)
     size = f"{low}" if low == high else f"{low} to {high}"
@@ -131,7 +138,7 @@ def test_the_page_opens_with_it(folder: Path, tmp_path: Path) -> None:
 
 def shown(recording: Recording, folder: Path, lead: str) -> str:
     runs = read_runs([recording.write(folder)])
-    tables = gains(runs, method_rows(runs), lead)
+    tables = site_gains(runs, method_rows(runs), lead)
     assert gains_latex(tables, "a_b").count("\\\\\n") == sum(1 + len(table.lines) for table in tables)
     return gains_csv(tables)
 
@@ -163,11 +170,11 @@ def test_numbered_clients_are_sites_where_the_partition_cuts_by_site(tmp_path: P
     numbers = [str(client) for client in table["client"].to_pylist()]
     pq.write_table(table.set_column(table.column_names.index("name"), "name", [numbers]), folder / "partition.parquet")
     runs = read_runs([folder])
-    assert gains(runs, method_rows(runs), "accuracy") == []
+    assert site_gains(runs, method_rows(runs), "accuracy") == []
     settings = folder / "experiment.toml"
     settings.write_text(settings.read_text().replace('kind = "mixed"', 'kind = "natural"'))
     runs = read_runs([folder])
-    assert len(gains(runs, method_rows(runs), "accuracy")) == 1
+    assert len(site_gains(runs, method_rows(runs), "accuracy")) == 1
 
 
 def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
@@ -178,7 +185,7 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
         table.set_column(table.column_names.index("attacks"), "attacks", attacks), folder / "partition.parquet"
     )
     runs = read_runs([folder])
-    lines = gains(runs, method_rows(runs), "accuracy")[0].lines
+    lines = site_gains(runs, method_rows(runs), "accuracy")[0].lines
     assert [line.comparison.seeds for line in lines] == [2, 0, 0, 2, 2, 2, 2, 2]  # client 1 has no test part
     assert lines[1].reason.endswith("none of its samples was tested.")
     assert lines[2].reason.endswith("attacks and is not scored.")
@@ -186,4 +193,6 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
 
 def test_the_notes_name_who_is_left_out_of_the_means(folder: Path) -> None:
     runs = read_runs([folder])
-    assert "Clients without AUROC, which are not in the means: up to 1 of 3; Esche." in notes(runs, method_rows(runs))
+    assert "Clients without AUROC, which are not in the means: up to 1 of 3; Esche." in report_notes(
+        runs, method_rows(runs)
+    )

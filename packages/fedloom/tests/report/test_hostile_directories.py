@@ -21,7 +21,7 @@ from recorded import Recording
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError
 from fedloom.lab import report
 from fedloom.lab.report.charts.kit import Figure, layer_chart, mark, number
-from fedloom.lab.report.csv_files import csv_of, csv_of_table
+from fedloom.lab.report.csv_files import render_csv, render_table_csv
 
 pytestmark = pytest.mark.attack("hostile directories")
 
@@ -223,8 +223,8 @@ def test_nothing_of_a_run_is_written_through_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", FORMULAS)
 def test_every_csv_is_inert(text: str) -> None:
-    plain = csv_of([text], [[text], {text: text}, [None]])
-    table = csv_of_table(pa.table({text: [text, "a"], "n": [-1.0, 1 / 3]})).decode()
+    plain = render_csv([text], [[text], {text: text}, [None]])
+    table = render_table_csv(pa.table({text: [text, "a"], "n": [-1.0, 1 / 3]})).decode()
     for content in (plain, table):
         for row in csv.reader(io.StringIO(content, newline="")):
             assert not any(cell.startswith(("=", "+", "@", "\t", "\r", "-1+")) for cell in row), row

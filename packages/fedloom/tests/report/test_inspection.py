@@ -12,8 +12,8 @@ import pytest
 from recorded import Recording
 
 from fedloom.errors import RunDirError
-from fedloom.lab.report.charts.clients import clients
-from fedloom.lab.report.charts.inspection import inspection
+from fedloom.lab.report.charts.clients import draw_clients
+from fedloom.lab.report.charts.inspection import draw_inspections
 from fedloom.lab.report.numbers import method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key
@@ -21,7 +21,7 @@ from fedloom.lab.report.run import Key
 
 def figures(path: Path) -> dict:
     runs = read_runs([path])
-    found = [*inspection(runs), clients(runs, method_rows(runs), "accuracy")[-1]]
+    found = [*draw_inspections(runs), draw_clients(runs, method_rows(runs), "accuracy")[-1]]
     return {f.id: f for f in found if f is not None}
 
 
@@ -30,7 +30,7 @@ def test_the_gain_of_a_client_is_over_its_own_model_in_the_leading_metric(
     lead: str, sign: int, scale: int, small: Path
 ) -> None:
     run = read_runs([small])[0]
-    figure = clients([run], method_rows([run]), lead)[-1]
+    figure = draw_clients([run], method_rows([run]), lead)[-1]
     gains = []
     for seed in range(3):
         own, base = (run.series[Key(method, seed, "personal", "test", lead)] for method in ("ditto", "local"))

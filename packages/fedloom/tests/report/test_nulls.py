@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 import fedloom as fl
-from fedloom.lab.report.comparison.family import FAMILY_ERROR_LEVEL, PairVerdict, family, pair_verdict
+from fedloom.lab.report.comparison.family import FAMILY_ERROR_LEVEL, PairVerdict, pair_verdict, run_family_tests
 
 METHODS, FEATURES = 4, 3
 
@@ -43,7 +43,7 @@ def false_families(repetitions: int, seeds: int, clients: int, samples: int = 30
         found, ratio = accuracies(rng, samples, seeds, clients)
         members = {k: dict(enumerate(found[:, k] - found[:, 0])) for k in range(1, METHODS)}
         for place, one in enumerate((ratio, 0.0)):
-            verdicts = {pair_verdict(test, higher=True) for test in family(members, ratio=one).values()}
+            verdicts = {pair_verdict(test, higher=True) for test in run_family_tests(members, ratio=one).values()}
             counts[place] += verdicts != {PairVerdict.INCONCLUSIVE}
     return counts[0], counts[1]
 

@@ -17,7 +17,7 @@ from fedloom.algorithms import REGISTRY, role_of
 from fedloom.lab import report
 from fedloom.lab.report import numbers, overview
 from fedloom.lab.report.comparison import criteria as compare
-from fedloom.lab.report.comparison.contenders import reference
+from fedloom.lab.report.comparison.contenders import default_baseline
 from fedloom.lab.report.comparison.pairs import Pair, pairs_html, pairs_latex
 from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.reading import read_runs
@@ -121,7 +121,7 @@ def row(name: str, values: list[float], status: str = "done") -> Row:
 
 def win(*rows: Row) -> compare.Winner:
     values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
-    return compare.winner(compare.Criterion("accuracy", "", "", 1.0, True, values), list(rows))
+    return compare.find_winner(compare.Criterion("accuracy", "", "", 1.0, True, values), list(rows))
 
 
 def test_a_method_has_the_role_that_its_record_states_whatever_it_is_called() -> None:
@@ -129,9 +129,9 @@ def test_a_method_has_the_role_that_its_record_states_whatever_it_is_called() ->
         record = RunRecord(method=name, algorithm=name, role=role, seed=0, status="done")
         return Row("", name, name, "global", (record,), {})
 
-    assert reference([of("fedavg", None), of("local", None)]) == "local"  # of a directory without roles
-    assert reference([of("fedavg", "average"), of("mine:Alone", "alone")]) == "mine:Alone"
-    assert reference([of("local", ""), of("fedavg", "average")]) == "fedavg"
+    assert default_baseline([of("fedavg", None), of("local", None)]) == "local"  # of a directory without roles
+    assert default_baseline([of("fedavg", "average"), of("mine:Alone", "alone")]) == "mine:Alone"
+    assert default_baseline([of("local", ""), of("fedavg", "average")]) == "fedavg"
     roles = {name: role_of(entry()) for name, entry in REGISTRY.items()}
     named = {name: role for name, role in roles.items() if role}
     assert named == {"local": "alone", "fedavg": "average", "centralized": "pooled"}
@@ -168,7 +168,7 @@ def test_the_target_that_costs_are_counted_to_is_of_a_method_that_ran_to_its_end
 def test_the_result_table_and_the_cards_have_the_same_leader_whatever_a_diverged_method_reached() -> None:
     kept, less, lost = row("a", [0.8, 0.8]), row("b", [0.7, 0.7]), row("c", [0.9, 0.9], "diverged")
     assert win(kept, less, lost).row == 0
-    assert re.findall(r'<span class="best">([^<]*)</span>', overview.results([kept, less, lost])) == ["80.00"]
+    assert re.findall(r'<span class="best">([^<]*)</span>', overview.render_results([kept, less, lost])) == ["80.00"]
 
 
 def test_a_diverged_method_is_named_as_such_beside_its_verdict_and_another_is_not() -> None:
@@ -214,7 +214,7 @@ def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words:
     criterion = compare.Criterion(figure, "", "", 1.0, True, {})
     for rows in ([best, behind], [best, behind, lost], [best, behind, few]):
         values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
-        said = overview.significance_text(compare.winner(replace(criterion, values=values), rows), rows)
+        said = overview.significance_text(compare.find_winner(replace(criterion, values=values), rows), rows)
         some = f" that {words} in every seed" * (len(rows) > 2)
         lead = "ahead of behind global." if figure == "accuracy" else "times behind global&#39;s."
         assert said.startswith(f"<b>Better</b> than every other method{some}: ")
@@ -225,7 +225,7 @@ def test_curves_are_means_over_clients_round_by_round(small: Path) -> None:
     (run,) = read_runs([small])
     key = Key("fedavg", 1, "global", "test", "accuracy")
     points = run.series[key]
-    curve = numbers.curve(run, key, "mean")
+    curve = numbers.benign_curve(run, key, "mean")
     expected = [np.nanmean(points.value[points.round == t]) for t in curve.round]
     assert curve.round.tolist() == [5, 10, 15, 20]
     np.testing.assert_allclose(curve.value, expected)

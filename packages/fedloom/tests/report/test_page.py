@@ -26,7 +26,7 @@ from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.page import make_figures
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key
-from fedloom.lab.report.tables import csv_text, latex
+from fedloom.lab.report.tables import csv_text, render_latex_table
 from fedloom.rundir import RunRecord
 
 
@@ -126,7 +126,7 @@ def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:
         Row("", name, name, "global", (), {"accuracy": Estimate({0: good}), "loss": Estimate({0: loss})})
         for name, (good, loss) in results.items()
     ]
-    bold = re.findall(r'<span class="best">([\d.]+)</span>', overview.results(rows))
+    bold = re.findall(r'<span class="best">([\d.]+)</span>', overview.render_results(rows))
     assert bold == ["90.00", "90.00", "0.1000", "0.1000"]
 
 
@@ -142,7 +142,7 @@ def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:
 def test_unequal_work_is_named_by_method(work: dict[str, float], sentence: str) -> None:
     done = (RunRecord(method="m", seed=0, status="done"),)
     rows = [Row("", m, m, "global", done, {"samples_backward": Estimate({0: w})}) for m, w in work.items()]
-    text = overview._work(rows)
+    text = overview._work_notes(rows)
     assert sentence in text
     assert bool(text) == bool(sentence)
     assert "near" not in text
@@ -183,7 +183,7 @@ def test_numbers_in_the_csv_are_those_of_the_arrow_table(small: Path) -> None:
 def test_latex_is_escaped_and_rectangular(small: Path) -> None:
     (run,) = read_runs([small])
     rows = [replace(row, method="a_b & 50%") if row.method == "fedavg" else row for row in method_rows([run])]
-    lines = latex(rows, "x_y").splitlines()
+    lines = render_latex_table(rows, "x_y").splitlines()
     assert "\\caption{x\\_y}" in lines
     assert any(line.startswith("a\\_b \\& 50\\% & global") for line in lines)
     body = lines[lines.index("\\midrule") + 1 : lines.index("\\bottomrule")]
@@ -236,16 +236,16 @@ def test_the_same_run_gives_the_same_page(
 
 def test_latex_has_six_columns_or_those_chosen(small: Path) -> None:
     rows = method_rows(read_runs([small]))
-    head = latex(rows, "x").splitlines()[6]
+    head = render_latex_table(rows, "x").splitlines()[6]
     assert head.count("&") == 1 + 6
     assert (
-        latex(rows, "x", ["bytes_up", "accuracy_worst10"]).splitlines()[6]
+        render_latex_table(rows, "x", ["bytes_up", "accuracy_worst10"]).splitlines()[6]
         == "Method & Model & MB up & Worst 10 \\% (\\%) \\\\"
     )
     with pytest.raises(
         ConfigError, match=r"--columns: got 'acuracy'. The columns of these runs are .*accuracy_worst10"
     ):
-        latex(rows, "x", ["acuracy"])
+        render_latex_table(rows, "x", ["acuracy"])
 
 
 def test_a_run_that_exploded_sets_no_axis_and_no_number_has_sixteen_digits(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_the_bundle_is_made_once_and_anew_when_it_is_damaged(tmp_path: Path, mon
     made = []
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda *_: made.append(1) or "let x = '</script>';")
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
-    scripts = document._scripts.__wrapped__
+    scripts = document._chart_scripts.__wrapped__
     first = scripts()
     assert scripts() == first
     assert "</script" not in first

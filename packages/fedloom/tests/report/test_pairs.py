@@ -25,9 +25,9 @@ from fedloom.errors import ConfigError
 from fedloom.lab import report
 from fedloom.lab.cli import app
 from fedloom.lab.report import overview
-from fedloom.lab.report.comparison.contenders import Models, contenders, same
-from fedloom.lab.report.comparison.criteria import marks, winners
-from fedloom.lab.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
+from fedloom.lab.report.comparison.contenders import Models, are_same_models, select_contenders
+from fedloom.lab.report.comparison.criteria import find_highlighted_rows, find_winners
+from fedloom.lab.report.comparison.pairs import Pair, compare_pairs, pairs_csv, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex
 from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.reading import read_runs
@@ -58,18 +58,20 @@ def rows(run: Run) -> list[Row]:
 
 
 def test_one_row_a_method_and_the_rival_of_hybrid_models(run: Run, rows: list[Row]) -> None:
-    used = {row.method: row.model for row in contenders([run], rows)}
+    used = {row.method: row.model for row in select_contenders([run], rows)}
     assert used == {"fedavg": "global", "fedprox": "global", "local": "personal", "ditto": "hybrid", "flame": "hybrid",
                     "fedacs": "personal", "local or fedavg": "hybrid"}  # fmt: skip
-    personal = {row.method: row.model for row in contenders([run], rows, "personal")}
+    personal = {row.method: row.model for row in select_contenders([run], rows, "personal")}
     assert personal == {"fedavg": "global", "fedprox": "global", "local": "personal", "ditto": "personal",
                         "flame": "personal", "fedacs": "personal"}  # fmt: skip
-    assert contenders([run], rows, "all") == rows
-    assert "local or fedavg" not in {r.method for r in contenders([run], [r for r in rows if r.method != "local"])}
+    assert select_contenders([run], rows, "all") == rows
+    assert "local or fedavg" not in {
+        r.method for r in select_contenders([run], [r for r in rows if r.method != "local"])
+    }
 
 
 def test_the_rival_is_each_clients_better_one_on_validation(run: Run, rows: list[Row], folder: Path) -> None:
-    rival = contenders([run], rows)[-1]
+    rival = select_contenders([run], rows)[-1]
     table = pq.read_table(folder / "metrics.parquet").to_pandas()
     last = table[(table["round"] == 10) & (table["client"] >= 0) & (table["metric"] == "accuracy")]
     for seed in range(7):
@@ -89,7 +91,7 @@ def recomputed(
     run: Run, rows: list[Row], reference: str, doubles: tuple[str, ...] = ("fedprox",)
 ) -> dict[str, tuple[float, float, bool]]:
     """Raw p, Holm's p and verdict of every distinct model, by SciPy and statsmodels from the result of every seed."""
-    means = {row.method: row.figures["accuracy"].by_seed for row in contenders([run], rows)}
+    means = {row.method: row.figures["accuracy"].by_seed for row in select_contenders([run], rows)}
     names = [m for m in means if m not in (reference, *doubles)]
     p = [stats.ttest_rel(*([means[k][s] for s in range(7)] for k in (m, reference))).pvalue for m in names]
     rejections, holm, *_ = multipletests(p, method="holm")
@@ -98,7 +100,7 @@ def recomputed(
 
 @pytest.mark.parametrize("reference", ["local", "flame", "local or fedavg"])
 def test_pairs_are_one_family_by_scipy_and_statsmodels(reference: str, run: Run, rows: list[Row]) -> None:
-    found = {pair.row.method: pair for pair in pairs([run], rows, reference)}
+    found = {pair.row.method: pair for pair in compare_pairs([run], rows, reference)}
     fresh = recomputed(run, rows, reference)
     assert found.keys() == fresh.keys() | {"fedprox"}
     for method, (p, holm, rejected) in fresh.items():
@@ -112,14 +114,14 @@ def test_pairs_are_one_family_by_scipy_and_statsmodels(reference: str, run: Run,
 
 
 def test_the_same_models_are_no_test(run: Run, rows: list[Row]) -> None:
-    found = {pair.row.method: pair for pair in pairs([run], rows, "fedavg")}
+    found = {pair.row.method: pair for pair in compare_pairs([run], rows, "fedavg")}
     assert (found["fedprox"].words, found["fedprox"].comparison) == ("not tested (same models)", None)
-    leader = winners(
-        [run], contenders([run], [r for r in rows if r.method in ("fedavg", "fedprox", "fedacs")]), "accuracy"
+    leader = find_winners(
+        [run], select_contenders([run], [r for r in rows if r.method in ("fedavg", "fedprox", "fedacs")]), "accuracy"
     )
     assert len(leader[0].rivals) + len(leader[0].equals) <= 2
     apart = [r for r in rows if r.method in ("fedavg", "fedprox")]
-    text = overview.cards([run], apart)
+    text = overview.render_cards([run], apart)
     assert "The models of fedprox are the same." in text
     assert "equal to" not in text
 
@@ -135,15 +137,15 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
     table.loc[chosen, "value"] = np.where(table.loc[chosen, "metric"].str.startswith("loss"), -1.0, 2.0)
     pq.write_table(pa.Table.from_pandas(table, preserve_index=False), place / "metrics.parquet")
     run = read_runs([place])[0]
-    shown = contenders([run], method_rows([run]))
+    shown = select_contenders([run], method_rows([run]))
     own, rival = (next(k for k, row in enumerate(shown) if row.method == m) for m in (better, "local or fedavg"))
     for name, figure in shown[rival].figures.items():
         assert figure.by_seed == pytest.approx(shown[own].figures[name].by_seed, nan_ok=True)
-    without = winners([run], [row for row in shown if row is not shown[rival]], "accuracy")
-    for one, other in zip(winners([run], shown, "accuracy"), without, strict=True):
+    without = find_winners([run], [row for row in shown if row is not shown[rival]], "accuracy")
+    for one, other in zip(find_winners([run], shown, "accuracy"), without, strict=True):
         assert (one.lead, one.half) == (pytest.approx(other.lead), pytest.approx(other.half))
     for reference in [row.method for row in shown if row.method not in ("fedprox", "local or fedavg")]:
-        found = {pair.row.method: pair for pair in pairs([run], method_rows([run]), reference)}
+        found = {pair.row.method: pair for pair in compare_pairs([run], method_rows([run]), reference)}
         for method, (_, holm, rejected) in recomputed(run, shown, reference, ("fedprox", "local or fedavg")).items():
             assert found[method].comparison is not None
             assert found[method].comparison[3:5] == (pytest.approx(holm), rejected)
@@ -154,7 +156,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
 def test_cards_and_pairs_of_a_page_are_about_the_same_models(models: Models, folder: Path, tmp_path: Path) -> None:
     page = report.write_report([folder], tmp_path / "r.html", compare_model=models, charts=False).read_text()
     cards = set(re.findall(r'<p class="who">([^<]+) <span class="model" data-model="(\w+)"', page))
-    compared = {(pair.row.method, pair.row.model) for pair in pairs(*_read(folder), None, models)}
+    compared = {(pair.row.method, pair.row.model) for pair in compare_pairs(*_read(folder), None, models)}
     assert cards
     assert cards <= compared | {("local", "personal")} or models == "all"
     assert models != "personal" or "hybrid" not in {model for _, model in cards}
@@ -167,11 +169,11 @@ def _read(folder: Path) -> tuple[list[Run], list[Row]]:
 
 def test_methods_without_a_result_are_not_the_same_models(rows: list[Row]) -> None:
     lost = [replace(r, figures={"accuracy": Estimate({0: math.nan})}) for r in rows[:2]]
-    assert not same(*lost)
+    assert not are_same_models(*lost)
 
 
 def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> None:
-    found = pairs([run], rows, "local")
+    found = compare_pairs([run], rows, "local")
     table = list(csv.DictReader(io.StringIO(pairs_csv(found))))
     assert [row["method"] for row in table] == [pair.row.method for pair in found]
     for row, pair in zip(table, found, strict=True):
@@ -189,7 +191,7 @@ def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> No
 
 def test_fewer_seeds_than_five_decide_nothing(tmp_path: Path) -> None:
     few = read_runs([Recording(methods=4, seeds=4, rounds=5).write(tmp_path / "few")])
-    found: list[Pair] = pairs(few, method_rows(few), "local")
+    found: list[Pair] = compare_pairs(few, method_rows(few), "local")
     assert {(pair.verdict, pair.reason) for pair in found} == {("not tested", "fewer than five seeds")}
     assert "dagger" not in results_latex(few, method_rows(few))
 
@@ -204,20 +206,20 @@ def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> 
     table = pd.concat([table[~fixed], *copies])
     pq.write_table(pa.Table.from_pandas(table, preserve_index=False), place / "metrics.parquet")
     runs, rows = _read(place)
-    found = {pair.row.method: pair for pair in pairs(runs, rows, "local")}
+    found = {pair.row.method: pair for pair in compare_pairs(runs, rows, "local")}
     assert (found["ditto"].verdict, found["ditto"].comparison and found["ditto"].comparison.seeds) == ("not tested", 1)
     fresh = recomputed(runs[0], rows, "local", ("fedprox", "ditto", "local or fedavg"))
     for method, (p, holm, rejected) in fresh.items():
         one = found[method].comparison
         assert one is not None
         assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
-    (note,) = (note for note in overview.notes(runs, rows) if "other seeds are equal" in note)
+    (note,) = (note for note in overview.report_notes(runs, rows) if "other seeds are equal" in note)
     assert note.startswith("With local, ditto, runs with other seeds are equal to the last digit, because")
 
 
 def test_the_result_table_marks_the_best_and_what_is_not_significantly_worse(run: Run, rows: list[Row]) -> None:
-    shown = contenders([run], rows)
-    found = marks(shown, ["accuracy", "bytes_up"])
+    shown = select_contenders([run], rows)
+    found = find_highlighted_rows(shown, ["accuracy", "bytes_up"])
     assert found.keys() == {"accuracy"}
     means = {row.method: row.figures["accuracy"].mean for row in shown}
     best = max(means, key=means.__getitem__)
@@ -252,6 +254,6 @@ def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tm
 def test_runs_under_other_attacks_have_references_of_their_own(tmp_path: Path) -> None:
     recording = Recording(methods=4, seeds=5, clients=6, rounds=5)
     runs = read_runs([replace(recording, attack=a, seed=k).write(tmp_path / f"r{k}") for k, a in enumerate((0.0, 0.2))])
-    found = pairs(runs, method_rows(runs), None)
+    found = compare_pairs(runs, method_rows(runs), None)
     assert {(pair.row.run, pair.reference.name) for pair in found} == {("r0", "local · r0"), ("r1", "local · r1")}
-    assert {pair.reference.run for pair in pairs(runs, method_rows(runs), "local · r1")} == {"r1"}
+    assert {pair.reference.run for pair in compare_pairs(runs, method_rows(runs), "local · r1")} == {"r1"}

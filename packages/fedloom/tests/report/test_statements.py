@@ -19,8 +19,8 @@ import fedloom as fl
 from fedloom.lab.report import overview
 from fedloom.lab.report.charts.kit import Figure
 from fedloom.lab.report.comparison import devices
-from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models, contenders
-from fedloom.lab.report.comparison.criteria import Criterion, winner
+from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models, select_contenders
+from fedloom.lab.report.comparison.criteria import Criterion, find_winner
 from fedloom.lab.report.comparison.gains import federated_leader
 from fedloom.lab.report.document import READING_TEXTS
 from fedloom.lab.report.numbers import Estimate, Row, method_rows
@@ -57,11 +57,11 @@ def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
     rows = method_rows(runs)
     compared = [
         row
-        for row in contenders(runs, rows, "best-on-validation" if models == "all" else models)
+        for row in select_contenders(runs, rows, "best-on-validation" if models == "all" else models)
         if row.sound and row.algorithm
     ]
     best = max(np.mean([*row.figures["accuracy"].by_seed.values()]) for row in compared)
-    said = set(re.findall(r"until accuracy ([\d.]+) %", unescape(overview.cards(runs, rows, models))))
+    said = set(re.findall(r"until accuracy ([\d.]+) %", unescape(overview.render_cards(runs, rows, models))))
     chart = charts(runs, models)["costs-reached"]
     (goal,) = said
     assert float(goal) == pytest.approx(95 * best, rel=1e-3)
@@ -72,7 +72,7 @@ def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
 def test_classes_of_devices_have_the_target_of_the_overview(tmp_path: Path) -> None:
     """Of two runs that are compared the better one sets it for both."""
     runs = read_runs([ODD.write(tmp_path / "one"), replace(ODD, seed=1).write(tmp_path / "two")])
-    goals = {devices.target_of(run, runs, method_rows(runs), "accuracy") for run in runs}
+    goals = {devices.target_of_run(run, runs, method_rows(runs), "accuracy") for run in runs}
     assert goals == {point["target"] for point in charts(runs)["costs-reached"].rows}
 
 
@@ -89,9 +89,9 @@ def test_a_diverged_method_is_called_best_nowhere(tmp_path: Path, bad: tuple[str
     for id in ("fairness", "worst"):
         assert {point["method"] for point in drawn[id].rows if point["best"]} <= {row.method for row in sound}
     assert ("costs-reached" in drawn) is bool(sound)
-    leader = federated_leader(contenders(runs, rows), "accuracy")
+    leader = federated_leader(select_contenders(runs, rows), "accuracy")
     assert leader in sound if sound else leader is None
-    assert not set(re.findall(r'class="who">(\S+) <', overview.cards(runs, rows))) & set(bad)
+    assert not set(re.findall(r'class="who">(\S+) <', overview.render_cards(runs, rows))) & set(bad)
 
 
 def test_a_ring_is_where_no_sound_method_is_better_in_both(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_best_of_a_column_is_that_of_runs_on_equal_data(tmp_path: Path) -> N
     (two / "experiment.toml").write_text(settings.replace("alpha = 0.5", "alpha = 0.1"))
     runs = read_runs([one, two])
     rows = method_rows(runs)
-    page, caption = overview.results(rows, runs), charts(runs)["each-client"].caption
+    page, caption = overview.render_results(rows, runs), charts(runs)["each-client"].caption
     bold = re.findall(r'data-value="(\S+ · \w+)">.*?<td data-value="[^"]*"><span( class="best")?>', page, re.DOTALL)
     for run in runs:
         means = {row.title: row.figures["accuracy"].mean for row in rows if row.run == run.label}
@@ -130,7 +130,7 @@ def test_attackers_are_counted_as_recorded(tmp_path: Path, hostile: tuple[int, .
     attacks = pc.is_in(table["client"], pa.array(hostile))
     pq.write_table(table.set_column(table.column_names.index("attacks"), "attacks", attacks), run / "partition.parquet")
     runs = read_runs([run])
-    assert words in " ".join(overview.notes(runs, method_rows(runs)))
+    assert words in " ".join(overview.report_notes(runs, method_rows(runs)))
 
 
 def test_a_lead_over_common_seeds_has_its_sign_and_none_without_such_seeds() -> None:
@@ -143,7 +143,7 @@ def test_a_lead_over_common_seeds_has_its_sign_and_none_without_such_seeds() -> 
     def said(*rows: Row) -> str:
         values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
         return overview.significance_text(
-            winner(Criterion("accuracy", "", "%", 100.0, True, values), list(rows)), list(rows)
+            find_winner(Criterion("accuracy", "", "%", 100.0, True, values), list(rows)), list(rows)
         )
 
     best = row("best", {s: 0.5 + 0.4 * (s > 4) for s in range(10)})
@@ -172,7 +172,7 @@ def test_a_status_names_how_many_seeds_ended_alike() -> None:
 def test_where_every_method_diverged_no_card_denies_its_result(tmp_path: Path) -> None:
     """A diverged method that went on to its end has results with every seed."""
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), *ODD.labels())])
-    cards = overview.cards(runs, method_rows(runs))
+    cards = overview.render_cards(runs, method_rows(runs))
     assert "Every method with this result diverged or failed with some seed." in cards
     assert "No method has" not in cards
     assert all(len(row.figures["accuracy"].finite) == 5 for row in method_rows(runs))
@@ -182,7 +182,7 @@ def test_page_of_one_client_and_one_round_counts_them_as_one() -> None:
     record = RunRecord(method="a", seed=0, status="done", rounds=1)
     run = Run(Path(), "one", "", Summary(runs=(record,)), {}, ["site"], {}, {}, {})
     row = Row("", "a", "a", "global", (record,), {"accuracy": Estimate({0: 1.0})})
-    assert overview.facts([run], [row]) == "1 method · 1 seed · 1 client · 1 round"
+    assert overview.render_facts([run], [row]) == "1 method · 1 seed · 1 client · 1 round"
 
 
 def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
@@ -200,4 +200,4 @@ def test_page_of_two_runs_counts_their_methods_once() -> None:
     record = RunRecord(method="a", seed=0, status="done", rounds=1)
     runs = [Run(Path(), label, "", Summary(runs=(record,)), {}, ["site"], {}, {}, {}) for label in ("one", "two")]
     rows = [Row(run.label, "a", "a", "global", (record,), {"accuracy": Estimate({0: 1.0})}) for run in runs]
-    assert overview.facts(runs, rows) == "2 runs · 1 method · 1 seed · 1 client · 1 round"
+    assert overview.render_facts(runs, rows) == "2 runs · 1 method · 1 seed · 1 client · 1 round"

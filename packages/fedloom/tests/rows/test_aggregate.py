@@ -392,7 +392,7 @@ def test_minimum_diameter_of_many_subsets(seed, first):
 
 
 def test_minimum_diameter_counts_its_subsets(monkeypatch):
-    monkeypatch.setattr("fedloom.rows.aggregators.selection.MOST_SUBSETS", 45)
+    monkeypatch.setattr("fedloom.rows.aggregators.selection.MAX_SUBSETS", 45)
     A.MDA(f=2).check(10)
     with pytest.raises(ConfigError, match="C\\(11, 2\\) = 55"):
         A.MDA(f=2).check(11)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError, WireError
 from fedloom.rows.algebra import grid_value
-from fedloom.rows.encodings import tensor
+from fedloom.rows.encodings import tensor_from_bytes
 from fedloom.rows.fields import FIELD_DTYPES, Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import WIRE_HEADER, Codec
@@ -67,7 +67,7 @@ def test_round_trip_and_length(dtype, encoding, part, seed):
 def test_what_is_read_lies_in_memory_as_torch_places_it():
     """The rounding of a product depends on where its factors begin."""
     payloads = [memoryview(bytes(4 * size)) for size in range(40)]
-    assert {tensor(payload, torch.float32).data_ptr() % 64 for payload in payloads} == {0}
+    assert {tensor_from_bytes(payload, torch.float32).data_ptr() % 64 for payload in payloads} == {0}
 
 
 def test_sparse_is_chosen_exactly_when_shorter():

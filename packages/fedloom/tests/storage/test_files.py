@@ -211,10 +211,10 @@ def test_discard_syncs_the_folder_between_files(tmp_path):
         files.write_atomic(path, b"")
     stops = stop_at(3)
     with pytest.raises(Crash):
-        files.discard(a, none, b)
+        files.delete_files(a, none, b)
     assert stops.ops == ["unlink", "fsync", "unlink"]
     disk.hook = None
-    files.discard(a, none, b)
+    files.delete_files(a, none, b)
     assert list(tmp_path.iterdir()) == []
 
 

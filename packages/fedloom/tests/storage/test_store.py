@@ -18,7 +18,7 @@ from torch import Tensor
 import fedloom
 from fedloom.errors import CheckpointError, LayoutError, RunDirError
 from fedloom.storage import disk, journal
-from fedloom.storage.memory import Forked
+from fedloom.storage.memory import ForkedMemory
 from fedloom.storage.store import Store
 from tests.commands import end, fork
 
@@ -162,7 +162,7 @@ def test_files_are_the_model_through_any_sequence(tmp_path_factory, actions):
     shared=st.booleans(),
 )
 def test_memory_is_the_model_and_its_state_brings_it_back(blocks, asked, shared):
-    store, model = Store(N, TEMPLATE, memory=Forked() if shared else None), Model()
+    store, model = Store(N, TEMPLATE, memory=ForkedMemory() if shared else None), Model()
     for ids, seed in blocks:
         block = rows(len(ids), seed)
         store.touch(ids)
@@ -456,7 +456,7 @@ class Wide(NamedTuple):
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_forked_processes_share_the_rows(tmp_path, where):
     path = tmp_path if where == "files" else None
-    store = Store(1000, Wide(torch.zeros(1000)), path=path, budget=0, memory=Forked())
+    store = Store(1000, Wide(torch.zeros(1000)), path=path, budget=0, memory=ForkedMemory())
     assert store.in_files == (path is not None)
 
     def work(ids):
@@ -478,7 +478,7 @@ BIG = """
 import os, sys, time, torch
 from pathlib import Path
 from typing import NamedTuple
-from fedloom.storage.memory import Forked
+from fedloom.storage.memory import ForkedMemory
 from fedloom.storage.store import Store
 torch.set_num_threads(1)
 class Row(NamedTuple):

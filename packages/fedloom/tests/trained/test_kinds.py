@@ -21,7 +21,7 @@ from fedloom.data import Dataset
 from fedloom.errors import DataError, Refused
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.opened import RunDirectory
-from fedloom.trained.export import export_model, load, units
+from fedloom.trained.export import export_model, load, unit_sentence
 from tests.data.test_doors import Hub
 
 SITES = ("north", "south", "west")
@@ -276,8 +276,8 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
         np.testing.assert_array_equal(door.predict_proba(new["other"], client="west"), scores)
     np.testing.assert_array_equal(saved.predict_proba(new["other"]), scores)
     np.testing.assert_array_equal(opened.predict(new["other"], client="west").scores, scores)
-    assert not units(want.models.model("personal", "west"), None)
-    assert "age by 0.5" in units(saved, None)
+    assert not unit_sentence(want.models.model("personal", "west"), None)
+    assert "age by 0.5" in unit_sentence(saved, None)
     if "dose" in factors:
         with pytest.raises(DataError, match="no column 'site', so no factor by client is applied. Rename that column"):
             saved.predict(new["other"].drop(columns="site"))

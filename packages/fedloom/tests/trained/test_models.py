@@ -30,7 +30,7 @@ from fedloom.algorithms import (
 )
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
-from fedloom.data.input_spec import InputSpec, lone_client
+from fedloom.data.input_spec import InputSpec, single_client_federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, DataError, LayoutError, NoSamples
@@ -236,7 +236,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
 def started(result: Result, data: Dataset) -> tuple[Work, Tensor]:
     """The work of a new client in the round after the last, and the global model."""
     job = result.job
-    fed = lone_client(InputSpec.create(job.eval_fed.data).take(data))
+    fed = single_client_federation(InputSpec.create(job.eval_fed.data).take(data))
     oracle = make_oracle(result.models.recipe.build(), task_of(fed.data), fed)
     seed = derive(job.setting.seed, client=job.n, purpose="adapt")
     share = torch.full((1, 1), 1 / (job.n + 1))

@@ -27,7 +27,14 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.tuning import Tune
 from fedloom.lab.tune import Trial
-from fedloom.lab.tune.search import Search, check_values, defaults, file_params, replace_params, space_of
+from fedloom.lab.tune.search import (
+    Search,
+    check_values,
+    file_setting_values,
+    read_default_spaces,
+    replace_params,
+    space_of,
+)
 from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import Claims, disk
 from fedloom.values import fields_of
@@ -561,7 +568,7 @@ def test_a_full_disk_loses_no_finished_trial(finished: Path, tmp_path: Path, mon
 
 
 def test_every_default_space_fits_its_method() -> None:
-    spaces, sources = defaults()
+    spaces, sources = read_default_spaces()
     assert set(spaces) - {"all"} <= set(REGISTRY)
     assert all(sources.values())
     document = {"data": {"source": "digits"}, "method": [{"algorithm": name} for name in REGISTRY]}
@@ -570,7 +577,7 @@ def test_every_default_space_fits_its_method() -> None:
         space = space_of(method, experiment.tune, "defaults")
         assert space
         check_values(document, place, space, "defaults")
-        own = file_params(method, space)
+        own = file_setting_values(method, space)
         fields = fields_of(method.entry)
         open_ = [name for name in space if name in fields and fields[name].default is None]
         derived = [name for name in open_ if "1x" not in space[name]]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedloom.formats import option, significant
-from fedloom.lab.cli import DataDir, FileArgument, app, errors, one_of, say
+from fedloom.lab.cli import DataDir, FileArgument, app, complete_one_of, print_errors, say
 from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say_penalty
 
 
@@ -26,7 +26,7 @@ def cox(
         typer.Option(help="column that contains 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
     ] = None,
     ties: Annotated[
-        str, typer.Option(help="method for ties: efron or breslow", autocompletion=one_of("efron", "breslow"))
+        str, typer.Option(help="method for ties: efron or breslow", autocompletion=complete_one_of("efron", "breslow"))
     ] = "efron",
     bins: Annotated[
         float | None,
@@ -55,7 +55,7 @@ def cox(
 
     Example: fedloom cox patients.toml --time followup_days --event died --stratify
     """
-    with errors():
+    with print_errors():
         import numpy as np
 
         from fedloom.data.site_rows import survival_rows
@@ -64,7 +64,7 @@ def cox(
         from fedloom.lab.printing import print_rows
         from fedloom.tasks.survival import SurvivalRows, concordance
         from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
-        from fedloom_clinic.fits.cox_vectors import agreement_on
+        from fedloom_clinic.fits.cox_vectors import simulated_agreement
         from fedloom_clinic.fits.secure_cox import fit_secure_cox
 
         chosen = read_strength(penalty, strength)
@@ -90,7 +90,7 @@ def cox(
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
             secure = fit_secure_cox(
-                sites, agreement_on(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
+                sites, simulated_agreement(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
             )
             fit, losses = secure.fit, secure.losses
             say(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.lab.cli import DataDir, FileArgument, app, errors, say
+from fedloom.lab.cli import DataDir, FileArgument, app, print_errors, say
 from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say_penalty
 
 
@@ -29,7 +29,7 @@ def glm(
 
     Example: fedloom glm patients.toml --by-client
     """
-    with errors():
+    with print_errors():
         import numpy as np
 
         from fedloom.data.site_rows import rows_by_site

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.errors import ConfigError
-from fedloom.lab.cli import app, errors, say
+from fedloom.lab.cli import app, print_errors, say
 
 if TYPE_CHECKING:
     from fedloom.data import Dataset
@@ -63,27 +63,27 @@ def init(
 
     Example: fedloom init patients.csv --client-column hospital --target died
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.experiment.overrides import apply_overrides
-        from fedloom.outputs import FileKind, check_output_file, never
+        from fedloom.outputs import FileKind, check_output_file, never_own
         from fedloom.storage import make_folder, write_atomic
-        from fedloom_clinic.drafts.columns import Survey
-        from fedloom_clinic.drafts.draft import Draft, unnamed
+        from fedloom_clinic.drafts.columns import TableSurvey
+        from fedloom_clinic.drafts.draft import ExperimentDraft, unnamed_level_notes
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
             raise ConfigError(f"{place} is a folder. Set --out to the path of the experiment file")
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
-            check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
+            check_output_file(path, FileKind("TOML", "an experiment file", never_own), (table,), force=force)
         for text in values or ():
             if not text.startswith("data."):
                 raise ConfigError(f"--set {text!r:.80}: init accepts only keys of [data], such as --set data.skip=2")
         options = apply_overrides({"data": {}}, "fedloom init", values or ())["data"]
-        draft = Draft(Survey(table, **options), client_column, target, event, subject)
+        draft = ExperimentDraft(TableSurvey(table, **options), client_column, target, event, subject)
         say(*draft.report)
         text = draft.text(place)
-        data = None if draft.asks else _try(text, place)
+        data = None if draft.asks else _try_reading(text, place)
         say(*(f"  {note}" for note in ([] if data is None else data.notes)))
         if agree and (data is None or draft.questions):
             raise ConfigError(
@@ -94,8 +94,8 @@ def init(
             agreement = draft.agreement(data)
             write_atomic(document, agreement.text().encode())
             text = draft.text(place, document)
-            _try(text, place)
-            say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
+            _try_reading(text, place)
+            say(*(f"  {sentence}" for sentence in unnamed_level_notes(data, agreement)))
         write_atomic(place, text.encode())
         if draft.questions:
             say(f"\ndraft: {place}. The draft does not run until this question is answered:")
@@ -106,7 +106,7 @@ def init(
             say(f"agreement: {document}. Fill in the units, and let every site read and sign the agreement")
 
 
-def _try(text: str, place: Path) -> Dataset:
+def _try_reading(text: str, place: Path) -> Dataset:
     """Read the data with the draft's options, and return them.
 
     This ensures that a draft runs before it is written.

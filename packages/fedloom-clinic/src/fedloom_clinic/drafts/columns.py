@@ -11,17 +11,17 @@ import numpy as np
 
 from fedloom.data import source
 from fedloom.data.sources.table.cells import is_missing
-from fedloom.data.sources.table.checks import rename
+from fedloom.data.sources.table.checks import rename_hint
 from fedloom.data.sources.table.levels import TRUTH_WORDS
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.facts import (
+    MAX_DISTINCT_SHARE,
     MAX_FEW_LEVELS,
-    MOST_ALONE,
-    PER_LEVEL,
+    MIN_ROWS_PER_LEVEL,
     PERSON_NAME_PATTERN,
     ColumnProfile,
-    repeats,
+    is_repeated_unit,
 )
 from fedloom.data.survey.people import IDENTITY_KINDS, words
 from fedloom.errors import ConfigError, DataError, NoSamples
@@ -50,7 +50,7 @@ COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
 """Pattern of the names of columns that contain a number of sites."""
 
 
-class Survey:
+class TableSurvey:
     """Survey of a table.
 
     Args:
@@ -85,7 +85,7 @@ class Survey:
                 missing = is_missing(piece.cells, self.markers)
                 cells[piece.column] += ["" if g else str(c).strip() for c, g in zip(piece.cells, missing, strict=True)]
             blocked = raw.problems.sentences()
-        blocked += [f"more than one column is called {name!r}; {rename([name])}" for name in twice]
+        blocked += [f"more than one column is called {name!r}; {rename_hint([name])}" for name in twice]
         if blocked:
             raise DataError(
                 f"{path}: fedloom cannot draft an experiment until these problems are repaired:"
@@ -116,7 +116,7 @@ class Survey:
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
-            and 2 <= len(c.levels) <= self.rows / PER_LEVEL
+            and 2 <= len(c.levels) <= self.rows / MIN_ROWS_PER_LEVEL
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()
         for column in fit:
@@ -141,12 +141,12 @@ class Survey:
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
-            and MAX_FEW_LEVELS < len(c.levels) <= MOST_ALONE * len(c.present)
-            and (c.personal in IDENTITY_KINDS if c.personal else repeats(c.name, c.levels, len(c.present)))
+            and MAX_FEW_LEVELS < len(c.levels) <= MAX_DISTINCT_SHARE * len(c.present)
+            and (c.personal in IDENTITY_KINDS if c.personal else is_repeated_unit(c.name, c.levels, len(c.present)))
         ]  # fmt: skip
-        whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
+        whole = [c for c in fit if all(c is other or _determines_level(c, other) for other in fit)]
         first = sorted(whole or fit, key=lambda c: (PERSON_NAME_PATTERN.search(c.name) is None, len(c.levels)))
-        sure = [c.name for c in first if names_person(c.name) and (whole or len(fit) == 1)][:1]
+        sure = [c.name for c in first if is_person_name(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -159,14 +159,14 @@ class Survey:
             first_names.setdefault(key, name)
 
 
-def names_person(name: str) -> bool:
+def is_person_name(name: str) -> bool:
     """Return True if a name can only be that of a number that identifies a person, unlike ``stays_in_week_nights``."""
     return all(
         PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in split_words(name)
     )
 
 
-def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
+def _determines_level(one: ColumnProfile, other: ColumnProfile) -> bool:
     """Return True if rows with the same level of the other column always have the same level of this column."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)

@@ -12,7 +12,7 @@ import tomli_w
 from fedloom.data.by_site import Shift
 from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.survey.facts import ColumnProfile
-from fedloom_clinic.drafts.columns import Survey
+from fedloom_clinic.drafts.columns import TableSurvey
 
 MIN_SITE_ROWS = 5
 """Minimum number of rows that a site needs to take part. With fewer rows, columns cannot be scaled reliably."""
@@ -47,7 +47,7 @@ class ColumnRoles(NamedTuple):
         labels: the label columns of a multilabel task.
     """
 
-    survey: Survey
+    survey: TableSurvey
     task: str
     target: ColumnProfile | None
     event: ColumnProfile | None
@@ -65,7 +65,7 @@ class ColumnRoles(NamedTuple):
     labels: Sequence[ColumnProfile] = ()
 
 
-def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
+def experiment_file_text(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
     """Return the text of a drafted experiment file.
 
     Args:
@@ -75,36 +75,42 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
     """
     if roles.site is not None:
         partition: dict[str, Any] = {"kind": "natural", "min_size": MIN_SITE_ROWS}
-        why = f"a client per {_bare(roles.site.name)}, unless it has fewer rows"
+        why = f"a client per {_comment_text(roles.site.name)}, unless it has fewer rows"
     else:
         partition = {"kind": "iid" if roles.task not in CLASS_TASKS else "dirichlet", "clients": roles.clients}
         why = "no column names a site, so rows are assigned to clients at random" + (
             "" if partition["kind"] == "iid" else ", classes unevenly"
         )
-    local: dict[str, Any] = {"lr": _step(roles), "batch_size": 32, "epochs": 1}
+    local: dict[str, Any] = {"lr": _small_step_size(roles), "batch_size": 32, "epochs": 1}
     notes, horizon = {"lr": "'fedloom tune' finds a better one"}, ""
     if roles.task == "survival":
         local |= {"batch_size": "full", "epochs": 5}
         notes["batch_size"] = "a batch compares patients at risk at the same time"
         assert roles.target is not None
-        time = rounded(float(np.nanmedian(roles.target.values)))
-        horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
+        time = round_to_three_digits(float(np.nanmedian(roles.target.values)))
+        horizon = "[task]\n" + _commented_lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
     return "\n".join(
         [
-            f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}. Change it as you like.",
-            f"#   fedloom run {_bare(str(place))}",
-            *([] if not roles.questions else [_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]),
-            _lines(
+            f"# Drafted by 'fedloom init' from {_comment_text(roles.survey.path.name)}. Change it as you like.",
+            f"#   fedloom run {_comment_text(str(place))}",
+            *(
+                []
+                if not roles.questions
+                else [_commented_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]
+            ),
+            _commented_lines(
                 {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
                 {"seeds": "repetitions (tests of differences need 5)"},
             ),
             "[data]",
-            _lines(_data(roles, agreement), _notes(roles)) + _proposals(roles),
+            _commented_lines(_data_table(roles, agreement), _data_comments(roles)) + _proposal_comments(roles),
             f"[partition]  # {why}",
-            _lines({**partition, "validation": 0.2}, {"validation": "fraction of a client's rows for validation"}),
+            _commented_lines(
+                {**partition, "validation": 0.2}, {"validation": "fraction of a client's rows for validation"}
+            ),
             '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
             "[local]",
-            _lines(local, notes) + horizon,
+            _commented_lines(local, notes) + horizon,
             '[[method]]\nalgorithm = "local"  # every client alone\n',
             '[[method]]\nalgorithm = "fedavg"  # one model for all\n',
             '[[method]]\nalgorithm = "ditto"  # a model for each, near the common one\n',
@@ -112,17 +118,21 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
     )
 
 
-def _step(roles: ColumnRoles) -> float:
+def _small_step_size(roles: ColumnRoles) -> float:
     """Return a step size that is small enough if features are scaled.
 
     The loss of a classification has a smaller curvature than that of a regression. The curvature of the loss of a
     survival task is proportional to the fraction of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
-    return 0.1 if roles.task in (*CLASS_TASKS, "multilabel") else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
+    return (
+        0.1
+        if roles.task in (*CLASS_TASKS, "multilabel")
+        else round_to_three_digits(min(0.05, 0.5 / (roles.width + 1)) / events)
+    )
 
 
-def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
+def _data_table(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     """Return the ``[data]`` table of the experiment file."""
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
@@ -142,15 +152,15 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     if any(label.missing for label in roles.labels):
         data["unlabelled"] = "keep"
     if roles.task == "regression" and roles.target is not None:
-        data |= {"centre": rounded(float(np.nanmean(roles.target.values)))}
-        data |= {"unit": rounded(float(np.nanstd(roles.target.values))) or 1.0}
+        data |= {"centre": round_to_three_digits(float(np.nanmean(roles.target.values)))}
+        data |= {"unit": round_to_three_digits(float(np.nanstd(roles.target.values))) or 1.0}
     if agreement is not None:
         agreed = ("subject", "task", "categorical", "drop", "missing", "impute", "centre", "unit")
         data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
     return data
 
 
-def _notes(roles: ColumnRoles) -> dict[str, str]:
+def _data_comments(roles: ColumnRoles) -> dict[str, str]:
     """Return the comments on the keys of the ``[data]`` table."""
     return {
         "source": "from the folder in which you run fedloom",
@@ -160,7 +170,9 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
         "client_column": "which site's row it is",
         "subject": "patient of a row: all rows of a patient are in the same part of a split",
         "categorical": "text: a feature per level",
-        "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:MAX_SHOWN_NAMES]),
+        "drop": "; ".join(
+            f"{_comment_text(name)}: {_comment_text(why)}" for name, why in list(roles.drop.items())[:MAX_SHOWN_NAMES]
+        ),
         "missing": "cells that mean missing, besides empty ones, NA and similar",
         "impute": "missing cells are filled per client from its training rows, and flagged",
         "unlabelled": "rows without target, site or subject are left out",
@@ -168,7 +180,7 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
     }
 
 
-def _proposals(roles: ColumnRoles) -> str:
+def _proposal_comments(roles: ColumnRoles) -> str:
     """Return comments that propose an order of rows, and factors for sites that may use a different unit.
 
     The draft does not apply these proposals.
@@ -176,47 +188,47 @@ def _proposals(roles: ColumnRoles) -> str:
     proposed = ""
     if roles.order is not None:
         head = "# Test on later rows? Delete the # in front of the next line: each client trains on its earlier rows.\n"
-        proposed = f"{head}# {_lines({'order': roles.order.name}, {})}"
+        proposed = f"{head}# {_commented_lines({'order': roles.order.name}, {})}"
     lines, table = list[str](), dict[str, dict[str, float]]()
     for name, shifts in roles.shifts.items():
         for site, shift in shifts.items():
             if shift.factor is not None:
                 table.setdefault(name, {})[site] = float(f"{shift.factor:.6g}")
                 medians = f"median {shift.median:.4g}, {shift.usual:.4g} at the others"
-                lines.append(f"#   {_bare(name)} at {_bare(site)}: {medians}; {shift.units}\n")
+                lines.append(f"#   {_comment_text(name)} at {_comment_text(site)}: {medians}; {shift.units}\n")
     if not table:
         return proposed
     head = (
         "# Another unit? Ask the site. If so, delete the # in front of the next line. Factors multiply its numbers.\n"
     )
-    return f"{proposed}{head}# factors = {_inline(table)}\n{''.join(lines)}"
+    return f"{proposed}{head}# factors = {_inline_table(table)}\n{''.join(lines)}"
 
 
-def _bare(text: str) -> str:
+def _comment_text(text: str) -> str:
     """Return a text in a form that fits into a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def rounded(value: float) -> float:
+def round_to_three_digits(value: float) -> float:
     """Return a number rounded to three significant digits, without an exponent."""
     return float(f"{value:.3g}")
 
 
-def _inline(table: dict[str, Any]) -> str:
+def _inline_table(table: dict[str, Any]) -> str:
     """Return a TOML table on a single line."""
     cells = (
-        f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline(cell) if isinstance(cell, dict) else cell}"
+        f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline_table(cell) if isinstance(cell, dict) else cell}"
         for key, cell in table.items()
     )
     return f"{{ {', '.join(cells)} }}"
 
 
-def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
+def _commented_lines(values: dict[str, Any], notes: dict[str, str]) -> str:
     """Return the keys of a TOML table on separate lines, each with its comment."""
     lines = []
     for key, value in values.items():
         text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
-        text = f"{key} = {_inline(value)}" if isinstance(value, dict) else text
+        text = f"{key} = {_inline_table(value)}" if isinstance(value, dict) else text
         if isinstance(value, list) and len(text) < MAX_LIST_CHARACTERS:
             text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
         lines.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")

@@ -12,39 +12,39 @@ from numpy.typing import NDArray
 from fedloom.data import Dataset, by_site
 from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.sources.table.designs import seconds_of
-from fedloom.data.sources.table.levels import alike
-from fedloom.data.sources.table.targets import unlike
+from fedloom.data.sources.table.levels import similar_levels_text
+from fedloom.data.sources.table.targets import similar_levels_message
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.facts import (
     BIRTH_NAME_PATTERN,
     LATER_NAME_PATTERN,
-    LEVELS_TOO,
     MAX_FEW_LEVELS,
-    PER_LEVEL,
+    MIN_ROWS_PER_LEVEL,
+    POSSIBLE_LEVEL_TOKENS,
     ColumnProfile,
-    answers,
-    repeats,
-    time_unit,
+    find_answer_codes,
+    is_repeated_unit,
+    time_unit_of,
 )
 from fedloom.data.survey.leaks import LEAK_SHARE
-from fedloom.data.tables import Table, is_number, level
+from fedloom.data.tables import Table, is_number, level_name
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
 from fedloom_clinic.drafts import outcomes
-from fedloom_clinic.drafts.columns import Survey, names_person
-from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
+from fedloom_clinic.drafts.columns import TableSurvey, is_person_name
+from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file_text
 
 MIN_FEDERATION_ROWS = 10
 """Minimum number of rows in a federation, and in a class that is not considered rare."""
 SUSPICIOUS_SCORE = 0.95
 """AUROC or R2 of a single column from which on the report mentions the column.
 
-If the column's name matches `LATER_NAME_PATTERN`, the limit is `DOUBTFUL_IF_LATER` instead.
+If the column's name matches `LATER_NAME_PATTERN`, the limit is `LATER_COLUMN_SCORE` instead.
 """
-DOUBTFUL_IF_LATER = 0.75
+LATER_COLUMN_SCORE = 0.75
 
 
-class Draft:
+class ExperimentDraft:
     """Draft of an experiment file, including the roles of a table's columns.
 
     Args:
@@ -65,7 +65,7 @@ class Draft:
     """
 
     def __init__(
-        self, survey: Survey, by: str | None, target: str | Sequence[str] | None, event: str | None = None,
+        self, survey: TableSurvey, by: str | None, target: str | Sequence[str] | None, event: str | None = None,
         subject: str | None = None,
     ) -> None:  # fmt: skip
         targets = [target] if isinstance(target, str) else [*(target or ())]
@@ -86,7 +86,7 @@ class Draft:
         self.questions = list[str]()
         several = outcomes.labels(survey, targets, event) if len(targets) > 1 else ()
         first_target = targets[0] if targets else None
-        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, first_target, event)
+        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.choose_outcome(survey, first_target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
         self._labels = several
         if several:
@@ -150,8 +150,8 @@ class Draft:
         )
         self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
         self._task = "survival" if self._event is not None else "count" if count else self._task
-        if not measured and (same := alike(classes)):
-            raise DataError(f"{survey.path}: {unlike(target.name, same)}")
+        if not measured and (same := similar_levels_text(classes)):
+            raise DataError(f"{survey.path}: {similar_levels_message(target.name, same)}")
         spread = shorten_list([f"{name} {count}" for name, count in classes.items()], MAX_SHOWN_NAMES)
         if measured:
             spread = f"{target.numbers.min():g} to {target.numbers.max():g}, mean {target.numbers.mean():g}"
@@ -169,7 +169,7 @@ class Draft:
         if not measured:
             self._report_gaps(target)
             self._ask_about_classes(target, classes)
-        if self._event is not None and (unit := time_unit(target.name, np.unique(target.numbers))):
+        if self._event is not None and (unit := time_unit_of(target.name, np.unique(target.numbers))):
             self.questions.append(
                 f"the time {target.name!r} may hold dates as {unit}: is it a time since the start of observation? Name "
                 "another column by --target, or delete this question"
@@ -192,7 +192,7 @@ class Draft:
             return
         numbers = dict(sorted((float(name), name) for name in classes))
         counts = np.array([classes[name] for name in numbers.values()])
-        if far := answers(np.array([*numbers]), counts):
+        if far := find_answer_codes(np.array([*numbers]), counts):
             cells = _list([numbers[code] for code in far])
             self.questions.append(
                 f"the target {target.name!r}: does the class {cells} mean missing? If so, add missing = [{cells}] and "
@@ -282,7 +282,9 @@ class Draft:
             raise ConfigError(f"{survey.path}: {option!r} would be the target. Name a different column with --target")
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
-            flags = " or ".join([*(f"--client-column {outcomes.quoted(name)}" for name in sure), "--client-column ''"])
+            flags = " or ".join(
+                [*(f"--client-column {outcomes.quote_for_shell(name)}" for name in sure), "--client-column ''"]
+            )
             self.questions.append(f"{question}; {outcomes.start_answer(survey)} {flags}")
             self.report.append(f"site: not clear: {self.questions[-1]}")
         elif option is None:
@@ -326,7 +328,7 @@ class Draft:
 
     def _say_events(self, target: ColumnProfile) -> None:
         """Add a question about the rarest class, with its rows at each site and the sites that have few of them."""
-        counts = by_site.events(target, self._rows)
+        counts = by_site.count_classes_by_site(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
         rare = min(totals, key=lambda name: totals[name])
         if self._event is not None:
@@ -370,8 +372,8 @@ class Draft:
                     "draft? Repair them in the table, or delete this question"
                 )
             if c.extremes:
-                self._odd += [odd for odd in map(level, c.extremes) if odd not in self._odd]
-                shown = ", ".join(f"{level(odd)} in {count}" for odd, count in c.extremes.items())
+                self._odd += [odd for odd in map(level_name, c.extremes) if odd not in self._odd]
+                shown = ", ".join(f"{level_name(odd)} in {count}" for odd, count in c.extremes.items())
                 span = f"{c.numbers.min():g} to {c.numbers.max():g}"
                 self._say(c, f"{shown} cells, far from the rest ({span}): counts as missing")
             for odd, clash in clashes.items():
@@ -381,9 +383,9 @@ class Draft:
                         f"{_list(clash)}, but the draft treats it as missing there too. Empty the "
                         "cells of the table, or delete this question"
                     )
-            for sentence in by_site.sentences(c, self._rows):
+            for sentence in by_site.note_site_differences(c, self._rows):
                 self._say(c, sentence)
-            if shifted := by_site.shifts(c, self._rows):
+            if shifted := by_site.find_site_shifts(c, self._rows):
                 self._shifts[c.name] = shifted
             if c.missing:
                 self._impute = True
@@ -415,7 +417,9 @@ class Draft:
             return f"the same as {twins[c.name]!r}"
         if what := c.personal:
             return f"{what}, which identify patients"
-        if repeats(c.name, c.levels, len(c.present)) and (c.whole or (c.kind == "text" and names_person(c.name))):
+        if is_repeated_unit(c.name, c.levels, len(c.present)) and (
+            c.whole or (c.kind == "text" and is_person_name(c.name))
+        ):
             return "identifies patients or similar, and its values repeat"
         if what := c.quantity:
             return f"numbers with {what}. Plain numbers would be a feature"
@@ -423,16 +427,20 @@ class Draft:
             return "names rows"
         if c.kind == "date":
             return "dates. days_since makes a feature of them: days since another column, or since a date"
-        if c.kind == "text" and len(c.levels) > MAX_FEW_LEVELS and self._survey.rows < PER_LEVEL * len(c.levels):
+        if (
+            c.kind == "text"
+            and len(c.levels) > MAX_FEW_LEVELS
+            and self._survey.rows < MIN_ROWS_PER_LEVEL * len(c.levels)
+        ):
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows. Group them to use it"
-        if lone := by_site.lone_site(c, self._rows):
+        if lone := by_site.single_site_with_values(c, self._rows):
             return f"has values only at {lone!r}, so it identifies that site"
         shares = [by_site.score_column(c, one, self._kind_of(one)) for one in self._outcome]
         share = max(shares, key=lambda one: one.value, default=by_site.SingleColumnScore(0.0, ""))
         if share.value >= LEAK_SHARE:
             return f"alone predicts the target almost perfectly ({share.text}), like facts recorded afterwards"
         later = bool(LATER_NAME_PATTERN.search(c.name))
-        if share.value >= SUSPICIOUS_SCORE or (later and share.value >= DOUBTFUL_IF_LATER):
+        if share.value >= SUSPICIOUS_SCORE or (later and share.value >= LATER_COLUMN_SCORE):
             self._say(
                 c, f"predicts the target almost perfectly ({share.text}). Leave it out unless it is known beforehand"
             )
@@ -446,7 +454,7 @@ class Draft:
 
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Report the levels of a column that may stand for a missing value."""
-        if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
+        if missing := [level for level in c.levels if level.strip().lower() in POSSIBLE_LEVEL_TOKENS]:
             self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
@@ -474,16 +482,16 @@ class Draft:
         return agreed.drop_rare_levels({c.name: survey_levels(self._survey.columns[c.name], subject) for c in columns})
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
-        """Return the text of the experiment file (see `experiment_file`)."""
+        """Return the text of the experiment file (see `experiment_file_text`)."""
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
             self._impute, self._shifts, self._clients, self._width, self.questions, self._subject, self._order,
             self._labels,
         )  # fmt: skip
-        return experiment_file(roles, place, agreement)
+        return experiment_file_text(roles, place, agreement)
 
 
-def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
+def unnamed_level_notes(data: Dataset, agreement: Agreement) -> list[str]:
     """Return a sentence for each column with levels that are not named in an agreement.
 
     Args:
@@ -509,9 +517,9 @@ def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -
     counts = Counter[str]()
     if subject is not None:
         pairs = {*zip(column.cells.tolist(), subject.cells.tolist(), strict=True)}
-        return dict(Counter(level(name) for name, _ in pairs if name != ""))
+        return dict(Counter(level_name(name) for name, _ in pairs if name != ""))
     for name, rows in column.levels.items():
-        counts[level(name)] += rows
+        counts[level_name(name)] += rows
     return counts
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from fedloom.data.sources.table.levels import TRUTH_WORDS
-from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, MIN_ROWS_PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
 from fedloom.data.survey.people import plain_name, words
 from fedloom.errors import ConfigError
 from fedloom.formats import shorten_list
-from fedloom_clinic.drafts.columns import Survey, split_words
+from fedloom_clinic.drafts.columns import TableSurvey, split_words
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
@@ -27,7 +27,7 @@ TIME_PATTERN = re.compile(
 """Pattern of names that mean the time to an event."""
 OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
 """Pattern of names of times that are over when a row is recorded, so that they are never times to an event."""
-FOLLOW_UP = re.compile(
+FOLLOW_UP_PATTERN = re.compile(
     r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration)$|^([opedr]?fs|os)([_\W]|$)",
     re.IGNORECASE,
 )
@@ -65,7 +65,7 @@ COUNT_PATTERN = re.compile(
     re.IGNORECASE,
 )
 """Pattern of names that mean a count."""
-MOST_CODES = 4
+MAX_EVENT_CODES = 4
 """Maximum number of distinct values in a column of events whose codes are not only 0 and 1."""
 
 CALENDAR_PATTERN = re.compile(
@@ -109,7 +109,7 @@ RESULT_WORDS = words(
 the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's name, a word of either, the last
 position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
 `TARGET_WORDS`."""
-SURE_POINTS = 3
+MIN_SURE_POINTS = 3
 """Points from which on the first candidate is chosen if it leads the second by at least `MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate in points.
@@ -148,7 +148,7 @@ def is_event(column: ColumnProfile) -> bool:
 def is_coded(column: ColumnProfile) -> bool:
     """Return True if a column may contain events with codes other than 0 and 1, such as 1 and 2 or competing causes."""
     values = set(column.numbers.tolist())
-    return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
+    return column.whole and 2 <= len(values) <= MAX_EVENT_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
@@ -169,7 +169,7 @@ def is_count(column: ColumnProfile) -> bool:
     )
 
 
-def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
+def choose_outcome(survey: TableSurvey, target: str | None, event: str | None) -> TableOutcome:
     """Return the outcome for which an experiment is drafted: the requested one if given, otherwise the clearest one.
 
     Args:
@@ -193,36 +193,37 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
             raise ConfigError(
                 f"{survey.path}: no column looks like the time of --event {event}. Name the column with --target"
             )
-        under = [c for c in times if FOLLOW_UP.search(c.name)]
+        under = [c for c in times if FOLLOW_UP_PATTERN.search(c.name)]
         times = under if len(under) == 1 else times
         if target is None and len(times) > 1:
             names = [c.name for c in times]
             return TableOutcome(
-                None, question=_question(survey, f"which column is the time of {event!r}", names, f"--event {event}")
+                None,
+                question=_question_text(survey, f"which column is the time of {event!r}", names, f"--event {event}"),
             )
         time = times[0] if target is None else survey.column(target, "--target")
-        return TableOutcome(time, chosen, note=_late_entry(survey, time, chosen))
+        return TableOutcome(time, chosen, note=_note_late_entry(survey, time, chosen))
     events = [c for c in survey.columns.values() if EVENT_PATTERN.search(c.name) and is_event(c) and c.name != target]
     if target is not None:
         chosen = survey.column(target, "--target")
         if event is None and chosen in times and len(events) == 1:
-            entry = _late_entry(survey, chosen, events[0])
-            note = f"{_flags(chosen.name, '')} drafts it without the event{f'; {entry}' if entry else ''}"
+            entry = _note_late_entry(survey, chosen, events[0])
+            note = f"{_outcome_flags(chosen.name, '')} drafts it without the event{f'; {entry}' if entry else ''}"
             return TableOutcome(chosen, events[0], note=note)
         if event is None and chosen in times and events:
-            names = [f"{_flags(target, c.name)}" for c in events]
+            names = [f"{_outcome_flags(target, c.name)}" for c in events]
             what = f"which event ends {target!r}? {shorten_list([repr(c.name) for c in events], MAX_SHOWN_CANDIDATES)}"
-            return TableOutcome(None, question=f"{what}; {_answers(survey, [*names, _flags(target, '')])}")
+            return TableOutcome(None, question=f"{what}; {_answer_hint(survey, [*names, _outcome_flags(target, '')])}")
         if event is None and is_event(chosen) and EVENT_PATTERN.search(target) and times:
-            flags = _flags(times[0].name, target)
+            flags = _outcome_flags(times[0].name, target)
             return TableOutcome(chosen, note=f"{times[0].name!r} with the event {target!r} is a time to event: {flags}")
         return TableOutcome(
-            chosen, note="" if event == "" or chosen not in times else _doubtful(survey, chosen, target)
+            chosen, note="" if event == "" or chosen not in times else _note_possible_event(survey, chosen, target)
         )
-    return _chosen(survey, times if event is None else [], events if event is None else [])
+    return _clearest_outcome(survey, times if event is None else [], events if event is None else [])
 
 
-def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[ColumnProfile, ...]:
+def labels(survey: TableSurvey, names: Sequence[str], event: str | None) -> tuple[ColumnProfile, ...]:
     """Return the columns that the user requested for a multilabel task.
 
     Raises:
@@ -233,22 +234,22 @@ def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[Col
         raise ConfigError(f"{survey.path}: --event belongs to a single time. Name one column with --target")
     columns = tuple(survey.column(name, "--target") for name in names)
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{survey.path}: --target {quoted(twice)} is given twice. Name each label once")
+        raise ConfigError(f"{survey.path}: --target {quote_for_shell(twice)} is given twice. Name each label once")
     for column in columns:
         if not is_event(column) or column.odd:
             held = ", ".join(map(repr, [*column.levels][:4]))
             raise ConfigError(
-                f"{survey.path}: --target {quoted(column.name)} contains {held}. Each of several targets is a label: 1 "
-                "if it is present, 0 if it is absent, and empty if it is unknown"
+                f"{survey.path}: --target {quote_for_shell(column.name)} contains {held}. "
+                "Each of several targets is a label: 1 if it is present, 0 if it is absent, and empty if it is unknown"
             )
     return columns
 
 
-def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
+def _clearest_outcome(survey: TableSurvey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
     """Return the outcome that has the clearest evidence."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
-    points, unsure = _points(survey)
-    under = [c for c in times if FOLLOW_UP.search(c.name)]
+    points, unsure = _target_points(survey)
+    under = [c for c in times if FOLLOW_UP_PATTERN.search(c.name)]
     times = under if len(under) == 1 else times
     if len(times) == len(doubts) == 1 and not events and _is_confirmed(times[0], doubts[0]):
         events, doubts = doubts, []
@@ -264,7 +265,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         pair = {c.name for c in (*times, *events, *doubts)}
         rival = next((points[name] for name in ranked if name not in pair), 0)
         bare = bool(times and BARE_TIME_PATTERN.search(times[0].name))
-        entry = _late_entry(survey, times[0], events[0]) if len(events) == 1 else ""
+        entry = _note_late_entry(survey, times[0], events[0]) if len(events) == 1 else ""
         # else the event may be a class to predict, and the time one that is over before the event is known
         clear = bare or (
             not any(plain_name(c.name) in EVENT_WORDS for c in events)
@@ -283,7 +284,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
             and rival <= TARGET_NAME_POINTS - MIN_LEAD_POINTS
         ):
             if not entry:
-                drop = f"{_flags(times[0].name, '')} drafts it without the event"
+                drop = f"{_outcome_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED_PATTERN.search(events[0].name):
                     drop += (
                         f". The value 1 in {events[0].name!r} probably means an event, because rows with "
@@ -294,28 +295,32 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
                 )
             what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? {entry}"
             return TableOutcome(
-                None, question=f"{what}; {_answers(survey, [_flags(times[0].name, events[0].name), *_targets(ranked)])}"
+                None,
+                question=f"{what}; "
+                f"{_answer_hint(survey, [_outcome_flags(times[0].name, events[0].name), *_target_flags(ranked)])}",
             )
-        flags = [_flags(t.name, e.name) for t in times for e in events]
+        flags = [_outcome_flags(t.name, e.name) for t in times for e in events]
         what = "what is the outcome: a time to an event, or one column?"
-        if doubt := _doubtful(survey, times[0], None):
+        if doubt := _note_possible_event(survey, times[0], None):
             what += f" {doubt};"
-        named = _targets([name for name in ranked if points[name]] or ranked)
-        return TableOutcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", alternatives=tuple(ranked))
+        named = _target_flags([name for name in ranked if points[name]] or ranked)
+        return TableOutcome(
+            None, question=f"{what} {_answer_hint(survey, [*flags, *named])}", alternatives=tuple(ranked)
+        )
     best, rest = ranked[0], ranked[1:]
     entered = any(ENTRY_PATTERN.search(c.name) for c in survey.columns.values())
     if entered and plain_name(best) in EVENT_WORDS:  # ended under observation, at a time that goes by another name
         unsure.add(best)
     if (
         best not in unsure
-        and points[best] >= SURE_POINTS
+        and points[best] >= MIN_SURE_POINTS
         and (not rest or points[best] - points[rest[0]] >= MIN_LEAD_POINTS)
     ):
         return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
     names = [*points]
     ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # the last are the likelier
     return TableOutcome(
-        None, question=_question(survey, "which column is predicted", ranked), alternatives=tuple(ranked)
+        None, question=_question_text(survey, "which column is predicted", ranked), alternatives=tuple(ranked)
     )
 
 
@@ -342,13 +347,13 @@ def _lasts_longer(time: ColumnProfile, column: ColumnProfile) -> bool:
     return bool(roc_auc_score(1 - column.values[here], time.values[here]) >= LONGER_TIME_PROBABILITY)
 
 
-def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
+def _target_points(survey: TableSurvey) -> tuple[dict[str, int], set[str]]:
     """Return the points of possible targets in the order of the header, and the names of columns that need an answer.
 
     A name that has other meanings inside a table, or that is common for features, is regarded as evidence only at the
     usual position.
     """
-    most = max(MAX_FEW_LEVELS, survey.rows // (5 * PER_LEVEL))
+    most = max(MAX_FEW_LEVELS, survey.rows // (5 * MIN_ROWS_PER_LEVEL))
     stem = plain_name(survey.path.stem)
     fit = [
         c for c in survey.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
@@ -379,12 +384,12 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
         if len(plain) >= 3 and stem in (plain, f"{plain}s"):
             score += FILE_NAME_POINTS
             if score == FILE_NAME_POINTS and (
-                c.name not in ends or (len(c.levels) <= MAX_FEW_LEVELS and not _tells_truth(c))
+                c.name not in ends or (len(c.levels) <= MAX_FEW_LEVELS and not _has_truth_levels(c))
             ):
                 doubtful.add(c.name)
         elif len(plain) >= 5 and stem.endswith(plain):
             score += RESULT_NAME_POINTS
-        if last and score == RESULT_NAME_POINTS and not _tells_truth(c):
+        if last and score == RESULT_NAME_POINTS and not _has_truth_levels(c):
             doubtful.add(c.name)
         points[c.name] = score + LAST_PLACE_POINTS * last
     rest = [c for c in survey.columns.values() if fit and c is not fit[0]]
@@ -393,7 +398,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
     return points, doubtful
 
 
-def _tells_truth(column: ColumnProfile) -> bool:
+def _has_truth_levels(column: ColumnProfile) -> bool:
     """Return True if a column contains yes-or-no values, as outcomes often do.
 
     Other texts and small sets of numbers are groups just as often as outcomes.
@@ -408,37 +413,38 @@ def _is_known(column: ColumnProfile) -> bool:
     )
 
 
-def _flags(target: str, event: str) -> str:
-    return f"--target {quoted(target)} --event {quoted(event)}"
+def _outcome_flags(target: str, event: str) -> str:
+    return f"--target {quote_for_shell(target)} --event {quote_for_shell(event)}"
 
 
-def _targets(names: Sequence[str]) -> list[str]:
-    return [f"--target {quoted(name)}" for name in names if name]
+def _target_flags(names: Sequence[str]) -> list[str]:
+    return [f"--target {quote_for_shell(name)}" for name in names if name]
 
 
-def quoted(name: str) -> str:
+def quote_for_shell(name: str) -> str:
     """Return a name, in quotes if a shell needs them."""
     return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 
-def start_answer(survey: Survey) -> str:
+def start_answer(survey: TableSurvey) -> str:
     """Return the beginning of the sentence that explains how to answer a question, up to the list of options."""
-    return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
+    return f"answer it by: fedloom init {quote_for_shell(str(survey.path))} --force, with"
 
 
-def _answers(survey: Survey, flags: Sequence[str]) -> str:
+def _answer_hint(survey: TableSurvey, flags: Sequence[str]) -> str:
     """Return the sentence that explains how to answer a question."""
     return f"{start_answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
 
 
-def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
+def _question_text(survey: TableSurvey, what: str, names: Sequence[str], more: str = "") -> str:
     """Return the text of a question that lists its candidates."""
     shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
     shown += " (to choose the column without a name, write a name for it in the header)" if "" in names else ""
-    return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
+    hint = _answer_hint(survey, [f"{flag} {more}".strip() for flag in _target_flags(names)])
+    return f"{what}? It may be {shown}; {hint}"
 
 
-def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
+def _note_possible_event(survey: TableSurvey, time: ColumnProfile, target: str | None) -> str:
     """Return a sentence about a column that may contain the events for a column of times.
 
     Such a column marks censored rows or contains codes other than 0 and 1.
@@ -448,7 +454,7 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
             continue
         levels, ended = {*column.numbers.tolist()}, int((column.numbers == 1).sum())
         what = f"{time.name!r} together with {column.name!r} may be a time to event"
-        flags = _flags(time.name, column.name)
+        flags = _outcome_flags(time.name, column.name)
         if levels == {0.0, 1.0}:
             return (
                 f"{what}: {flags} if 1 is an event ({ended} of {len(column.numbers)} rows), but not if 1 means censored"
@@ -460,7 +466,7 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
     return ""
 
 
-def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
+def _note_late_entry(survey: TableSurvey, time: ColumnProfile, event: ColumnProfile) -> str:
     """Return a sentence about a column that may contain the start of observation, or "" if there is no such column."""
     for column in survey.columns.values():
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):

@@ -29,19 +29,19 @@ from fedloom_clinic.fits.penalty import (
     Mask,
     PenaltyKind,
     Ridge,
+    add_firth_penalty,
+    add_ridge_penalty,
     check_penalty,
     find_ridge,
-    jeffreys,
-    ridged,
 )
 from fedloom_clinic.fits.separation import (
     MAX_CONDITION_NUMBER,
     MIN_SUPPORT_SHARE,
     check_columns,
+    find_recession_direction,
+    find_separating_direction,
     is_suspect,
-    no_finite_fit,
-    recession,
-    separating,
+    no_finite_fit_error,
 )
 
 TIES_METHODS = ("efron", "breslow")
@@ -181,14 +181,14 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
     """Return the partial likelihood of the rows covered by the sums."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
-    for zero, one, two in _event_sums(sums, ties):
+    for zero, one, two in _iterate_event_sums(sums, ties):
         value -= float(np.log(zero).sum())
         gradient = gradient - one.sum(0)
         information += (two - one[:, :, None] * one[:, None, :]).sum(0)
     return Likelihood(value, gradient, information)
 
 
-def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
+def _iterate_event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
     """Yield the sum of the weights at risk, and then the weighted means of the other quantities.
 
     Values are yielded for the first event at every time, then for the second event at every time, and so on.
@@ -211,7 +211,7 @@ def firth_slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
     E[q] m - 2 Cov V m.
     """
     slope: Floats = np.zeros(len(metric))
-    for _, one, two, length, product in _event_sums(sums, ties):
+    for _, one, two, length, product in _iterate_event_sums(sums, ties):
         spread = two - one[:, :, None] * one[:, None, :]
         turned = np.einsum("jab,jb->ja", spread, one @ metric)
         slope = slope + (product - length[:, None] * one - 2 * turned).sum(0)
@@ -251,7 +251,7 @@ def fit_cox(
         raise unknown("treatment of ties", ties, TIES_METHODS)
     check_penalty(penalty, strength)
     names = names or [f"column {k}" for k in range(sites[0].x.shape[1])]
-    _check(sites)
+    _check_sites(sites)
     count = sum(len(site.x) for site in sites)
     check_varying([site.x for site in sites], names)
     centre = sum((site.x.sum(0) for site in sites), np.zeros(len(names))) / count
@@ -267,16 +267,21 @@ def fit_cox(
         ridge = find_ridge(
             strength, part, sizes, weights, lambda at, start: newton(at, names, penalty="ridge", start=start)[0]
         )
-        penalized = ridged(at, count * ridge.strength * weights)
+        penalized = add_ridge_penalty(at, count * ridge.strength * weights)
     elif penalty == "firth":
-        penalized = jeffreys(at, lambda beta, metric: _slopes(scaled, ties, stratify, beta, metric))
-    beta, here = newton(penalized, names, lambda: separating(*_orders(scaled, stratify=stratify)), penalty=penalty)
+        penalized = add_firth_penalty(at, lambda beta, metric: _penalty_gradient(scaled, ties, stratify, beta, metric))
+    beta, here = newton(
+        penalized,
+        names,
+        lambda: find_separating_direction(*_row_differences(scaled, stratify=stratify)),
+        penalty=penalty,
+    )
     se = np.sqrt(np.linalg.inv(here.information).diagonal())
     events = int(sum(site.event.sum() for site in sites))
     return CoxFit(beta / spread, se / spread, at(beta).value, events, count, ridge)
 
 
-def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
+def _iterate_strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
     """Yield each group of sites with a common baseline hazard, together with the event times of the group."""
     for group in [[site] for site in sites] if stratify else [list(sites)]:
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
@@ -285,7 +290,7 @@ def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[
 def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
     """Return the likelihood of some rows of each site."""
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
-    strata = list(_strata(chosen, stratify=stratify))
+    strata = list(_iterate_strata(chosen, stratify=stratify))
 
     def evaluate(beta: Floats) -> Likelihood:
         parts = []
@@ -298,10 +303,10 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
     return evaluate
 
 
-def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
+def _penalty_gradient(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
     """Return the gradient of Firth's penalty over the rows of all sites."""
     total: Floats = np.zeros(len(beta))
-    for group, times in _strata(sites, stratify=stratify):
+    for group, times in _iterate_strata(sites, stratify=stratify):
         first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
         total = total + firth_slope(sum(other_sums, first_sums), ties, metric)
     return total
@@ -352,18 +357,18 @@ def newton(
             ended = True
             break
         wanted = beta + step
-        beta, here = _stepped(at, beta, step, here)
+        beta, here = _halved_newton_step(at, beta, step, here)
         if rise < MAX_STALLED_DECREMENT * max(1.0, abs(here.value)) and not np.array_equal(beta, wanted):
             ended = True
             break
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else None
         if direction is not None:
-            raise no_finite_fit(direction, names, intercepts, 0.0)
+            raise no_finite_fit_error(direction, names, intercepts, 0.0)
         # without one, far cells may contradict by less than rounding
-        direction = recession(first.information, here.information, steps, rise)
+        direction = find_recession_direction(first.information, here.information, steps, rise)
         if direction is not None:
-            raise no_finite_fit(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
+            raise no_finite_fit_error(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
     if not ended:
         raise DataError(
             f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Check the columns {', '.join(names)}"
@@ -371,7 +376,7 @@ def newton(
     return beta, here
 
 
-def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
+def _halved_newton_step(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
     """Return the coefficients after a Newton step that is halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
@@ -407,7 +412,7 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
         )
 
 
-def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
+def _row_differences(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
     """Return the differences between rows that determine whether the rows are separated.
 
     The partial likelihood has no maximum if, in some direction, the first differences are not negative and the second
@@ -433,7 +438,7 @@ def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, F
     return np.concatenate(gains), np.concatenate(equal)
 
 
-def _check(sites: Sequence[SurvivalSite]) -> None:
+def _check_sites(sites: Sequence[SurvivalSite]) -> None:
     for k, site in enumerate(sites):
         wrong = ~((site.time >= 0) & np.isfinite(site.time))
         if wrong.any():

@@ -20,7 +20,7 @@ from fedloom_clinic.fits.penalty import Floats, Likelihood, Mask
 Ring = NDArray[np.uint64]
 """Numbers modulo 2^64."""
 
-MOST_BINS = 10_000
+MAX_COX_BINS = 10_000
 
 MAX_SITE_SUM = 2**56
 """Maximum value of a site's sum, in multiples of the step. Within this limit, the sum over 100 sites fits into 63
@@ -90,7 +90,7 @@ class BinningLoss(NamedTuple):
     left_out: int = 0
 
 
-def agreement_on(
+def simulated_agreement(
     sites: Sequence[SurvivalSite], width: float, least: int, ties: str, ridge: float | None = None
 ) -> CoxAgreement:
     """Return terms for simulations, with bins of equal width up to the last time.
@@ -118,15 +118,15 @@ def bin_ends(width: float, last: float) -> Floats:
     Raises:
         ConfigError: the width is not above 0, or it would give too many bins.
     """
-    if not 0 < width < float("inf") or last / width > MOST_BINS:
+    if not 0 < width < float("inf") or last / width > MAX_COX_BINS:
         raise ConfigError(
-            f"a bin width of {width:g} gives more than {MOST_BINS} bins for times up to {last:g}. Set a larger width"
+            f"a bin width of {width:g} gives more than {MAX_COX_BINS} bins for times up to {last:g}. Set a larger width"
         )
     ends: Floats = width * np.arange(1, np.ceil(last / width) + 1)
     return ends
 
 
-def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
+def bin_site(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
     """Return the rows of a site with times moved to the ends of their bins, and with rare events treated as censored.
 
     Rows after the last bin in which the site has `least` rows at risk are treated as censored in this bin. If a site
@@ -147,7 +147,7 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binni
     return SurvivalSite(site.x, terms.ends[place], kept), BinningLoss(rows, events, uncovered, rare)
 
 
-def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
+def select_stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
     """Return the rows that a site uses in a stratified fit: all, or none if it has too few events."""
     rows, events = len(site.time), int(site.event.sum())
     if events < terms.least:
@@ -162,11 +162,11 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
     """
     if terms.stratify:
         return np.array([int(site.event.sum()) >= terms.least])
-    used, _ = binned(site, terms)
+    used, _ = bin_site(site, terms)
     return np.isin(terms.ends, used.time[used.event == 1])
 
 
-def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
+def merge_bin_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
     """Return wider bins, in each of which `fewest` sites have events even if any `missing` sites are absent.
 
     Every site computes the same bins. The bins that follow the last wider bin are added to it.
@@ -212,7 +212,7 @@ class SiteVectors:
     """
 
     def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
-        used, losses = (stratum if terms.stratify else binned)(site, terms)
+        used, losses = (select_stratum if terms.stratify else bin_site)(site, terms)
         self.losses, self._terms = losses._replace(left_out=left_out), terms
         self._site, self.rows = used._replace(x=terms.scaled(used.x)), len(used.x)
         self._times = np.unique(used.time[used.event == 1])
@@ -281,7 +281,7 @@ class SiteVectors:
         return [*parts, sums.deaths, sums.total.ravel(), *scales, *tilts]
 
 
-class Opened(NamedTuple):
+class OpenedCoxSums(NamedTuple):
     """Content of the sum of the sites' vectors.
 
     Attributes:
@@ -303,7 +303,9 @@ class Opened(NamedTuple):
     slope: Floats | None = None
 
 
-def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None) -> Opened:
+def open_sum(
+    vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None
+) -> OpenedCoxSums:
     """Return the content of the sum of the sites' vectors, after checking that such a sum can come from rows.
 
     Args:
@@ -346,7 +348,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
         largest = events + error
         if value > error or np.abs(gradient).max() > 2 * largest or np.abs(information).max() > largest:
             raise Refused("the likelihood of a Cox regression is out of range: a site sent a wrong vector")
-        return Opened(
+        return OpenedCoxSums(
             Likelihood(value, gradient, information), None, losses, rows, squares, None if metric is None else tilts
         )
     triangle = len(upper[0])
@@ -355,7 +357,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
         (zero, one.reshape(bins, p), full(two.reshape(bins, triangle))) for zero, one, two in (parts[:3], parts[3:6])
     )
     sums = RiskSums(risk, tied, np.rint(parts[6]), parts[7].reshape(bins, p))
-    if not _plausible(sums, events, rows, error):
+    if not _are_plausible_sums(sums, events, rows, error):
         raise Refused("the sums of a Cox regression are out of range: a site sent a wrong vector")
     shift = float(np.abs(beta).sum())
     here = likelihood(sums, beta, terms.ties)
@@ -364,10 +366,10 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
         first, one, second, other = np.split(tilts, np.cumsum([bins, bins * p, bins]))
         longer = sums._replace(risk=(*risk, first, one.reshape(bins, p)), tied=(*tied, second, other.reshape(bins, p)))
         slope = firth_slope(longer, terms.ties, metric)
-    return Opened(here._replace(value=here.value - events * shift), sums, losses, rows, squares, slope)
+    return OpenedCoxSums(here._replace(value=here.value - events * shift), sums, losses, rows, squares, slope)
 
 
-def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:
+def _are_plausible_sums(sums: RiskSums, events: int, rows: int, error: float) -> bool:
     """Return True if rows in [-1, 1] with weights of at most 1 can give these sums, up to an error in each."""
     bounded = all(
         bool((np.abs(one) <= zero[:, None] + error).all() and (np.abs(two) <= zero[:, None, None] + error).all())

@@ -30,12 +30,12 @@ from fedloom_clinic.fits.penalty import (
     Mask,
     PenaltyKind,
     Ridge,
+    add_firth_penalty,
+    add_ridge_penalty,
     check_penalty,
     find_ridge,
-    jeffreys,
-    ridged,
 )
-from fedloom_clinic.fits.separation import separating
+from fedloom_clinic.fits.separation import find_separating_direction
 
 Link = Callable[[Floats], Floats]
 GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
@@ -138,9 +138,9 @@ def fit_glm(
     names = list(names) or [f"column {k}" for k in range(sites[0].x.shape[1])]
     count = sum(len(site.y) for site in sites)
     check_varying([site.x for site in sites], names)
-    centre, spread = _moments([site.x for site in sites])
-    _check(sites, family)
-    middle, unit = (float(m[0]) for m in _moments([site.y[:, None] for site in sites]))
+    centre, spread = _sum_moments([site.x for site in sites])
+    _check_sites(sites, family)
+    middle, unit = (float(m[0]) for m in _sum_moments([site.y[:, None] for site in sites]))
     middle, unit = (middle, unit) if family == "linear" else (0.0, 1.0)
     labels = [f"intercept {name}" for name in by_site] if by_site is not None else ["intercept"]
     first, labels = len(labels), [*labels, *names]
@@ -162,11 +162,13 @@ def fit_glm(
         ridge = find_ridge(
             strength, part, sizes, weights, lambda at, start: newton(at, labels, penalty="ridge", start=start)[0]
         )
-        penalized = ridged(at, count * ridge.strength * weights)
+        penalized = add_ridge_penalty(at, count * ridge.strength * weights)
     elif penalty == "firth":
-        penalized = jeffreys(at, lambda beta, metric: np.sum([firth_slope(s, beta, family, metric) for s in scaled], 0))
+        penalized = add_firth_penalty(
+            at, lambda beta, metric: np.sum([firth_slope(s, beta, family, metric) for s in scaled], 0)
+        )
     beta, here = newton(
-        penalized, labels, lambda: _separation(scaled, family, first), intercepts=first, penalty=penalty
+        penalized, labels, lambda: _find_separation(scaled, family, first), intercepts=first, penalty=penalty
     )
     inverse, scale, degrees = np.linalg.inv(here.information), 1.0, None
     if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
@@ -196,7 +198,7 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
     return evaluate
 
 
-def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
+def _find_separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
     """Return a direction in which the likelihood has no maximum, or None if there is no such direction.
 
     See `fedloom_clinic.fits.separation`.
@@ -207,20 +209,20 @@ def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Float
     """
     x, y = (np.concatenate(part) for part in zip(*sites, strict=True))
     if family == "logistic":
-        return separating(np.where(y == 1, 1.0, -1.0)[:, None] * x, x[:0], intercepts)
+        return find_separating_direction(np.where(y == 1, 1.0, -1.0)[:, None] * x, x[:0], intercepts)
     if family == "poisson":
-        return separating(-x[y == 0], x[y > 0], intercepts)
+        return find_separating_direction(-x[y == 0], x[y > 0], intercepts)
     return None
 
 
-def _moments(parts: Sequence[Floats]) -> tuple[Floats, Floats]:
+def _sum_moments(parts: Sequence[Floats]) -> tuple[Floats, Floats]:
     count = sum(len(part) for part in parts)
     centre = np.sum([part.sum(0) for part in parts], 0) / count
     spread = np.sqrt(np.sum([((part - centre) ** 2).sum(0) for part in parts], 0) / count)
     return centre, spread
 
 
-def _check(sites: Sequence[GlmSite], family: str) -> None:
+def _check_sites(sites: Sequence[GlmSite], family: str) -> None:
     y = np.concatenate([site.y for site in sites])
     if not np.isfinite(y).all():
         raise DataError("targets are missing or infinite in some rows. Repair them, or omit these rows")

@@ -75,7 +75,7 @@ class Ridge(NamedTuple):
         )
 
 
-def impossible(columns: int) -> Likelihood:
+def impossible_likelihood(columns: int) -> Likelihood:
     """Return the value that represents coefficients without a likelihood.
 
     This value is so small that `newton` halves its step.
@@ -106,7 +106,7 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
         )
 
 
-def ridged(at: At, weights: Floats) -> At:
+def add_ridge_penalty(at: At, weights: Floats) -> At:
     """Return the likelihood function minus half the sum of ``weights [p]`` times squared coefficients."""
 
     def penalized(beta: Floats) -> Likelihood:
@@ -117,7 +117,7 @@ def ridged(at: At, weights: Floats) -> At:
     return penalized
 
 
-def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
+def add_firth_penalty(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
     """Return the likelihood function that includes Firth's penalty.
 
     Args:
@@ -130,11 +130,11 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
         here = at(beta)
         sign, size = np.linalg.slogdet(here.information) if np.isfinite(here.information).all() else (0, 0)
         if sign <= 0:
-            return impossible(len(beta))
+            return impossible_likelihood(len(beta))
         inverse: Floats = np.linalg.inv(here.information).astype(float)
         tilt = slope(beta, inverse)
         if tilt is None:
-            return impossible(len(beta))
+            return impossible_likelihood(len(beta))
         return Likelihood(here.value + float(size) / 2, here.gradient + tilt / 2, here.information)
 
     return penalized
@@ -198,7 +198,7 @@ def find_ridge(
     held_out = []
     for tried in RIDGE_STRENGTHS:
         fits = [
-            fit(ridged(at, count * tried * weights), start)
+            fit(add_ridge_penalty(at, count * tried * weights), start)
             for at, count, start in zip(parts, counts, starts, strict=True)
         ]
         value = sum(whole(beta).value - at(beta).value for beta, at in zip(fits, parts, strict=True))
@@ -268,7 +268,7 @@ def find_ridge_by_sums(
         value = ahead.values - (penalty * (beta + step) ** 2).sum(1) / 2
         better = value >= score - 1e-12 * np.abs(score)
         beta = np.where(better[:, None], beta + step, beta)
-        score, here = np.where(better, value, score), _merged(better, ahead, here)
+        score, here = np.where(better, value, score), _merge_accepted_steps(better, ahead, here)
         if not left:
             break
         newton, rise = _penalized_steps(here, beta, penalty)
@@ -282,7 +282,12 @@ def find_ridge_by_sums(
     at = best * sets + CV_FOLDS
     plain = Likelihood(float(here.values[at]), here.gradients[at], here.informations[at])
     held_out = tuple(zip(RIDGE_STRENGTHS, gains.tolist(), strict=False))
-    return Ridge(RIDGE_STRENGTHS[best], held_out), beta[at], ridged(lambda _: plain, penalty[at])(beta[at]), plain
+    return (
+        Ridge(RIDGE_STRENGTHS[best], held_out),
+        beta[at],
+        add_ridge_penalty(lambda _: plain, penalty[at])(beta[at]),
+        plain,
+    )
 
 
 def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Floats, Floats]:
@@ -293,7 +298,7 @@ def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Flo
     return steps, (gradients * steps).sum(1)
 
 
-def _merged(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
+def _merge_accepted_steps(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
     """Return the new sums for fits whose step is accepted, and the old sums for the others."""
     parts = (
         np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)

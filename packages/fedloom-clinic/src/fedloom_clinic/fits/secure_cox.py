@@ -24,17 +24,17 @@ import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, newton
-from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, open_sum
+from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, OpenedCoxSums, Ring, SiteVectors, open_sum
 from fedloom_clinic.fits.penalty import (
     Floats,
     FoldSums,
     Likelihood,
     PenaltyKind,
     Ridge,
+    add_firth_penalty,
+    add_ridge_penalty,
     find_ridge_by_sums,
-    impossible,
-    jeffreys,
-    ridged,
+    impossible_likelihood,
     tilt_error,
 )
 
@@ -155,7 +155,7 @@ def fit_of_sums(
         if not np.array_equal(beta, last):
             vectors = total(beta, none)
             if vectors is None:
-                return impossible(len(beta))
+                return impossible_likelihood(len(beta))
             last, here = beta, open_sum(vectors, terms, beta, sites, none)
             if here.losses != losses or here.rows != first.rows:
                 raise Refused(
@@ -191,8 +191,8 @@ def fit_of_sums(
         weights = ridge.strength * squares
     else:
         weights = (terms.ridge or 0.0) * squares
-        penalized = evaluate if ridge is None else ridged(evaluate, weights / spread**2)
-        penalized = jeffreys(evaluate, slope) if terms.firth else penalized
+        penalized = evaluate if ridge is None else add_ridge_penalty(evaluate, weights / spread**2)
+        penalized = add_firth_penalty(evaluate, slope) if terms.firth else penalized
         penalty: PenaltyKind = "firth" if terms.firth else "none" if ridge is None else "ridge"
         gamma, tilted = newton(penalized, names, penalty=penalty)
     beta, information = gamma / spread, here.likelihood.information + np.diag(weights)
@@ -202,16 +202,18 @@ def fit_of_sums(
         score = Likelihood(tilted.value, tilted.gradient * spread, tilted.information * units)
         slack = (np.full(len(beta), error), len(beta) * error)
         if here.sums is not None:
-            slack = _slack(here.sums, error, efron=terms.ties == "efron")
+            slack = _rounding_error_bounds(here.sums, error, efron=terms.ties == "efron")
         bound = tilt_error(score, *slack, np.full(len(beta), 2.0))
     else:
-        bound = _bound(here, error, terms._replace(ridge=ridge and ridge.strength), beta, weights)
+        bound = _coefficient_error_bound(here, error, terms._replace(ridge=ridge and ridge.strength), beta, weights)
     half, se = (terms.high - terms.low) / 2, np.sqrt(np.linalg.inv(information).diagonal())
     fit = CoxFit(beta / half, se / half, here.likelihood.value, events, here.rows, ridge)
     return SecureCoxFit(fit, bound / half, losses)
 
 
-def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weights: Floats) -> float:
+def _coefficient_error_bound(
+    here: OpenedCoxSums, error: float, terms: CoxAgreement, beta: Floats, weights: Floats
+) -> float:
     """Return a bound on the distance between the coefficients and the fit that exact sums would give.
 
     Each sum is assumed to differ from the exact sum by at most `error`.
@@ -226,7 +228,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
     if here.sums is None:
         slack, matrix = np.full(columns, error), columns * error
     else:
-        slack, matrix = _slack(here.sums, error, efron=terms.ties == "efron")
+        slack, matrix = _rounding_error_bounds(here.sums, error, efron=terms.ties == "efron")
     if terms.ridge is not None:  # its weights are of sums in [-1, 1] times rows, each within the error
         slack, matrix = slack + 4 * terms.ridge * error * np.abs(beta), matrix + 4 * terms.ridge * error
     least = float(np.linalg.eigvalsh(information)[0]) - matrix
@@ -236,7 +238,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
     return float(-np.log1p(-reach * gradient / least) / reach)
 
 
-def _slack(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
+def _rounding_error_bounds(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
     """Return bounds on the errors that rounded sums cause in the gradient ``[p]`` and in the information."""
     columns = sums.total.shape[1]
     slack, matrix = np.full(columns, len(sums.deaths) * error), 0.0

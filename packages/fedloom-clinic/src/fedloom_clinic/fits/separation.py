@@ -9,7 +9,8 @@ exponential family distributions", Scand. J. Stat. 1989 (Cox).
 A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and at
 least one row is fitted better. If the rows are available, a linear program finds such a direction. The program
 maximizes the sum of ``a_i b`` subject to ``a_i b >= 0``, where each ``a_i`` is a difference that must not become
-negative. If only sums are available, the steps of Newton's method reveal such a direction (see `recession`).
+negative. If only sums are available, the steps of Newton's method reveal such a direction (see
+`find_recession_direction`).
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ regression that has a fit may also end with a fraction of 1e-11. The fraction al
 MIN_LIKELIHOOD_RISE = 1e-6
 """Increase of the log-likelihood in a step below which the likelihood is regarded as close to its limit. No test of a
 coefficient detects such a small increase."""
-STILL_MOVING = 0.5
+MIN_STEP_RATIO = 0.5
 """If rows are separated, the last step is at least this fraction of the length of the step before it. In this case, the
 distance of the likelihood from its limit decreases as exp(-length), and all steps of Newton's method have the same
 length. If rows are not separated, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson
-regressions, the linear program found 61 to be separated. The three conditions of `recession` identified 58 of these,
-left 3 as not converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or contained a
-single cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
+regressions, the linear program found 61 to be separated. The three conditions of `find_recession_direction` identified
+58 of these, left 3 as not converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or
+contained a single cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
 """Gain that the linear program must reach in some row, and maximum loss in any row, both relative to the row's largest
 entry."""
 ROUNDING_SHARE = 1e-9
 """Fraction of a row below which its component in the remaining directions is considered a rounding error."""
-PROGRAM_ROWS = 2000
+MAX_PROGRAM_ROWS = 2000
 """Number of rows with which the linear program starts, and maximum number of violated rows that are added at a time."""
 MIN_SUPPORT_SHARE = 0.1
 """Fraction of the largest entry from which on a column is named in a direction that is known only from sums."""
@@ -68,12 +69,12 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
     if not (size > 0).all():
         return [[name] for name, one in zip(names, size, strict=True) if not one > 0]
     values, vectors = np.linalg.eigh(information / np.outer(size, size))
-    null = _reduced(vectors[:, values < values[-1] / MAX_CONDITION_NUMBER].T)
+    null = _reduce_row_space(vectors[:, values < values[-1] / MAX_CONDITION_NUMBER].T)
     groups = [np.flatnonzero(np.abs(row) > MIN_LOADING * np.abs(row).max()).tolist() for row in null]
     return [[names[k] for k in group] for group in sorted(groups)]
 
 
-def _reduced(rows: Floats) -> Floats:
+def _reduce_row_space(rows: Floats) -> Floats:
     """Return a basis of the row space whose rows have few entries, each with an entry that no other row has."""
     rows, done = rows.copy(), list[int]()
     for k in range(len(rows)):
@@ -100,11 +101,13 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
     alone = [group[0] for group in groups if len(group) == 1]
     if alone:
         raise DataError(f"{', '.join(alone)} has the same value in every row at risk. Omit this column")
-    listed = "; so do ".join(_listed(group) for group in groups)
+    listed = "; so do ".join(_join(group) for group in groups)
     raise DataError(f"columns {listed} depend on each other. Omit one of these columns")
 
 
-def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
+def find_recession_direction(
+    first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float
+) -> Floats | None:
     """Return a direction in which the likelihood increases without information, found from sums alone, or None.
 
     In such a direction, the likelihood still rises although its information has vanished.
@@ -112,7 +115,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
     A direction is returned only if three conditions hold. First, there is a direction in which less than the fraction
     `COLLAPSED_SHARE` of the information at 0 remains. Second, the likelihood has nearly reached its limit: the last
     step raised it by less than `MIN_LIKELIHOOD_RISE`. Third, the last step of Newton's method was still at least
-    `STILL_MOVING` times as long as the step before it, measured with the information at 0.
+    `MIN_STEP_RATIO` times as long as the step before it, measured with the information at 0.
 
     Args:
         first: information at 0, ``[p, p]``, which must be regular.
@@ -123,7 +126,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
     before, last = steps
     if not rise < MIN_LIKELIHOOD_RISE or not np.isfinite(information).all() or not is_suspect(first, information):
         return None
-    if not last @ first @ last >= STILL_MOVING**2 * (before @ first @ before) > 0:
+    if not last @ first @ last >= MIN_STEP_RATIO**2 * (before @ first @ before) > 0:
         return None
     return last
 
@@ -137,7 +140,7 @@ def is_suspect(first: Floats, information: Floats) -> bool:
     return bool(eigh(information, first, eigvals_only=True)[0] < COLLAPSED_SHARE)
 
 
-def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
+def find_separating_direction(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
     """Return a direction of separation with as few columns as possible, found by linear programs, or None.
 
     Args:
@@ -148,13 +151,13 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
             fewest columns.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
-    direction = _direction(gains / size, equal / size)
+    direction = _largest_gain_direction(gains / size, equal / size)
     if direction is None:
         return None
     kept = np.ones(len(size), bool)
     for column in [k for k in np.argsort(np.abs(direction)) if k >= free]:
         kept[column] = False
-        fewer = _direction(gains[:, kept] / size[kept], equal[:, kept] / size[kept])
+        fewer = _largest_gain_direction(gains[:, kept] / size[kept], equal[:, kept] / size[kept])
         if fewer is None:
             kept[column] = True
         else:
@@ -164,7 +167,7 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
     return scaled
 
 
-def _direction(gains: Floats, equal: Floats) -> Floats | None:
+def _largest_gain_direction(gains: Floats, equal: Floats) -> Floats | None:
     """Return the direction with the largest gain in the box [-1, 1]^p, or None if there is no gain."""
     from scipy.linalg import null_space  # slow to import
     from scipy.optimize import linprog
@@ -184,7 +187,7 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
     gains = gains[largest > noise] / largest[largest > noise, None]
     if not len(gains):
         return None
-    total, used = gains.sum(0) / len(gains), np.unique(np.linspace(0, len(gains) - 1, PROGRAM_ROWS).astype(int))
+    total, used = gains.sum(0) / len(gains), np.unique(np.linspace(0, len(gains) - 1, MAX_PROGRAM_ROWS).astype(int))
     bounds = (-1, 1)
     while True:
         solved = linprog(
@@ -197,14 +200,14 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
         violated = np.setdiff1d(np.flatnonzero(margins < -MAX_PROGRAM_LOSS), used)
         if not len(violated):
             break
-        used = np.union1d(used, violated[np.argsort(margins[violated])[:PROGRAM_ROWS]])
+        used = np.union1d(used, violated[np.argsort(margins[violated])[:MAX_PROGRAM_ROWS]])
     if margins.max() < MIN_PROGRAM_GAIN or margins.min() < -MAX_PROGRAM_LOSS:
         return None
     direction: Floats = basis @ solved.x
     return direction
 
 
-def no_finite_fit(
+def no_finite_fit_error(
     direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, exact: bool = True
 ) -> DataError:
     """Return the error for separated rows, which names the separating columns and the directions of their coefficients.
@@ -228,7 +231,7 @@ def no_finite_fit(
         cure = "leave it out, merge its levels until each has rows of both outcomes, or choose the penalty 'ridge'"
     else:
         parts = [f"{names[k]} {ways[k]}" for k in named]
-        what = f"{_listed([names[k] for k in named])} together separate the rows: the coefficient of {_listed(parts)}"
+        what = f"{_join([names[k] for k in named])} together separate the rows: the coefficient of {_join(parts)}"
         what, cure = (
             f"{what} {without}",
             "leave one of them out, merge levels until each has rows of both outcomes, or choose the penalty 'ridge'",
@@ -236,6 +239,6 @@ def no_finite_fit(
     return DataError(f"no finite fit: {what}; {cure}")
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     """Return words in the form of an English list."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

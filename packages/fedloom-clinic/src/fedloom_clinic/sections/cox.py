@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from fedloom.formats import p_value, significant
-from fedloom.lab.sections import Row, Run, Section, csv_of, read_columns, scrolling
+from fedloom.lab.sections import Row, Run, Section, read_columns, render_csv, render_scrolling_table
 from fedloom.rundir import analysis_file
 
 COX_TEXT = "Hazard ratios per unit of a column over the rows of all clients, computed from sums only."
@@ -30,25 +30,25 @@ def cox_tables(runs: list[Run]) -> str:
     """Return HTML with a table for each run that contains a Cox regression over the rows of all clients."""
     text = ""
     for run in runs:
-        rows = _rows(run)
+        rows = _cox_rows(run)
         if rows:
             label = f"Cox regression{f', {run.label}' if len(runs) > 1 else ''}"
-            text += f"<h3>{escape(label)}</h3><p>{escape(cox_words(rows[0]))}</p>"
-            text += scrolling(label, COLUMN_HEADS, [_line(row) for row in rows])
+            text += f"<h3>{escape(label)}</h3><p>{escape(cox_sentence(rows[0]))}</p>"
+            text += render_scrolling_table(label, COLUMN_HEADS, [_cox_line(row) for row in rows])
     return text
 
 
 def cox_csv(runs: list[Run]) -> str:
     """Return a table with every column of every regression, without rounding."""
-    lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
+    lines = [{"run": run.label, **row} for run in runs for row in _cox_rows(run)]
     return (
-        csv_of(tuple(dict.fromkeys(["run", *COLUMN_NAMES, *(name for line in lines for name in line)])), lines)
+        render_csv(tuple(dict.fromkeys(["run", *COLUMN_NAMES, *(name for line in lines for name in line)])), lines)
         if lines
         else ""
     )
 
 
-def _rows(run: Run) -> list[dict[str, Any]]:
+def _cox_rows(run: Run) -> list[dict[str, Any]]:
     path = run.path / analysis_file("cox")
     if not path.exists():
         return []
@@ -57,7 +57,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
     return [] if table is None else table.to_pylist()
 
 
-def cox_words(row: dict[str, Any]) -> str:
+def cox_sentence(row: dict[str, Any]) -> str:
     """Return a sentence about the number of rows in a regression and its losses."""
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
@@ -83,7 +83,7 @@ def cox_words(row: dict[str, Any]) -> str:
     return f"{text} Rounding moves {moved}."
 
 
-def _line(row: dict[str, Any]) -> list[str]:
+def _cox_line(row: dict[str, Any]) -> list[str]:
     beta, low, high = (row[name] for name in ("coefficient", "low", "high"))
     ratios = [significant(math.exp(min(number, 700.0)), 3) for number in (beta, low, high)]
     se = significant(row["standard_error"], 3)

@@ -12,12 +12,12 @@ from fedloom.lab.sections import (
     Section,
     cell_text,
     contenders_of,
-    csv_of,
+    describe_figure,
     federated_leader,
-    figure,
     read_columns,
+    render_csv,
+    render_scrolling_table,
     rows_where,
-    scrolling,
     site_estimate,
     titled,
     values_by_seed,
@@ -52,18 +52,18 @@ def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         best = federated_leader(shown, lead)
         methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
         for row in sorted(methods, key=lambda row: row is not best):
-            text += _table(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
+            text += _table_of_left_out(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
     return text
 
 
-def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
+def _table_of_left_out(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
     scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
     values: dict[tuple[int, str], dict[int, float]] = {}
     for line in rows_where(table, metric=lead).to_pylist():
         values.setdefault((line["client"], line["scaling"]), {})[line["seed"]] = line["value"]
     samples = {line["client"]: int(line["value"]) for line in rows_where(table, metric="samples").to_pylist()}
     inside = {r.method: values_by_seed(run, r, lead) for r in (row, alone) if r is not None}
-    title = titled(figure(lead))
+    title = titled(describe_figure(lead))
     heads = [
         "Site", "Samples", f"{title} left out", *(["On its own rows"] if len(scalings) > 1 else []), "Taking part",
         *(["Alone"] if alone is not None and alone is not row else []),
@@ -75,7 +75,7 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
         words = [cell_text(lead, estimate) for estimate in estimates]
         lines.append([run.client(client), str(samples.get(client, UNKNOWN_DASH)), *words])
     label = f"{row.method}{f', {run.label}' if several else ''}"
-    return scrolling(f"Sites left out: {label}", heads, lines, title=label)
+    return render_scrolling_table(f"Sites left out: {label}", heads, lines, title=label)
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
@@ -86,4 +86,4 @@ def write_left_out_csv(runs: list[Run]) -> str:
         if (table := read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)) is not None
         for line in table.to_pylist()
     ]
-    return csv_of(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""
+    return render_csv(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""

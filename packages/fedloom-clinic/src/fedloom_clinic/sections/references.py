@@ -10,11 +10,11 @@ from fedloom.lab.sections import (
     Section,
     cell_text,
     contenders_of,
+    describe_figure,
     federated_leader,
-    figure,
     read_columns,
+    render_scrolling_table,
     rows_where,
-    scrolling,
     site_estimate,
     titled,
     values_by_seed,
@@ -49,6 +49,6 @@ def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
             [run.client(client), *(cell_text(lead, site_estimate(values, client)) for values in columns.values())]
             for client in range(run.clients)
         ]
-        label = f"{titled(figure(lead))}{f', {run.label}' if len(runs) > 1 else ''}"
-        text += scrolling(f"Reference models: {label}", ["Site", *columns], lines, title=label)
+        label = f"{titled(describe_figure(lead))}{f', {run.label}' if len(runs) > 1 else ''}"
+        text += render_scrolling_table(f"Reference models: {label}", ["Site", *columns], lines, title=label)
     return text

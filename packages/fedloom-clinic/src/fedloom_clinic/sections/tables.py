@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
 from fedloom.formats import UNKNOWN_DASH, p_value, significant
-from fedloom.lab.sections import Row, Run, Section, plain_section, scrolling
+from fedloom.lab.sections import Row, Run, Section, plain_section, render_scrolling_table
 from fedloom.rundir import REPAIR_HINT, analysis_file
 
 
-class Shown(NamedTuple):
+class ShownTable(NamedTuple):
     """Parts of a recorded table that a section shows.
 
     Attributes:
@@ -34,8 +34,8 @@ class Shown(NamedTuple):
     values: Mapping[str, str]
 
 
-SHOWN_TABLES: Mapping[str, Shown] = {
-    "calibration": Shown(
+SHOWN_TABLES: Mapping[str, ShownTable] = {
+    "calibration": ShownTable(
         "Calibration",
         "Mean predicted probability and observed frequency in bins of scores, over the test rows of all clients. The "
         "calibration error is the mean gap between both. The Brier score is the mean squared error of probabilities.",
@@ -43,7 +43,7 @@ SHOWN_TABLES: Mapping[str, Shown] = {
         {"rows": "Rows", "predicted": "Predicted", "observed": "Observed", "calibration_error": "Calibration error",
          "brier": "Brier score"},
     ),
-    "conformal": Shown(
+    "conformal": ShownTable(
         "Conformal sets",
         "Sets of classes with the threshold contain the right class, and intervals the number, with the wanted "
         "probability. The coverage is measured on other test rows. A shared threshold has the wanted coverage over the "
@@ -52,14 +52,14 @@ SHOWN_TABLES: Mapping[str, Shown] = {
         {"threshold": "Threshold", "rows": "Calibration rows", "wanted": "Wanted coverage", "test_rows": "Test rows",
          "coverage": "Coverage", "set_size": "Classes in a set", "interval_width": "Width of the interval"},
     ),
-    "pooled-importance": Shown(
+    "pooled-importance": ShownTable(
         "Importance of columns",
         "Loss of accuracy and of the Brier score over the test rows of all clients when a column is permuted within "
         "every client. A column that the model does not use loses nothing.",
         {"column": "Column", "metric": "Metric"},
         {"value": "Loss", "unpermuted": "Metric before", "rows": "Rows"},
     ),
-    "table-1": Shown(
+    "table-1": ShownTable(
         "Table 1",
         "Rows of all clients, by column and group. p values are of the same mean, or the same shares of levels, in all "
         "groups and at all clients.",
@@ -68,7 +68,7 @@ SHOWN_TABLES: Mapping[str, Shown] = {
          "median": "Median", "standardized_difference": "Standardized difference", "p_groups": "p of groups",
          "p_clients": "p of clients"},
     ),
-    "kaplan-meier": Shown(
+    "kaplan-meier": ShownTable(
         "Survival by group",
         "Restricted mean survival times with standard errors, and the log-rank test over the groups. The CSV file has "
         "the curves.",
@@ -76,13 +76,13 @@ SHOWN_TABLES: Mapping[str, Shown] = {
         {"restricted_mean": "Restricted mean", "restricted_mean_se": "Standard error", "log_rank": "Log-rank statistic",
          "p": "p"},
     ),
-    "glm": Shown(
+    "glm": ShownTable(
         "Generalized linear model",
         "Coefficients over the rows of all clients, computed from sums only.",
         {"column": "Column"},
         {"coefficient": "Coefficient", "standard_error": "Standard error", "low": "95 % from", "high": "to", "p": "p"},
     ),
-    "ridge": Shown(
+    "ridge": ShownTable(
         "Ridge regression",
         "Coefficients over the rows of all clients, computed from sums only.",
         {"output": "Output", "input": "Input"},
@@ -110,21 +110,21 @@ def make_section(kind: str, runs: list[Run], rows: list[Row], lead: str) -> Sect
             raise RunDirError(f"{path} is damaged: {error}. {REPAIR_HINT}") from None
         empty = {name for name in values if means[f"{name}_mean"].null_count == len(means)}
         lines = [
-            [*(_text(line[name]) for name in keys),
-             *(_figure(name, line[f"{name}_mean"]) for name in values if name not in empty)]
+            [*(_cell_text(line[name]) for name in keys),
+             *(_figure_text(name, line[f"{name}_mean"]) for name in values if name not in empty)]
             for line in means.to_pylist()
         ]  # fmt: skip
         heads = [*keys.values(), *(head for name, head in values.items() if name not in empty)]
         label = f"{shown.title}{f', {run.label}' if len(runs) > 1 else ''}"
-        body += scrolling(label, heads, lines, title=label if len(runs) > 1 else "")
+        body += render_scrolling_table(label, heads, lines, title=label if len(runs) > 1 else "")
     return Section(shown.title, shown.lead, body, plain.files) if body else None
 
 
-def _text(value: object) -> str:
+def _cell_text(value: object) -> str:
     return "" if value is None else significant(value) if isinstance(value, float) else str(value)
 
 
-def _figure(name: str, value: float | None) -> str:
+def _figure_text(name: str, value: float | None) -> str:
     if value is None:
         return UNKNOWN_DASH
     return p_value(value) if name == "p" or name.startswith("p_") else significant(value)

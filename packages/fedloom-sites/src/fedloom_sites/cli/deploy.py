@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli import DataDir, FileArgument, Trust, Words, about_file, app, choose_analysis, errors, say, say_json
+from fedloom.lab.cli import (
+    DataDir,
+    FileArgument,
+    StrictCommandGroup,
+    Trust,
+    add_file_to_errors,
+    app,
+    choose_analysis,
+    print_errors,
+    say,
+    say_json,
+)
 
 if TYPE_CHECKING:
     from fedloom_sites.deploy.ops.directory import Location
     from fedloom_sites.deploy.ops.plan import DeploymentPlan
 
 deploy = typer.Typer(
-    cls=Words,
+    cls=StrictCommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Run an experiment at real sites with Flower over TLS. Data stay at the sites. Only models leave the sites.",
@@ -120,14 +131,14 @@ def init(
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.experiment import read
 
-        with about_file(file):
+        with add_file_to_errors(file):
             experiment = read(file, trust=trust)
         from fedloom.values import make
         from fedloom_sites.deploy.ops.directory import Location
-        from fedloom_sites.deploy.ops.plan import plan
+        from fedloom_sites.deploy.ops.plan import plan_deployment
 
         options = {
             "host": host,
@@ -159,7 +170,7 @@ def init(
             "verify": verify,
             "data_name": data_name,
         }
-        _write(plan(experiment, sites, **choice), out or Path(file.stem), place)
+        _write_directory(plan_deployment(experiment, sites, **choice), out or Path(file.stem), place)
 
 
 @deploy.command("analyze")
@@ -195,17 +206,17 @@ def analyze_sites(
 
     Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
     """
-    with errors():
+    with print_errors():
         from dataclasses import replace
 
         from fedloom.analyses import require_questions
         from fedloom.lab.experiment import read
         from fedloom.outputs import check_output_folder
         from fedloom_sites.deploy.ops.directory import Location
-        from fedloom_sites.deploy.ops.plan import plan
+        from fedloom_sites.deploy.ops.plan import plan_deployment
 
         folder = check_output_folder(out or Path(f"{file.stem}-{name.rpartition(':')[2]}"))
-        with about_file(file):
+        with add_file_to_errors(file):
             experiment = read(file, trust=trust)
         analysis, agreed = choose_analysis(experiment, name, values or (), rules or ())
         require_questions(analysis)
@@ -215,10 +226,10 @@ def analyze_sites(
             "names": () if names is None else tuple(name.strip() for name in names.split(",")),
             "secure_aggregation": secure_aggregation, "threshold": threshold,
         }  # fmt: skip
-        _write(plan(one, sites, **choice), folder, Location())
+        _write_directory(plan_deployment(one, sites, **choice), folder, Location())
 
 
-def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
+def _write_directory(planned: DeploymentPlan, folder: Path, place: Location) -> None:
     """Write the directory of a deployment, and print a description of it."""
     from fedloom_sites.deploy.ops.directory import write_directory
 
@@ -243,9 +254,9 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
             "this number to the size of the largest site with --most-samples"
         )
     if planned.threshold is not None:
-        from fedloom_sites.deploy.secure.protocol import colluders
+        from fedloom_sites.deploy.secure.protocol import max_colluders
 
-        count = colluders(len(planned.sites), planned.threshold)
+        count = max_colluders(len(planned.sites), planned.threshold)
         say(
             f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A "
             f"dishonest server that colludes with {count} of the sites learns no upload of another "
@@ -270,7 +281,7 @@ def check(
 
     Example: fedloom deploy check /srv/fedloom/site
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.check import check_site
         from fedloom_sites.deploy.setting_files import read_site
 
@@ -296,9 +307,9 @@ def rehearse_attacks(
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.printing import print_texts
-        from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
+        from fedloom_sites.deploy.rehearsal.rehearse import rehearse_attacks as play
         from fedloom_sites.deploy.setting_files import read_site
 
         settings = read_site(site / "site.toml")
@@ -334,11 +345,11 @@ def local(
 
     Example: fedloom deploy local hospitals
     """
-    with errors():
+    with print_errors():
         from fedloom.errors import Stop
         from fedloom_sites.deploy.ops.loopback import run_all
-        from fedloom_sites.deploy.ops.status import lines, status_of
-        from fedloom_sites.deploy.server.run import finished
+        from fedloom_sites.deploy.ops.status import status_lines, status_of
+        from fedloom_sites.deploy.server.run import finished_reason
 
         try:
             deployment = run_all(directory, say, port)
@@ -351,11 +362,11 @@ def local(
 
             print_rows(rows, ("site", "model", "round"), width=FILE_COLUMNS)
         else:  # no site's own scores reach the server: their means, or that there are none
-            say(*lines(status_of(deployment.server)))
+            say(*status_lines(status_of(deployment.server)))
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             say(f"models of {site.site}: {site.state}")
-        if finished(deployment.server) is not Stop.DONE:
+        if finished_reason(deployment.server) is not Stop.DONE:
             shown = status_of(deployment.server)
             say(f"{shown['state']}: {shown['reason']}", err=True)
             raise typer.Exit(1)
@@ -375,11 +386,11 @@ def status(
 
     Example: fedloom deploy status hospitals
     """
-    with errors():
+    with print_errors():
         import json
 
         from fedloom.lab.printing import print_rows
-        from fedloom_sites.deploy.ops.status import lines, server_of, status_of, table
+        from fedloom_sites.deploy.ops.status import server_of, status_lines, status_of, status_table
 
         if (folder / "site.toml").exists():
             from fedloom_sites.deploy.alarms import site_status
@@ -394,8 +405,8 @@ def status(
         if as_json:
             say(json.dumps(shown, indent=1))
             return
-        say(*lines(shown))
-        print_rows(table(shown), ("site",), width=FILE_COLUMNS)
+        say(*status_lines(shown))
+        print_rows(status_table(shown), ("site",), width=FILE_COLUMNS)
 
 
 @deploy.command()
@@ -407,15 +418,15 @@ def stop(
 
     Example: fedloom deploy stop hospitals
     """
-    with errors():
-        from fedloom.storage.files import discard, write_atomic
+    with print_errors():
+        from fedloom.storage.files import delete_files, write_atomic
         from fedloom.storage.locks import is_in_use
         from fedloom_sites.deploy.ops.status import server_of
         from fedloom_sites.deploy.server.run import stop_file
 
         server = server_of(folder)
         if undo:
-            discard(stop_file(server))
+            delete_files(stop_file(server))
             say("the next start resumes the run. Start the service of the run again, or start the run by hand")
             return
         write_atomic(stop_file(server), b"")
@@ -434,7 +445,7 @@ def verify_log(
 
     Example: fedloom deploy verify-log hospitals
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.audit import SENT_FILE
         from fedloom_sites.deploy.audit import verify_log as check_log
         from fedloom_sites.deploy.ops.status import server_of

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.lab.cli import errors, say
+from fedloom.lab.cli import print_errors, say
 from fedloom_sites.cli.deploy import Directory, SiteFolder, deploy
 
 
@@ -26,7 +26,7 @@ def renew(
 
     Example: fedloom deploy renew hospitals
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.directory import renew as renew_certificate
 
         new, again = renew_certificate(directory, host, days)
@@ -59,11 +59,11 @@ def add(
 
     Example: fedloom deploy add hospitals fichte
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.members import add as add_member
 
         chosen = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
-        place = _place(directory).with_(**chosen)
+        place = _deployment_location(directory).with_(**chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(
@@ -87,12 +87,14 @@ def upgrade(directory: Directory) -> None:
 
     Example: fedloom deploy upgrade hospitals
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.amend import upgrade as upgrade_release
 
         change = upgrade_release(directory)
         _say_amendment(change)
-        _say_steps(directory, change, _place(directory), "Install the release on the server and at every site")
+        _say_steps(
+            directory, change, _deployment_location(directory), "Install the release on the server and at every site"
+        )
 
 
 @deploy.command()
@@ -105,10 +107,10 @@ def rotate(
 
     Example: fedloom deploy rotate hospitals birke
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.amend import rotate as rotate_keys
 
-        change, place = rotate_keys(directory, name), _place(directory)
+        change, place = rotate_keys(directory, name), _deployment_location(directory)
         _say_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
         _say_steps(
@@ -121,7 +123,7 @@ def rotate(
         )  # fmt: skip
 
 
-def _place(directory: Path) -> Any:
+def _deployment_location(directory: Path) -> Any:
     """Return where a deployment's files are located on its machines, as a ``Location``."""
     from fedloom_sites.deploy.ops.directory import Location, machine_folders
     from fedloom_sites.deploy.ops.status import server_file
@@ -182,8 +184,8 @@ def approve(
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
-    with errors():
-        from fedloom_sites.deploy.ops.members import keys_digest, proposed, take
+    with print_errors():
+        from fedloom_sites.deploy.ops.members import accept_agreement, check_proposal, keys_digest
         from fedloom_sites.deploy.setting_files import read_site
         from fedloom_sites.deploy.site.approval import approve as approve_run
 
@@ -191,9 +193,9 @@ def approve(
         if change is None:
             agreed = read_site(site / "site.toml")
         else:
-            agreed, members, _ = proposed(site, change)
+            agreed, members, _ = check_proposal(site, change)
         if digest:
-            agreed = agreed if change is None else take(site, change, digest)
+            agreed = agreed if change is None else accept_agreement(site, change, digest)
             approve_run(agreed, digest)
             say(f"approved: run {agreed.digest[:16]} of {agreed.name}, {agreed.clients} sites")
             return
@@ -214,10 +216,10 @@ def snapshot(
 
     Example: fedloom deploy snapshot /srv/fedloom/site
     """
-    with errors():
-        from fedloom_sites.deploy.snapshots import declare
+    with print_errors():
+        from fedloom_sites.deploy.snapshots import declare_snapshot
 
-        new = declare(site, date)
+        new = declare_snapshot(site, date)
         say(f"snapshot of {new.day}: {new.subjects} subjects, {new.path}")
         later = "the run has begun with other data and keeps them; the next experiment on these data may read it"
         say("this experiment reads this snapshot" if new.used else later)
@@ -233,7 +235,7 @@ def remove(
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.members import remove as remove_member
 
         server = remove_member(directory, name)
@@ -253,7 +255,7 @@ def revoke(
 
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """
-    with errors():
+    with print_errors():
         from fedloom_sites.deploy.ops.admitted import revoke as revoke_key
 
         say(f"node {revoke_key(directory, name)} of {name} can no longer connect")

@@ -14,7 +14,7 @@ from fedloom.lab.cli import (
     PredictionsFile,
     SetThresholdOption,
     ThresholdOption,
-    errors,
+    print_errors,
     say,
 )
 from fedloom_sites.cli.deploy import SiteFolder, deploy
@@ -37,13 +37,13 @@ def models(
 
     Example: fedloom deploy models /srv/fedloom/site --out models
     """
-    with errors():
+    with print_errors():
         from fedloom.outputs import check_output_folder
-        from fedloom_sites.deploy.site.models import export_state_dict, owned, score_site_model
+        from fedloom_sites.deploy.site.models import export_state_dict, find_owned_models, score_site_model
 
         if out is not None:
             check_output_folder(out)
-        models_there = owned(folder)
+        models_there = find_owned_models(folder)
         if not models_there:
             say("no model yet: a site has a model after its first round")
         for one in models_there:
@@ -71,14 +71,14 @@ def predict(
 
     Example: fedloom deploy predict /srv/fedloom/site new.csv
     """
-    with errors():
-        from fedloom.trained.predictions import predict_with_one, predicted
-        from fedloom_sites.deploy.site.models import new_rows, used
+    with print_errors():
+        from fedloom.trained.predictions import predict_assigned_rows, predict_with_one
+        from fedloom_sites.deploy.site.models import load_raw_model, new_row_options
 
         file = PredictionsFile(out, (rows,), force=force)
-        trained = used(site, model)
-        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(id_column or ()))
-        predictions = predicted(inputs, predict_with_one(trained, inputs))
+        trained = load_raw_model(site, model)
+        inputs = new_row_options(site).rows(trained.recipe.facts, rows, None, tuple(id_column or ()))
+        predictions = predict_assigned_rows(inputs, predict_with_one(trained, inputs))
         file.write(
             predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}", set_threshold
         )
@@ -100,25 +100,30 @@ def evaluate(
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """
-    with errors():
+    with print_errors():
         from fedloom.data.new_rows import new_rows as taken
         from fedloom.errors import ConfigError
         from fedloom.lab.printing import print_rows
-        from fedloom.trained.predictions import OWN_SCALE, Evaluated, predict_with_one
-        from fedloom_sites.deploy.site.models import importances, new_rows, statistics_note, used
+        from fedloom.trained.predictions import OWN_SCALE, ModelEvaluation, predict_with_one
+        from fedloom_sites.deploy.site.models import (
+            column_importances,
+            load_raw_model,
+            new_row_options,
+            statistics_note,
+        )
 
         if importance is (rows is not None):
             raise ConfigError("name a file with labeled rows, or use --importance, which uses the site's own test part")
         notes = statistics_note(site, model)
         if rows is None:
             heads = ("column", "metric", "cost of permuting", "standard deviation")
-            print_rows([dict(zip(heads, line, strict=True)) for line in importances(site, model)])
+            print_rows([dict(zip(heads, line, strict=True)) for line in column_importances(site, model)])
             say(*notes)
             return
-        trained = used(site, model)
-        data = new_rows(site).labelled(trained.recipe.facts, rows)
+        trained = load_raw_model(site, model)
+        data = new_row_options(site).labelled(trained.recipe.facts, rows)
         inputs = taken(trained.recipe.facts, data)
-        scored = Evaluated(
+        scored = ModelEvaluation(
             trained.about, trained.about["kind"], OWN_SCALE, predict_with_one(trained, inputs), inputs, data
         )
         print_rows([scored.row()])
@@ -140,14 +145,19 @@ def export(
 
     Example: fedloom deploy export /srv/fedloom/site --out model.onnx
     """
-    with errors():
-        from fedloom.trained.export import decision, units
+    with print_errors():
+        from fedloom.trained.export import decision_sentence, unit_sentence
         from fedloom.trained.export import export_model as write
         from fedloom.trained.files import check_model_file
-        from fedloom_sites.deploy.site.models import new_rows, used
+        from fedloom_sites.deploy.site.models import load_raw_model, new_row_options
 
         check_model_file(out, format, force=force)
-        trained = used(site, model)
+        trained = load_raw_model(site, model)
         write(trained, out, format, threshold=threshold, force=force)
-        say(*filter(None, (decision(trained, format, threshold), units(trained, new_rows(site).factors))))
+        say(
+            *filter(
+                None,
+                (decision_sentence(trained, format, threshold), unit_sentence(trained, new_row_options(site).factors)),
+            )
+        )
         say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")

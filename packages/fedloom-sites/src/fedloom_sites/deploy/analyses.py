@@ -28,14 +28,14 @@ from fedloom.analyses.registry import name_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.survey.agreement import Agreement
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import analysis_file
 from fedloom.values import dump
 from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
-from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
-from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
+from fedloom_sites.deploy.secure.protocol import MIN_SITES, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, SessionTerms
 
 LIMB_BITS, MAX_LIMBS = 40, 4
 """Number of bits per limb, and maximum number of limbs per number. The sums of 100 limbs, and of 100 signed last limbs,
@@ -44,7 +44,7 @@ SUM_BITS = 62
 """Maximum number of bits, including the sign, for which a sum over all sites fits into a single limb."""
 FACT_COUNT = 2
 """Number of integers at the end of an answer: the count of clipped numbers, and the number of the site's rows."""
-DEFAULT_LEAST = 5
+DEFAULT_MIN_SUBJECTS = 5
 """Minimum number of subjects at a site, and in a cell at that site, if the agreement on an analysis contains no
 rules."""
 
@@ -57,7 +57,7 @@ SUBJECT_BYTES = 8
 """Number of bytes in the digest of a subject."""
 
 
-class TooLarge(Refused):
+class SumTooLarge(Refused):
     """Error: answers to a question do not fit into the limbs, for example because a fit takes much too long a step."""
 
 
@@ -88,9 +88,9 @@ class AgreedAnalysis:
         A value of 1 is replaced by the default for real sites (see `check_rules`).
         """
         rules = self.analysis.rules or Rules()
-        agreed = _stated_rules(rules)
+        agreed = _rule_names(rules)
         questions = _limit_questions(self.analysis)
-        least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
+        least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_MIN_SUBJECTS
         if self.threshold is not None:
             fewest = max(MIN_SITES, rules.min_clients)
         elif "min_clients" in agreed:
@@ -114,7 +114,7 @@ class AgreedAnalysis:
         flags = self.analysis.publish(rows, self.before)
         return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
 
-    def terms(self, terms: Terms) -> AnalysisTerms:
+    def terms(self, terms: SessionTerms) -> AnalysisTerms:
         """Return the public facts about an analysis that follow from the terms of its session.
 
         Raises:
@@ -149,17 +149,17 @@ class AgreedAnalysis:
         """
         analysis, order = self.analysis, self.analysis.order
         if step >= self.rules.questions:
-            raise Broken(
+            raise ProtocolBroken(
                 f"the analysis {self.name} has at most {self.rules.questions} steps, so there is no step {step}"
             )
         if step >= len(order) and order[-1] not in analysis.retried:
-            raise Broken(
+            raise ProtocolBroken(
                 f"the analysis {self.name} asks each question once (a repeated question must be named in retried), so "
                 f"there is no step {step}"
             )
         question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
         if question.name != wanted:
-            raise Broken(f"step {step} of the analysis {self.name} asks {wanted!r}, got {question.name!r}")
+            raise ProtocolBroken(f"step {step} of the analysis {self.name} asks {wanted!r}, got {question.name!r}")
         analysis.check_question(question, terms)
         return question, analysis.bounds(question, terms)
 
@@ -195,11 +195,11 @@ class AnswerForm:
         self._exponents = exponents.numpy().astype(np.int64)
         largest = torch.maximum(bounds.low.abs(), bounds.high.abs()).numpy()
         if not (np.isfinite(largest).all() and np.isfinite(self._exponents).all()):
-            raise TooLarge("the bounds of an answer are not finite")
+            raise SumTooLarge("the bounds of an answer are not finite")
         bits = np.log2(np.maximum(largest * sites, 1e-300)) - self._exponents + 1
         limbs = 1 + np.ceil(np.maximum(bits - SUM_BITS, 0) / LIMB_BITS).astype(int)
         if (limbs > MAX_LIMBS).any():
-            raise TooLarge(
+            raise SumTooLarge(
                 f"a number in an answer needs {bits.max():.0f} bits, but at most "
                 f"{SUM_BITS + LIMB_BITS * (MAX_LIMBS - 1)} are allowed"
             )
@@ -234,7 +234,7 @@ class AnswerForm:
             Broken: this sum is impossible for this number of sites if their answers are within the bounds.
         """
         if len(total) != self.length:
-            raise Broken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
+            raise ProtocolBroken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
         whole = total.view(np.int64)
         clipped, rows = (int(fact) for fact in whole[-FACT_COUNT:])
         sums, at = [0] * len(self._limbs), 0
@@ -243,19 +243,20 @@ class AnswerForm:
                 sums[j] += int(whole[at]) << (LIMB_BITS * k)
                 at += 1
         values = torch.tensor(
-            [_scaled(one, e) for one, e in zip(sums, self._exponents.tolist(), strict=True)], dtype=torch.float64
+            [_scale_by_power_of_two(one, e) for one, e in zip(sums, self._exponents.tolist(), strict=True)],
+            dtype=torch.float64,
         )
         low, high, step = self._bounds
         slack = step / 2 + 1e-12 * torch.maximum(low.abs(), high.abs())
         inside = (values >= sites * (low.clamp(max=0) - slack)) & (values <= sites * (high.clamp(min=0) + slack))
         if not bool(inside.all()) or not 0 <= clipped <= sites * len(values) or rows < 0:
-            raise Broken(
+            raise ProtocolBroken(
                 "the sum of the answers is out of range: a site sent a wrong vector, or a mask was not removed"
             )
         return values, clipped, rows
 
 
-def _scaled(multiple: int, exponent: int) -> float:
+def _scale_by_power_of_two(multiple: int, exponent: int) -> float:
     """Return an integer times a power of two, rounded only once."""
     whole = float(multiple)
     return math.ldexp(whole, exponent)
@@ -290,10 +291,10 @@ def count_questions(experiment: Experiment) -> int:
 def _limit_questions(analysis: Analysis) -> int:
     """Return the agreed number of questions of an analysis, or the default for real sites if no number was agreed."""
     rules = analysis.rules or Rules()
-    return rules.questions if "questions" in _stated_rules(rules) else analysis.most_questions
+    return rules.questions if "questions" in _rule_names(rules) else analysis.most_questions
 
 
-def _stated_rules(rules: Rules) -> set[str]:
+def _rule_names(rules: Rules) -> set[str]:
     """Return the names of the agreed rules.
 
     Agreements of older versions list every rule, with its value for simulations.
@@ -335,7 +336,7 @@ def check_analyses(
     for analysis in experiment.analyses:
         if analysis.by_sums:
             name = name_of(analysis)
-            if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
+            if find_accounted_noise(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
                     f"the sums of the analysis {name} contain no noise, but the agreed delta requires "
                     "noise on everything that leaves a site. Omit the analysis or the delta"
@@ -449,7 +450,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     return Schema(name, agreement.task, agreement.table.columns, agreement.classes, outputs, ranges, levels)
 
 
-def stem_of(name: str) -> str:
+def file_stem_of(name: str) -> str:
     """Return the name of an analysis in a form that is suitable for file names."""
     return analysis_file(name).rpartition(".")[0]
 

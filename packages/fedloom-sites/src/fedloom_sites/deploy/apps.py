@@ -33,22 +33,22 @@ def run_server(grid: Grid, context: Context) -> None:
     Raises:
         FedloomError: the run did not finish. Flower records the run as failed after the message has been printed.
     """
-    from fedloom_sites.deploy.server.run import STOP_PREFIX, finished, serve
+    from fedloom_sites.deploy.server.run import STOP_PREFIX, finished_reason, serve_run
     from fedloom_sites.deploy.setting_files import read_server
 
     try:
-        settings = read_server(_file(context.run_config, SERVER_KEY, "run"))
-        stop = serve(grid, settings, _say)
-        if finished(settings) is None:
+        settings = read_server(_configured_file(context.run_config, SERVER_KEY, "run"))
+        stop = serve_run(grid, settings, _print_line)
+        if finished_reason(settings) is None:
             raise RunStopped(stop, "see the lines above and the audit log")
     except FedloomError as error:
         if not isinstance(error, RunStopped):
-            _say(f"{STOP_PREFIX}{error}")
+            _print_line(f"{STOP_PREFIX}{error}")
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it would call this unhandled, with a traceback
         raise
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201
 
 
@@ -60,11 +60,11 @@ def answer(message: Message, context: Context) -> Message:
 
     The node configuration names the file that contains the site's settings.
     """
-    reply = hand_over(_file(context.node_config, SITE_KEY, "node"), encode_records(message.content))
+    reply = hand_over(_configured_file(context.node_config, SITE_KEY, "node"), encode_records(message.content))
     return Message(decode_records(reply), reply_to=message)
 
 
-def _file(config: object, key: str, what: str) -> Path:
+def _configured_file(config: object, key: str, what: str) -> Path:
     value = config.get(key) if hasattr(config, "get") else None
     if not isinstance(value, str) or not value:
         raise ConfigError(f"the {what} configuration needs {key}: the path of a TOML file")

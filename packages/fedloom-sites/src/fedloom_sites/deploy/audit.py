@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
 from fedloom.storage import make_folder
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import append_line, create_file
 
 SENT_FILE = "sent.jsonl"
@@ -64,15 +64,15 @@ class Audit:
 
     def _end(self) -> LogEnd:
         """Return the log's end, for which only its last lines are read."""
-        with regular(self._path).open("rb") as file:
+        with check_regular_file(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
-            lines = _lines(file.read())
+            lines = _complete_lines(file.read())
         for after, line in enumerate(reversed(lines)):
             number = (entry_of(line) or {}).get("number")
             if isinstance(number, int):
-                return LogEnd(number + after, _digest(lines[-1]))
-        return LogEnd(len(lines), _digest(lines[-1]) if lines else "")
+                return LogEnd(number + after, _digest_line(lines[-1]))
+        return LogEnd(len(lines), _digest_line(lines[-1]) if lines else "")
 
     def lines(self) -> list[dict[str, Any]]:
         """Return all entries of the log (see `lines_of`)."""
@@ -85,7 +85,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.
     """
-    return [entry for line in _content(path).splitlines() if (entry := entry_of(line)) is not None]
+    return [entry for line in _read_log_bytes(path).splitlines() if (entry := entry_of(line)) is not None]
 
 
 def verify_log(path: Path) -> LogEnd:
@@ -100,7 +100,7 @@ def verify_log(path: Path) -> LogEnd:
             f"the log {path} does not exist. Name a log, or the folder of a server or site that has already run"
         )
     before = ""
-    lines = _lines(_content(path))
+    lines = _complete_lines(_read_log_bytes(path))
     for k, line in enumerate(lines, 1):
         entry = entry_of(line)
         is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
@@ -109,7 +109,7 @@ def verify_log(path: Path) -> LogEnd:
                 f"{path}: line {k} does not match the previous line, so one of the two lines was "
                 "changed, removed or inserted later. Compare the log with a copy of the log"
             )
-        before = _digest(line)
+        before = _digest_line(line)
     if not lines:
         raise RunDirError(
             f"{path} is empty, so there is no line to check. A log receives its first line when its program starts"
@@ -117,18 +117,18 @@ def verify_log(path: Path) -> LogEnd:
     return LogEnd(len(lines), before)
 
 
-def _content(path: Path) -> bytes:
+def _read_log_bytes(path: Path) -> bytes:
     try:
-        return regular(path).read_bytes() if path.exists() else b""
+        return check_regular_file(path).read_bytes() if path.exists() else b""
     except OSError as error:
         raise RunDirError(f"cannot read the log {path}: {error.strerror}") from None
 
 
-def _lines(content: bytes) -> list[bytes]:
+def _complete_lines(content: bytes) -> list[bytes]:
     return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
-def _digest(line: bytes) -> str:
+def _digest_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 

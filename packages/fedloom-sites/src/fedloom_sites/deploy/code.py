@@ -24,9 +24,9 @@ from fedloom.lab.experiment import Experiment, read
 from fedloom.models.spec import DIGEST_MARK
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
-from fedloom.trust import is_installed, vouch
-from fedloom_sites.deploy.setting_files import check_agreed, check_fingerprint, digest
-from fedloom_sites.deploy.settings import Shared
+from fedloom.trust import is_installed, vouch_for_paths
+from fedloom_sites.deploy.setting_files import check_agreed, check_fingerprint, sha256_hex
+from fedloom_sites.deploy.settings import SharedSettings
 
 CODE_FOLDER = "code"
 INITIAL_MODEL_FILE = "weights.safetensors"
@@ -52,7 +52,7 @@ class Code:
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of the files, keyed by path."""
-        return {path: digest(data) for path, data in self.files.items()}
+        return {path: sha256_hex(data) for path, data in self.files.items()}
 
 
 def code_of(settings: Mapping[str, object]) -> Code:
@@ -64,7 +64,7 @@ def code_of(settings: Mapping[str, object]) -> Code:
     """
     files: dict[str, bytes] = {}
     installed: dict[str, str] = {}
-    for name in sorted({path.partition(":")[0] for path in _paths(settings)}):
+    for name in sorted({path.partition(":")[0] for path in _import_paths(settings)}):
         source = Path(getattr(sys.modules[name], "__file__", None) or "")
         if source.suffix != ".py":
             raise ConfigError(
@@ -72,10 +72,10 @@ def code_of(settings: Mapping[str, object]) -> Code:
             )
         source = source.resolve()
         if is_installed(source):
-            installed[name] = digest(source.read_bytes())
+            installed[name] = sha256_hex(source.read_bytes())
             continue
         root = source.parents[name.count(".") + (source.name == "__init__.py")]
-        for path in sorted(_files(root, name.partition(".")[0])):
+        for path in sorted(_module_files(root, name.partition(".")[0])):
             key, data = path.relative_to(root).as_posix(), path.read_bytes()
             if files.setdefault(key, data) != data:
                 raise ConfigError(
@@ -92,7 +92,7 @@ def code_of(settings: Mapping[str, object]) -> Code:
     return Code(files, installed)
 
 
-def check_code(shared: Shared) -> None:
+def check_code(shared: SharedSettings) -> None:
     """Raise an error if the user code differs from the agreed user code. For this, none of its modules is imported.
 
     Raises:
@@ -112,7 +112,7 @@ def check_code(shared: Shared) -> None:
         check_agreed(f"module {module!r}", "user code", code, wanted, "Install the same version as the server")
 
 
-def read_agreed(shared: Shared, **engine: Any) -> Experiment:
+def read_agreed(shared: SharedSettings, **engine: Any) -> Experiment:
     """Check that the user code of a server or a site is the agreed code, and return the agreed experiment.
 
     Raises:
@@ -125,7 +125,7 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
     if shared.code:  # in front of those of other deployments in this process
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
-    vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
+    vouch_for_paths(path for path in _import_paths(document) if path.partition(":")[0] in agreed)
     return read(shared.experiment, _start_of(shared), recorded=True, document=document, **engine)
 
 
@@ -180,7 +180,7 @@ class _Loader(SourceFileLoader):
         return data
 
 
-def _start_of(shared: Shared) -> list[str]:
+def _start_of(shared: SharedSettings) -> list[str]:
     """Return the command-line option that names the agreed initial model.
 
     Raises:
@@ -196,20 +196,20 @@ def _start_of(shared: Shared) -> list[str]:
     ]  # compared again where the file is loaded
 
 
-def _paths(settings: object) -> Iterator[str]:
+def _import_paths(settings: object) -> Iterator[str]:
     """Yield the import paths that the tables of an experiment contain."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             imports = key in IMPORT_PATH_KEYS or (key == "path" and settings.get("kind") == "import")
             named = value if isinstance(value, list | tuple) else [value]
             yield from (name for name in named if imports and is_path(name))
-            yield from _paths(value)
+            yield from _import_paths(value)
     elif isinstance(settings, list | tuple):
         for value in settings:
-            yield from _paths(value)
+            yield from _import_paths(value)
 
 
-def _files(root: Path, first: str) -> set[Path]:
+def _module_files(root: Path, first: str) -> set[Path]:
     """Return the files of a module or package in a folder, and every file of this folder that they import."""
     files: set[Path] = set()
     waiting, names = [first], {"fedloom", "fedloom_sites"}
@@ -224,11 +224,11 @@ def _files(root: Path, first: str) -> set[Path]:
             continue  # of the standard library, or installed
         files |= set(new)
         for file in new:
-            waiting += _imported(ast.parse(file.read_bytes(), str(file)))
+            waiting += _imported_names(ast.parse(file.read_bytes(), str(file)))
     return files
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+def _imported_names(tree: ast.AST) -> Iterator[str]:
     """Yield the top-level names that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,8 +1,8 @@
 """Patient groups at sites: sums for the metrics over all sites, and each site's own metrics.
 
 A site publishes a group only if its published numbers do not reveal any set of rows that is smaller than agreed
-(`fedloom.data.groups.published`). With secure sums, the server receives the sums over all sites but no site's own
-numbers.
+(`fedloom.data.groups.publishable_groups`). With secure sums, the server receives the sums over all sites but no site's
+own numbers.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from fedloom.analyses import Bounds
 from fedloom.analyses.patients import GroupScore
 from fedloom.data import Federation
-from fedloom.data.groups import group_names, groups_of, published, row_counts, subjects_of
+from fedloom.data.groups import group_names, groups_of, publishable_groups, row_kind_counts, subjects_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.scores import Pass
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
-from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
+from fedloom.tasks.sums import metric_names, metrics_of, sum_count, sums_of
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.protocol.envelope import MAX_FIGURES
-from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
+from fedloom_sites.deploy.secure.protocol import MIN_SITES, Integers, ProtocolBroken
 from fedloom_sites.deploy.secure.vectors import SUMMED_MODELS
 
 SCORED_MODELS = ("global", "hybrid", "personal")
@@ -84,7 +84,7 @@ class GroupSums:
         self.groups = [name for _, name in names]
         choices = list(dict.fromkeys(choice for choice, _ in names))
         self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
-        self._width = width(self._task) if names else 0
+        self._width = sum_count(self._task) if names else 0
         self._keys = [(kind, group) for kind in SCORED_MODELS for group in self.groups]
         self._summed = [key for key in self._keys if key[0] in SUMMED_MODELS]
         largest = torch.full((len(self._summed) * self._width,), MAX_SUM)
@@ -95,7 +95,12 @@ class GroupSums:
     def names(self) -> set[str]:
         """Names of all numbers that `as_metrics` returns."""
         figures = [*(f"{k}" for k in range(self._width)), *metric_names(self._task)] if self.groups else []
-        return {_name(kind, k, figure) for kind in SCORED_MODELS for k in range(len(self.groups)) for figure in figures}
+        return {
+            _figure_name(kind, k, figure)
+            for kind in SCORED_MODELS
+            for k in range(len(self.groups))
+            for figure in figures
+        }
 
     def members(self, fed: Federation, client: int) -> dict[str, Tensor]:
         """Return a bool ``[N]`` mask of a site's test samples for each group that the site may publish.
@@ -111,8 +116,8 @@ class GroupSums:
         inside = torch.stack([here[name][index] if name in here else nobody for name in self.groups])
         units = subjects_of(fed.data)
         units = None if units is None else units[index]
-        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs, units)
-        is_open = published(inside, self._part, counts, self._least)
+        counts = row_kind_counts(fed.data.task, fed.targets(index), self._task.outputs, units)
+        is_open = publishable_groups(inside, self._part, counts, self._least)
         return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
 
     def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
@@ -151,7 +156,7 @@ class GroupSums:
                 continue
             place = self.groups.index(group)
             named = {**{f"{k}": float(number) for k, number in enumerate(sums)}, **figures}
-            numbers |= {_name(kind, place, name): number for name, number in named.items()}
+            numbers |= {_figure_name(kind, place, name): number for name, number in named.items()}
         return numbers
 
     def scores(self, replies: Mapping[int, Mapping[str, float]]) -> Iterator[GroupScore]:
@@ -160,13 +165,13 @@ class GroupSums:
             place, total = self.groups.index(group), torch.zeros(self._width, dtype=torch.float64)
             rows: list[GroupScore] = []
             for client, numbers in replies.items():
-                sums = [numbers.get(_name(kind, place, f"{k}"), np.nan) for k in range(self._width)]
+                sums = [numbers.get(_figure_name(kind, place, f"{k}"), np.nan) for k in range(self._width)]
                 if not np.isfinite(sums).all() or sums[0] < self._least:
                     continue
                 total += torch.tensor(sums, dtype=torch.float64)
                 rows.append((client, kind, group, SAMPLES_FIGURE, sums[0]))
                 names = metric_names(self._task)
-                figures = {name: numbers[key] for name in names if (key := _name(kind, place, name)) in numbers}
+                figures = {name: numbers[key] for name in names if (key := _figure_name(kind, place, name)) in numbers}
                 rows += [(client, kind, group, name, number) for name, number in figures.items()]
             yield from self._merge_sites(kind, group, total)
             yield from rows
@@ -223,7 +228,7 @@ class GroupSums:
             return []
         values = self._form.decode(total, count)[0].view(len(self._summed), self._width)
         if bool((values[:, :1] < 0).any()):
-            raise Broken("the number of samples in a group is negative: a mask was not removed")
+            raise ProtocolBroken("the number of samples in a group is negative: a mask was not removed")
         rows = zip(self._summed, values, strict=True)
         return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)]
 
@@ -234,5 +239,5 @@ class GroupSums:
         yield from ((FEDERATION_CLIENT, kind, group, name, figure) for name, figure in figures.items())
 
 
-def _name(kind: str, place: int, figure: str) -> str:
+def _figure_name(kind: str, place: int, figure: str) -> str:
     return f"group:{kind}:{place}:{figure}"

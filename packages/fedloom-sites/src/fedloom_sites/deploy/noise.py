@@ -35,7 +35,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from fedloom.engine import Setting
-from fedloom.engine.privacy import Noise, accounted
+from fedloom.engine.privacy import Noise, find_accounted_noise
 from fedloom.errors import Refused
 from fedloom.rows.aggregators import PrivateMean, Rows, State
 from fedloom.rows.channels import GaussianNoise
@@ -59,15 +59,15 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
     Returns:
         ``[D]`` float64 on the CPU, in multiples of the grid.
     """
-    exponent, scale, bound = _grid(clip, sigma)
+    exponent, scale, bound = _noise_grid(clip, sigma)
     total = np.zeros(rows.shape[1], dtype=np.int64)
     for row in rows.detach().to("cpu", torch.float64).numpy():
-        total += _integers(row, clip, exponent, bound)
-    noised = np.asarray(_measurement(scale)(total), dtype=np.float64)
+        total += _round_to_grid(row, clip, exponent, bound)
+    noised = np.asarray(_noise_measurement(scale)(total), dtype=np.float64)
     return torch.from_numpy(np.ldexp(noised, exponent))
 
 
-def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
+def _noise_grid(clip: float, sigma: float) -> tuple[int, float, int]:
     """Return the exponent e of the grid 2^e, the noise scale t, and the maximum squared norm of a row.
 
     The scale and the norm are given in steps of the grid.
@@ -78,7 +78,7 @@ def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
     return exponent, scale, math.floor(min(Fraction(scale) / Fraction(sigma), Fraction(clip) / step) ** 2)
 
 
-def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int) -> np.ndarray[Any, Any]:
+def _round_to_grid(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int) -> np.ndarray[Any, Any]:
     """Clip a row, round it toward zero to the grid, and return its steps, ``[D]`` int64.
 
     The squared norm of the result is at most ``bound``.
@@ -97,7 +97,7 @@ def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int)
 
 
 @lru_cache(maxsize=8)
-def _measurement(scale: float) -> Any:
+def _noise_measurement(scale: float) -> Any:
     from opendp import domains, measurements, metrics, mod  # slow to import, and not `prelude`: it brings scikit-learn
 
     mod.enable_features("contrib")
@@ -122,12 +122,14 @@ class SharedMean(PrivateMean):
 
         Below `MIN_NOISE_STEPS`, the bound on a sum of several sites' noise does not hold.
         """
-        return _grid(self.clip, self.sigma)[1] * (1 + 2.0**-20) / math.sqrt(self.survivors)
+        return _noise_grid(self.clip, self.sigma)[1] * (1 + 2.0**-20) / math.sqrt(self.survivors)
 
     def share(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return a site's share of the sum in grid steps: its clipped differences ``[D]`` plus its noise."""
-        exponent, _, bound = _grid(self.clip, self.sigma)
-        return np.asarray(_measurement(self.scale)(_integers(row, self.clip, exponent, bound)), dtype=np.int64)
+        exponent, _, bound = _noise_grid(self.clip, self.sigma)
+        return np.asarray(
+            _noise_measurement(self.scale)(_round_to_grid(row, self.clip, exponent, bound)), dtype=np.int64
+        )
 
     def total(self, steps: np.ndarray[Any, np.dtype[np.uint64]], count: int) -> np.ndarray[Any, Any]:
         """Convert steps modulo 2^64 to the noisy sum ``[D]`` of ``count`` sites' differences.
@@ -136,7 +138,7 @@ class SharedMean(PrivateMean):
             Refused: the sum is farther from zero than clipped differences and 40 standard deviations of the noise
                 permit.
         """
-        exponent, _, bound = _grid(self.clip, self.sigma)
+        exponent, _, bound = _noise_grid(self.clip, self.sigma)
         totals = steps.view(np.int64)
         limit = int(count * math.isqrt(bound + 1) + 40 * self.scale * math.sqrt(count)) + count
         if bool(((totals > limit) | (totals < -limit)).any()):
@@ -188,10 +190,11 @@ class ReleasedMean(PrivateMean):
         return {name: part.to(r) for (name, r), part in zip(rows.items(), parts, strict=True)}, state
 
 
-def deployed(setting: Setting, survivors: int | None = None) -> Setting:
-    """Return a run's setting with the deployed forms of its channel and aggregator (see `released`)."""
+def deployed_setting(setting: Setting, survivors: int | None = None) -> Setting:
+    """Return a run's setting with the deployed forms of its channel and aggregator (see `deployed_part`)."""
     return setting.with_(
-        upload_transform=released(setting.upload_transform), aggregator=released(setting.aggregator, survivors)
+        upload_transform=deployed_part(setting.upload_transform),
+        aggregator=deployed_part(setting.aggregator, survivors),
     )
 
 
@@ -200,12 +203,12 @@ def noise_of_site(setting: Setting) -> Noise | None:
 
     Noise that is added by the server does not protect a site from the server.
     """
-    return accounted(
+    return find_accounted_noise(
         setting.upload_transform, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None
     )
 
 
-def released(part: Any, survivors: int | None = None) -> Any:
+def deployed_part(part: Any, survivors: int | None = None) -> Any:
     """Return a channel or aggregator in its deployed form. Its random bytes are seeded by the operating system.
 
     Args:

@@ -25,13 +25,13 @@ from fedloom.engine import Setting
 from fedloom.errors import CheckpointError, LayoutError, WireError
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
-from fedloom.storage.files import discard
+from fedloom.storage.files import delete_files
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Broken, Integers, Session
-from fedloom_sites.deploy.secure.terms import Terms, read_terms
-from fedloom_sites.deploy.settings import Secure, Server, Shared
+from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Integers, ProtocolBroken, Session
+from fedloom_sites.deploy.secure.terms import SessionTerms, read_terms
+from fedloom_sites.deploy.settings import SecureSettings, Server, SharedSettings
 
 LINKS_FILE = "links.json"
 RECORD_PARTS = ("terms", "adverts", "signed", "vectors", "shares")
@@ -48,12 +48,12 @@ class RelayedSum(NamedTuple):
         total: sum of their vectors, without masks.
     """
 
-    terms: Terms
+    terms: SessionTerms
     survivors: list[int]
     total: Integers
 
 
-def compute_first_link(agreed: Shared, setting: Setting) -> bytes:
+def compute_first_link(agreed: SharedSettings, setting: Setting) -> bytes:
     """Return the first link of the chain, which is the same for all experiments with the same initial model.
 
     The digest of the model's numbers is not used, because they may differ between processors.
@@ -82,8 +82,8 @@ def encode_vector_statement(bound: bytes, vector: bytes) -> bytes:
 
 
 def open_relayed(
-    agreed: Secure, agreement: bytes, public: Mapping[int, Ed25519PublicKey], round: int, nonce: bytes, before: bytes,
-    parts: Sequence[bytes],
+    agreed: SecureSettings, agreement: bytes, public: Mapping[int, Ed25519PublicKey], round: int, nonce: bytes,
+    before: bytes, parts: Sequence[bytes],
 ) -> RelayedSum:  # fmt: skip
     """Check all messages of a round, and return the sum that they open.
 
@@ -104,9 +104,11 @@ def open_relayed(
         raise WireError(f"expected {len(RECORD_PARTS)} arrays, got {len(parts)}")
     terms, adverts = read_terms(parts[0]), secure.read_adverts(parts[1])
     if (terms.round, terms.trains) != (round, True):
-        raise Broken(f"the relayed sum belongs to round {terms.round}, but the message belongs to round {round}")
+        raise ProtocolBroken(
+            f"the relayed sum belongs to round {terms.round}, but the message belongs to round {round}"
+        )
     if terms.download != before.hex():
-        raise Broken(
+        raise ProtocolBroken(
             f"the relayed sum of round {round} does not continue the sums that this site has opened. The server has "
             "left out, replaced or repeated a round, or this site has lost its folder. Restore the site's folder from "
             "a copy, or continue without this site"
@@ -117,14 +119,14 @@ def open_relayed(
     signed, answers = secure.split_parts(parts[2], SIGNATURE_BYTES), _read_answers(parts[4], session)
     peers = sorted(next(iter(answers.values())))
     if not signed.keys() <= {*peers} <= session.adverts.keys():
-        raise Broken("the relayed sum contains sites that did not share masks")
-    bound = secure.bound_to(session, terms.digest, peers)
+        raise ProtocolBroken("the relayed sum contains sites that did not share masks")
+    bound = secure.session_binding(session, terms.digest, peers)
     secure.check_statement(session, bound, signed, public)
     total = _add_vectors(parts[3], bound, [*signed], public)
-    secrets, wrong = shares.restored(session, peers, signed, answers)
+    secrets, wrong = shares.restore_secrets(session, peers, signed, answers)
     if wrong:
-        raise Broken(f"the relayed shares of the clients {sorted(wrong)} do not belong to this sum")
-    return RelayedSum(terms, [*signed], secure.unmasked(session, bound, [*signed], total, secrets))
+        raise ProtocolBroken(f"the relayed shares of the clients {sorted(wrong)} do not belong to this sum")
+    return RelayedSum(terms, [*signed], secure.unmask_sum(session, bound, [*signed], total, secrets))
 
 
 def _read_answers(message: bytes, session: Session) -> dict[int, dict[int, bytes]]:
@@ -140,7 +142,7 @@ def _read_answers(message: bytes, session: Session) -> dict[int, dict[int, bytes
     }
     owners = {tuple(one) for one in answers.values()}
     if len(owners) != 1 or not answers.keys() <= session.adverts.keys():
-        raise Broken("the relayed shares belong to different sums")
+        raise ProtocolBroken("the relayed shares belong to different sums")
     return answers
 
 
@@ -155,12 +157,14 @@ def _add_vectors(
     width = len(message) // max(1, len(survivors)) - 4
     vectors = secure.split_parts(message, width) if width > SIGNATURE_BYTES and not width % 8 else {}
     if [*vectors] != [*survivors]:
-        raise Broken("the relayed vectors do not belong to the sites that have consented to the sum")
+        raise ProtocolBroken("the relayed vectors do not belong to the sites that have consented to the sum")
     for c, part in vectors.items():
         try:
             public[c].verify(part[:SIGNATURE_BYTES], encode_vector_statement(bound, part[SIGNATURE_BYTES:]))
         except InvalidSignature:
-            raise Broken(f"the relayed vector of client {c} is not the vector that the client has signed") from None
+            raise ProtocolBroken(
+                f"the relayed vector of client {c} is not the vector that the client has signed"
+            ) from None
     numbers = [np.frombuffer(part, dtype="<u8", offset=SIGNATURE_BYTES) for part in vectors.values()]
     total: Integers = np.sum(numbers, axis=0, dtype=np.uint64)
     return total
@@ -190,12 +194,12 @@ class Relays:
         return self._links.get(newest, self._first)
 
     def keep_vectors(
-        self, t: int, nonce: bytes, terms: Terms, adverts: bytes, signed: Mapping[int, bytes],
+        self, t: int, nonce: bytes, terms: SessionTerms, adverts: bytes, signed: Mapping[int, bytes],
         vectors: Mapping[int, bytes],
     ) -> None:  # fmt: skip
         """Store the record of a sum before its shares are requested."""
         make_folder(self._folder)
-        discard(*(p for p in self._folder.glob("*.vectors") if not p.with_suffix(".shares").exists()))  # given up
+        delete_files(*(p for p in self._folder.glob("*.vectors") if not p.with_suffix(".shares").exists()))  # given up
         listed = secure.join_parts({c: signed.get(c, bytes(SIGNATURE_BYTES)) for c in vectors})
         parts = (nonce, terms.encode(), adverts, listed, secure.join_parts(vectors))
         self._save(t, "vectors", dict(zip(("nonce", *RECORD_PARTS[:-1]), parts, strict=True)))
@@ -235,7 +239,7 @@ class Relays:
             return False
         self._holders.setdefault(t, set()).add(client)
         done = [r for r, holders in self._holders.items() if len(holders) == self._members and r < max(self._links)]
-        discard(*(self._path(r, kind) for r in done for kind in ("vectors", "shares")))
+        delete_files(*(self._path(r, kind) for r in done for kind in ("vectors", "shares")))
         return True
 
     def _path(self, t: int, kind: str) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
-from fedloom.engine.round import longest_first, take
+from fedloom.engine.round import sort_by_samples, update_server
 from fedloom.engine.scoring import score_request
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, Times, initial_state
@@ -25,17 +25,17 @@ from fedloom.processes.clients import CLIENT_COUNTS, SumResult
 from fedloom.schedule import Synchronous
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
-from fedloom.storage.files import discard
+from fedloom.storage.files import delete_files
 from fedloom_sites.deploy.alarms import raise_alarm
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
-from fedloom_sites.deploy.noise import SharedMean, deployed
-from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.noise import SharedMean, deployed_setting
+from fedloom_sites.deploy.protocol.identity import read_verifying_key
 from fedloom_sites.deploy.relay import LINKS_FILE, RelayedSum, compute_first_link, compute_next_link, open_relayed
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import Broken, Integers
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import UploadVector, check_length
-from fedloom_sites.deploy.settings import NormBound, Shared, Site
+from fedloom_sites.deploy.settings import NormBound, SharedSettings, Site
 from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.transport.forms import Forms
 
@@ -44,7 +44,9 @@ MODEL_TOLERANCE = 1e-6
 processors."""
 
 
-def make_server_job(settings: Shared, experiment: Experiment, sizes: Tensor, folder: Path) -> tuple[Job, Any, Forms]:
+def make_server_job(
+    settings: SharedSettings, experiment: Experiment, sizes: Tensor, folder: Path
+) -> tuple[Job, Any, Forms]:
     """Return a run without samples and client state, with its initial state and its message formats.
 
     Rounds of this run use the quorum in the server's settings, not that of the engine.
@@ -63,7 +65,7 @@ def make_server_job(settings: Shared, experiment: Experiment, sizes: Tensor, fol
     planned = setting.with_(schedule=Synchronous(), evaluate=scored)
     job, server = make_job(planned, fed, folder=folder)
     forms = Forms(job, server)
-    noisy = deployed(job.setting, settings.survivors)
+    noisy = deployed_setting(job.setting, settings.survivors)
     job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
     return job.drop_states(), server, forms
 
@@ -126,7 +128,7 @@ class ModelReplay:
         assert site.secure is not None
         self._site, self._agreed, self._experiment, self._log = site, site.secure, experiment, log
         self._agreement = site.secure.digest(site.fingerprint)
-        self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
+        self._public = {c: read_verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         self._folder = site.folder / "verified"
         self._states = dict[str, State]()
         self._prepared: tuple[object, Job, Any, Forms, UploadVector] | None = None
@@ -170,14 +172,14 @@ class ModelReplay:
         recent = [self._first, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
         if link.hex() not in recent:
             with self.watch("a new session"):
-                raise Broken(
+                raise ProtocolBroken(
                     "the server asks about sums that this site has not opened. This site has opened the sums up to "
                     f"round {max(links, default=0)}. Restore the server's newest checkpoints or this site's folder "
                     "from a copy, or continue without this site"
                 )
 
     def compute_messages(
-        self, terms: Terms, download: bytes | None, models: Sequence[bytes]
+        self, terms: SessionTerms, download: bytes | None, models: Sequence[bytes]
     ) -> tuple[bytes | None, list[bytes]]:
         """Return the download and the models to score, computed by this site, in place of the server's messages.
 
@@ -195,7 +197,7 @@ class ModelReplay:
         if not named and download is None and not models:
             return None, []
         if len(named) != 1:
-            raise Broken("the terms must name the chain of opened sums once, and no other model")
+            raise ProtocolBroken("the terms must name the chain of opened sums once, and no other model")
         state = self._state(named.pop(), terms.sizes)
         _, job, _, forms, _ = self._make(terms.sizes)
         message, computed_models, place = None, list[bytes](), f"round {terms.round}"
@@ -207,7 +209,7 @@ class ModelReplay:
             t = terms.round if terms.scored < 0 else terms.scored
             request = score_request(job, state.with_(round=t))
             if request is None or (request.model is not None) != terms.common:
-                raise Broken("the terms name other models to score than the experiment has")
+                raise ProtocolBroken("the terms name other models to score than the experiment has")
             computed_models = next(iter(forms.write_models_of(request, [self._site.client])))[1]
 
             def read(sent: Sequence[bytes]) -> list[Tensor]:
@@ -222,7 +224,7 @@ class ModelReplay:
         """Raise an alarm about an error in the server's messages."""
         try:
             yield
-        except (Broken, WireError) as error:
+        except (ProtocolBroken, WireError) as error:
             self._raise_alarm(f"{place}: {error}")
             raise
 
@@ -238,7 +240,7 @@ class ModelReplay:
         nothing = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
         uploads = Uploads(job, before.sums)
         uploads.add(make_result(job, ids, opened.survivors, parts, shares, nothing))
-        return take(job, before, terms.round, ids, before.sampler, nothing, uploads)[0]
+        return update_server(job, before, terms.round, ids, before.sampler, nothing, uploads)[0]
 
     def _make(self, sizes: Sequence[Sequence[int]]) -> tuple[object, Job, Any, Forms, UploadVector]:
         """Return the server's run for these numbers of samples, which never change during a run.
@@ -248,7 +250,7 @@ class ModelReplay:
         """
         facts = [[*one] for one in sizes]
         if (read_checked(self._folder / LINKS_FILE) or {}).get("sizes", facts) != facts:
-            raise Broken("the terms state other numbers of samples than the terms of earlier rounds")
+            raise ProtocolBroken("the terms state other numbers of samples than the terms of earlier rounds")
         if self._prepared is None or self._prepared[0] != facts:
             job, server, forms = make_server_job(self._site, self._experiment(), torch.tensor(facts), self._folder)
             self._prepared = facts, job, server, forms, UploadVector(job, forms.idle)
@@ -266,7 +268,7 @@ class ModelReplay:
             state, links = initial_state(job, server), self._links()
             t = next((t for t, one in links.items() if one == link), 0)
             if not t and link != self._first:
-                raise Broken("the terms name a chain of opened sums that differs from this site's own chain")
+                raise ProtocolBroken("the terms name a chain of opened sums that differs from this site's own chain")
             if t:
                 try:
                     check_file_digest(self._path(t))
@@ -313,10 +315,10 @@ class ModelReplay:
         kept = sorted(links)[-2:]
         self._states = {link: state for link, state in self._states.items() if link in {links[t] for t in kept}}
         names = {self._path(t).name for t in kept}
-        discard(*(p for p in self._folder.glob("round-*.safetensors") if p.name not in names))
+        delete_files(*(p for p in self._folder.glob("round-*.safetensors") if p.name not in names))
 
 
 def _sort_cohort(job: Job, cohort: Sequence[int]) -> Tensor:
     """Return a cohort in the order in which the server lists it."""
     ids = torch.tensor(cohort)
-    return ids[longest_first(job, ids)]
+    return ids[sort_by_samples(job, ids)]

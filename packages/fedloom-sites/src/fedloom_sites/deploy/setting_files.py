@@ -16,7 +16,7 @@ from fedloom.storage import read_toml
 from fedloom.storage.files import content_of
 from fedloom.values import Value, fields_of, make
 from fedloom.version import __version__
-from fedloom_sites.deploy.settings import Server, Shared, Site
+from fedloom_sites.deploy.settings import Server, SharedSettings, Site
 
 V = TypeVar("V", bound=Value)
 SNAPSHOTS_FOLDER = "snapshots"
@@ -33,7 +33,7 @@ def read_site(path: Path, *, live: bool = False) -> Site:
     Raises:
         ConfigError: the file is missing or contains an invalid value.
     """
-    site, folder = _read(Site, path, "site file"), path.parent.resolve()
+    site, folder = _read_settings(Site, path, "site file"), path.parent.resolve()
     source = site.data["source"]
     is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
     keys = ("path", "source") if is_file and source not in SOURCES and not is_path(source) else ("path",)
@@ -53,10 +53,10 @@ def read_server(path: Path) -> Server:
     Raises:
         ConfigError: the file is missing or contains an invalid value.
     """
-    return _read(Server, path, "server file")
+    return _read_settings(Server, path, "server file")
 
 
-def check_version(shared: Shared) -> None:
+def check_version(shared: SharedSettings) -> None:
     """Raise an error if the version of fedloom differs from the agreed version.
 
     Raises:
@@ -69,7 +69,7 @@ def check_version(shared: Shared) -> None:
         )
 
 
-def placed(value: V, folder: Path) -> V:
+def resolve_paths(value: V, folder: Path) -> V:
     """Return settings in which relative paths are resolved from ``folder``.
 
     Raises:
@@ -85,7 +85,7 @@ def placed(value: V, folder: Path) -> V:
     return value.model_copy(update=paths)
 
 
-def text_of(value: Value) -> str:
+def settings_text(value: Value) -> str:
     """Convert settings to TOML. If the text is parsed, the result equals the settings.
 
     The table with the data comes first, because people at the site edit this table.
@@ -94,7 +94,7 @@ def text_of(value: Value) -> str:
     return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
 
 
-def check_fingerprint(shared: Shared) -> bytes:
+def check_fingerprint(shared: SharedSettings) -> bytes:
     """Return the content of the experiment file, and raise an error if it differs from the agreed file.
 
     Returns:
@@ -108,7 +108,7 @@ def check_fingerprint(shared: Shared) -> bytes:
     return content
 
 
-def digest(content: bytes) -> str:
+def sha256_hex(content: bytes) -> str:
     """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
@@ -121,14 +121,14 @@ def check_agreed(
     Raises:
         ConfigError: the digests differ. The message names both.
     """
-    got = digest(content)
+    got = sha256_hex(content)
     if got != wanted:
         raise ConfigError(
             f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed. {cure}"
         )
 
 
-def _read(kind: type[V], path: Path, what: str) -> V:
+def _read_settings(kind: type[V], path: Path, what: str) -> V:
     document = read_toml(path, what)
     if isinstance(document.get("data"), dict):  # of a site, which may be of an earlier version
         document = {**document, "data": update_document({"data": document["data"]})["data"]}
@@ -141,4 +141,4 @@ def _read(kind: type[V], path: Path, what: str) -> V:
         raise ConfigError(
             f"{error}. The file was written by fedloom {release}, but this is {__version__}. Install that version"
         ) from None
-    return placed(value, path.parent.resolve())
+    return resolve_paths(value, path.parent.resolve())

@@ -22,7 +22,7 @@ from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold
 
 
-def _public_key(text: str) -> str:
+def _check_public_key(text: str) -> str:
     """Check a public key in OpenSSH form, and return it without its comment."""
     kind, _, rest = text.strip().partition(" ")
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
@@ -32,7 +32,7 @@ def _public_key(text: str) -> str:
     return f"{kind} {rest.split()[0]}"
 
 
-def _address(text: str) -> str:
+def _check_address(text: str) -> str:
     """Check that a server's address has the form host:port, and return it."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[^\s/]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
@@ -40,7 +40,7 @@ def _address(text: str) -> str:
     return text
 
 
-PublicKey = Annotated[str, AfterValidator(_public_key)]
+PublicKey = Annotated[str, AfterValidator(_check_public_key)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 CodePath = Annotated[str, Field(pattern=r"^\w[\w. -]*(/\w[\w. -]*)*\.py$")]
@@ -52,7 +52,7 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 """Maximum norm of the difference in every field of an upload, or in each field by its name."""
 
 
-def bound_of(bound: NormBound | None, field: str) -> float:
+def norm_bound_of(bound: NormBound | None, field: str) -> float:
     """Return the maximum norm of the difference in one field of an upload.
 
     The result is infinite if no bound applies.
@@ -69,7 +69,7 @@ MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
 """Share of a sum's weight above which the sum would nearly reveal a site's upload."""
 
 
-class Secure(Value):
+class SecureSettings(Value):
     """Secure aggregation: the server receives masked sums (see `fedloom_sites.deploy.secure.protocol`)."""
 
     threshold: int = Field(
@@ -121,7 +121,7 @@ class Secure(Value):
     )
 
     @model_validator(mode="after")
-    def _majority(self) -> Secure:
+    def _majority(self) -> SecureSettings:
         n = len(self.keys)
         if self.verify and self.scores != "masked":
             raise ValueError(
@@ -143,7 +143,7 @@ class Secure(Value):
         return hashlib.sha256(f"{fingerprint}\n{self.model_dump_json()}".encode()).digest()
 
 
-class Shared(Value):
+class SharedSettings(Value):
     """Settings that the server and every site must agree on."""
 
     name: Name = Field(description="name of the experiment")
@@ -175,7 +175,7 @@ class Shared(Value):
         description="maximum number of models to which a site replies in all rounds (default: twice the number "
         "of rounds, plus two)",
     )
-    secure: Secure | None = Field(
+    secure: SecureSettings | None = Field(
         None, description="secure aggregation (default: off, so the server receives individual uploads)"
     )
     data_name: Name = Field(
@@ -206,11 +206,11 @@ class Shared(Value):
 
         The value is the same on every machine.
         """
-        agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
+        agreed = self.model_dump(mode="json", include={*SharedSettings.model_fields} - {"experiment"})
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
 
-class Site(Shared):
+class Site(SharedSettings):
     """Settings of a site: its data, state and keys, and the address of the server."""
 
     site: Name = Field(description="name of the site")
@@ -238,7 +238,7 @@ class Site(Shared):
         description="date of the data snapshot that the site reads, created by fedloom deploy snapshot (default: "
         "the current data)",
     )
-    server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
+    server: Annotated[str, AfterValidator(_check_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(
         Path("ca.crt"), description="certificate of the certificate authority that signed the server's certificate"
     )
@@ -316,7 +316,7 @@ class Member(Value):
     signing_key: PublicKey = Field(description="public key that verifies the site's replies")
 
 
-class Server(Shared):
+class Server(SharedSettings):
     """Settings of the server: sites, waiting times, limits on messages, and folders."""
 
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")

@@ -21,7 +21,7 @@ from fedloom.data import Dataset
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import make_folder, read_toml, write_atomic
 from fedloom.storage.files import content_of
-from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses, digest_subjects
+from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS, agreed_analyses, digest_subjects
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 from fedloom_sites.deploy.setting_files import SNAPSHOTS_FOLDER, read_site
@@ -34,7 +34,7 @@ RECORD_FILE = "snapshots.json"
 """File, in the site's memory of the data, with the date, digest and subjects of every snapshot."""
 
 
-class Declared(NamedTuple):
+class DeclaredSnapshot(NamedTuple):
     """A new snapshot.
 
     Attributes:
@@ -50,7 +50,7 @@ class Declared(NamedTuple):
     used: bool
 
 
-def declare(folder: Path, day: str | None = None) -> Declared:
+def declare_snapshot(folder: Path, day: str | None = None) -> DeclaredSnapshot:
     """Copy a site's data to a snapshot, and make the experiment read the snapshot if its run has not yet begun.
 
     Args:
@@ -77,7 +77,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     check_data_name(live.with_(snapshot=None), remembers_answers=True)
     memory = site.memory_folder
     with lock_folder(memory):
-        record = _record(memory)
+        record = _read_records(memory)
         earlier: list[dict[str, Any]] = record["snapshots"]
         if earlier and day <= earlier[-1]["day"]:
             raise ConfigError(
@@ -86,28 +86,28 @@ def declare(folder: Path, day: str | None = None) -> Declared:
         make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
         draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
         try:
-            _discard(draft)
+            _delete_path(draft)
             if source.is_dir():
                 shutil.copytree(source, draft, copy_function=shutil.copyfile)
             else:
                 shutil.copyfile(source, draft)
             copied = live.model_copy(update={"data": live.data | {key: str(draft)}})
-            subjects = _subjects(read_data(read_agreed(site), copied), record["salt"])
+            subjects = _digest_subjects(read_data(read_agreed(site), copied), record["salt"])
             _check_apart(site, day, subjects, earlier)
             path = draft.with_name(f"{day}{source.suffix}")
-            earlier.append({"day": day, "digest": _digest(draft), "subjects": subjects})
-            for copied_file in _files(draft):
+            earlier.append({"day": day, "digest": _digest_of_files(draft), "subjects": subjects})
+            for copied_file in _files_at_path(draft):
                 copied_file.chmod(0o400)
             draft.replace(path)
             write_checked(memory / RECORD_FILE, record)
         finally:
-            _discard(draft)
+            _delete_path(draft)
     used = not (site.folder / SAMPLES_FILE).exists()
     if used:
         rest = re.sub(r"(?m)^snapshot = .*\n", "", content_of(file).decode())
         write_atomic(file, f'snapshot = "{day}"\n{rest}'.encode())
         assert read_toml(file, "site file")["snapshot"] == day
-    return Declared(day, path, len({*subjects}), used)
+    return DeclaredSnapshot(day, path, len({*subjects}), used)
 
 
 def check_snapshot(site: Site) -> str:
@@ -118,30 +118,30 @@ def check_snapshot(site: Site) -> str:
     """
     if site.snapshot is None:
         return ""
-    record = _record(site.memory_folder)
+    record = _read_records(site.memory_folder)
     earlier = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
     path = Path(site.data["path" if "path" in site.data else "source"])
-    if earlier is None or _digest(path) != earlier["digest"]:
+    if earlier is None or _digest_of_files(path) != earlier["digest"]:
         what = "was never declared" if earlier is None else "has changed since it was declared"
         raise ConfigError(f"the snapshot of {site.snapshot} {what}. Create another snapshot: fedloom deploy snapshot")
     return site.snapshot
 
 
-def _files(path: Path) -> list[Path]:
+def _files_at_path(path: Path) -> list[Path]:
     """Return all files in a folder, or a list that contains only the given file."""
     return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 
-def _digest(path: Path) -> str:
+def _digest_of_files(path: Path) -> str:
     """Return the SHA-256 of a file, or of the names and digests of a folder's files."""
-    digests = {one: hashlib.sha256(content_of(one, "the snapshot")).hexdigest() for one in _files(path)}
+    digests = {one: hashlib.sha256(content_of(one, "the snapshot")).hexdigest() for one in _files_at_path(path)}
     if not path.is_dir():
         return digests[path]
     lines = [f"{one.relative_to(path).as_posix()}\0{digest}\n" for one, digest in digests.items()]
     return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-def _discard(path: Path) -> None:
+def _delete_path(path: Path) -> None:
     """Delete a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
@@ -151,7 +151,7 @@ def _discard(path: Path) -> None:
 def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
     """Raise an error if a snapshot differs from an earlier one in too few subjects."""
     agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
-    least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
+    least, here = max([DEFAULT_MIN_SUBJECTS, *(one.rules.min_subjects for one in agreed)]), {*subjects}
     for one in earlier:
         before = {*one["subjects"]}
         apart = max(len(here - before), len(before - here))
@@ -163,7 +163,7 @@ def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[s
             )
 
 
-def _record(memory: Path) -> dict[str, Any]:
+def _read_records(memory: Path) -> dict[str, Any]:
     record = read_checked(memory / RECORD_FILE)
     if record is None and (memory / RECORD_FILE).exists():
         raise RunDirError(
@@ -172,7 +172,7 @@ def _record(memory: Path) -> dict[str, Any]:
     return record or {"salt": secrets.token_hex(16), "snapshots": []}
 
 
-def _subjects(data: Dataset, salt: str) -> list[str]:
+def _digest_subjects(data: Dataset, salt: str) -> list[str]:
     """Return every subject's digest, computed from all its rows regardless of their order."""
     design = data.design
     of = torch.arange(len(data)) if design is None or design.subject is None else design.subject

@@ -43,12 +43,12 @@ from fedloom.rundir import place_of
 from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
     AnswerForm,
-    TooLarge,
+    SumTooLarge,
     check_rules,
     columns_digest,
+    file_stem_of,
     judge_row_sets,
     schema_of_agreement,
-    stem_of,
 )
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
@@ -137,7 +137,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     form = AnswerForm(bounds, one.clients)
     course = digest_of([json.dumps([seat, sizes, bits]).encode()])
     cells = torch.cat([rows.x, rows.y, rows.part[:, None].double(), rows.subjects[:, None].double()], 1)
-    may_answer = _enter(state, one.name, step, digest_of([content]), course, digest_of([cells.numpy().tobytes()]))
+    may_answer = _record_step(state, one.name, step, digest_of([content]), course, digest_of([cells.numpy().tobytes()]))
     silent = False
     try:
         may_answer &= _are_apart(state, one, one.analysis.row_sets(rows, public))
@@ -154,7 +154,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     return RecordDict({VALUES_RECORD: write_values(client=seat, silent=silent), "answer": sums})
 
 
-def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
+def _record_step(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
     """Record a step before it is answered, and return True if the samples have not changed since the first step.
 
     If they have changed, the node sends zeros instead.
@@ -215,9 +215,9 @@ def analyze(
     """
     value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
     one = agreed_analysis(value, agreement, len(nodes))
-    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing") / stem_of(one.name)
+    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing") / file_stem_of(one.name)
     common: dict[str, Any] = {"analysis": one.name, "clients": len(nodes)}
-    greeted = _send(grid, nodes, {**common, "step": GREETING_STEP}, timeout)
+    greeted = _send_to_nodes(grid, nodes, {**common, "step": GREETING_STEP}, timeout)
     sizes, flags = ([values[key] for values, _ in greeted] for key in ("rows", "flags"))
     public, steps = one.public(sizes, dict(enumerate(int(text, 16) for text in flags)), 0), 0
 
@@ -228,13 +228,13 @@ def analyze(
         nothing = torch.zeros_like(bounds.low)
         try:
             form = AnswerForm(bounds, len(nodes))
-        except TooLarge:
+        except SumTooLarge:
             if not may_retry:
                 raise
             return nothing, Info(len(nodes), 0, len(nodes), 0)  # too long a step, which no node is asked
         message = {**common, "step": step, "question": question.encode(), "sizes": sizes, "flags": flags}
         total, silent = form.zeros, 0
-        for values, records in _send(grid, nodes, message, timeout):
+        for values, records in _send_to_nodes(grid, nodes, message, timeout):
             vector = tensors_of(records, "answer")["sums"].numpy().astype(np.int64).view(np.uint64)
             form.decode(vector, 1)
             total, silent = total + vector, silent + bool(values["silent"])
@@ -253,7 +253,7 @@ def analyze(
     return AnalysisResult(value, table, tuple(log), tuple(value.remarks(table)), value.model(state))
 
 
-def _send(
+def _send_to_nodes(
     grid: Grid, nodes: Sequence[int], values: Mapping[str, Any], timeout: float
 ) -> list[tuple[dict[str, Any], RecordDict]]:
     """Send a message to every node, and return the replies in the order of the nodes.

@@ -21,7 +21,7 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, log, messages_of, write_values
 from fedloom_sites.flwr_adapter import ErrorCode
 from fedloom_sites.transport.forms import Forms, output_of
-from fedloom_sites.transport.roll import Roll
+from fedloom_sites.transport.roll import NodeRegister
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class FlowerClients(RemoteClients):
     """
 
     def __init__(
-        self, job: Job, forms: Forms, roll: Roll, run: str, document: str, parameters: str, send: Send
+        self, job: Job, forms: Forms, roll: NodeRegister, run: str, document: str, parameters: str, send: Send
     ) -> None:
         super().__init__(job, roll.sizes)
         self.roll, self._forms, self._send = roll, forms, send
@@ -81,10 +81,10 @@ class FlowerClients(RemoteClients):
             values = head_of(reply)
             if values.get("round") != request.round:
                 raise WireError(f"the reply belongs to round {values.get('round')}, not to round {request.round}")
-            upload = self._forms.read_up(_single(reply), client, downloads[client])
+            upload = self._forms.read_up(_single_array(reply), client, downloads[client])
             if any(not bool(rows.isfinite().all()) for rows in upload[1:] if rows is not None):
                 raise WireError("the answers in the reply must be finite numbers")
-            return output_of(upload, _work(values))
+            return output_of(upload, _work_tensor(values))
 
         return self._replies([*downloads], messages(), read)
 
@@ -93,12 +93,12 @@ class FlowerClients(RemoteClients):
         messages = (self._message("query.ask", c, request.round, model) for c in clients)
 
         def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
-            return self._forms.read_answer(_single(reply)), _work(head_of(reply))
+            return self._forms.read_answer(_single_array(reply)), _work_tensor(head_of(reply))
 
         return self._replies(clients, messages, read)
 
     def score_each(self, request: ScoreRequest) -> dict[int, dict[str, float]]:
-        self.scores = self._replies(self._scorers(request), self.score_messages(request), _metrics)
+        self.scores = self._replies(self._scorers(request), self.score_messages(request), _reply_metrics)
         return self.scores
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
@@ -157,16 +157,16 @@ class FlowerClients(RemoteClients):
         return read(client, reply.content)
 
 
-class Remembering:
+class RememberingClients:
     """Clients whose answers to a sampler are stored, so that a round can be repeated."""
 
     def __init__(self, clients: FlowerClients) -> None:
         self._clients, self._answers = clients, dict[int, Any]()
         self.score, self.call_once = clients.score, clients.call_once
 
-    def replaying(self, clients: FlowerClients) -> Remembering:
+    def replaying(self, clients: FlowerClients) -> RememberingClients:
         """Return clients that give the stored answers, but train with the given clients."""
-        other = Remembering(clients)
+        other = RememberingClients(clients)
         other._answers = self._answers
         return other
 
@@ -179,21 +179,21 @@ class Remembering:
         return self._clients.train(request)
 
 
-def _work(values: Mapping[str, Any]) -> Tensor:
+def _work_tensor(values: Mapping[str, Any]) -> Tensor:
     work = values.get("work")
     if not isinstance(work, list) or len(work) != 3 or not all(type(k) is int and 0 <= k <= 10**15 for k in work):
         raise WireError(f"work must be three counts, got {json.dumps(work, default=str)[:60]}")
     return torch.tensor([work])
 
 
-def _single(reply: RecordDict) -> bytes:
+def _single_array(reply: RecordDict) -> bytes:
     parts = messages_of(reply)
     if len(parts) != 1:
         raise WireError(f"the reply contains {len(parts)} arrays instead of 1")
     return parts[0]
 
 
-def _metrics(_client: int, reply: RecordDict) -> dict[str, float]:
+def _reply_metrics(_client: int, reply: RecordDict) -> dict[str, float]:
     record = reply.get("metrics")
     if not isinstance(record, MetricRecord):
         raise WireError("the reply contains no metrics")

@@ -33,7 +33,7 @@ UNREAD_CHOICES = {
     | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
 """Fields of choices that have no effect in an app, with advice for each of them."""
-OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
+START_ARGUMENTS = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 CLIPPING_KEY = "clipping_norm"
 """Config key that Flower's strategies for differential privacy use to make a mod clip."""
@@ -58,23 +58,23 @@ def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
             raise ConfigError(f"{algorithm!r} is one of Flower's own strategies. Use {cure}")
         raise unknown("algorithm", algorithm, REGISTRY)
     for name, value in choices.items():
-        if name not in (*STRATEGY_FIELDS, *fields_of(REGISTRY[algorithm])) and (cure := _hint(name, value)):
+        if name not in (*STRATEGY_FIELDS, *fields_of(REGISTRY[algorithm])) and (cure := _replacement_hint(name, value)):
             raise unknown("key", name, (), algorithm, cure)
     for part, cures in UNREAD_CHOICES.items():
-        table = _plain(choices.get(part))
+        table = _plain_value(choices.get(part))
         for name in cures.keys() & (table if isinstance(table, Mapping) else ()):
             raise ConfigError(f"{part}: {name!r} has no effect in an app: {cures[name]}")
     try:
-        return json.dumps(_plain({"algorithm": algorithm, **choices}))
+        return json.dumps(_plain_value({"algorithm": algorithm, **choices}))
     except TypeError as error:
         raise ConfigError(f"a strategy accepts names, numbers, tables and values of fedloom: {error}") from error
 
 
-def _hint(key: str, value: object) -> str:
+def _replacement_hint(key: str, value: object) -> str:
     """Return a hint about what replaces an option of Flower's strategies, or an argument of `Strategy.start`."""
     if key in REPLACEMENT_HINTS["options"]:
         return f"{key} is an option of Flower's own strategies. Use {REPLACEMENT_HINTS['options'][key]}"
-    if key in OF_START:
+    if key in START_ARGUMENTS:
         return f"{key} is an argument of start: strategy.start(grid, arrays, {key}=...)"
     cures = [cures[key] for cures in UNREAD_CHOICES.values() if key in cures]
     return f"it has no effect in an app: {cures[0]}" if cures else ""
@@ -102,7 +102,7 @@ def resolved_document(setting: Setting) -> str:
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
     ]  # which the server has for itself
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
-    return json.dumps({"algorithm": name, **dump(setting.method), **_plain(choices)})
+    return json.dumps({"algorithm": name, **dump(setting.method), **_plain_value(choices)})
 
 
 def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> Setting:
@@ -113,7 +113,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
         Refused: the document refers to code, which a message must never do.
     """
     content = json.loads(document)
-    for text in _texts(content):
+    for text in _texts_in_value(content):
         if ":" in text:
             raise Refused(f"{text!r} names code, but a strategy accepts only the names of fedloom's own parts")
     _check_choices(content)
@@ -122,7 +122,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
         tables=tables,
         plain=STRATEGY_FIELDS,
         keys=tuple(STRATEGY_FIELDS),
-        special=_hint,
+        special=_replacement_hint,
         call="Strategy({name!r}, Net(), {key}={value!r})",
     )
     return Setting.read(content, content["algorithm"], places).changed({"model": model, "rounds": rounds, **more})
@@ -157,20 +157,20 @@ def check_counts(**counts: tuple[Any, int]) -> None:
             raise ConfigError(f"{name} must be a whole number of at least {least}, got {count!r:.80}")
 
 
-def _plain(value: object) -> Any:
+def _plain_value(value: object) -> Any:
     if isinstance(value, Value):
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
         return kind | value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: _plain_value(inner) for key, inner in value.items()}
+    return [_plain_value(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _texts(value: object) -> list[str]:
+def _texts_in_value(value: object) -> list[str]:
     if isinstance(value, dict):
-        return [text for inner in value.values() for text in _texts(inner)]
+        return [text for inner in value.values() for text in _texts_in_value(inner)]
     if isinstance(value, list):
-        return [text for inner in value for text in _texts(inner)]
+        return [text for inner in value for text in _texts_in_value(inner)]
     return [value] if isinstance(value, str) else []
 
 

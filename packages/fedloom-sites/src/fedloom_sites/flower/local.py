@@ -20,9 +20,9 @@ from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channels import GaussianNoise
 from fedloom.tasks import Objective
-from fedloom_sites.deploy.protocol.lengths import shortened
+from fedloom_sites.deploy.protocol.lengths import shorten_upload
 from fedloom_sites.flower.analyses import Analyses
-from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
+from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit_inputs, read_samples
 
 PROBE_SAMPLES = 2
 """Number of samples on which a node tries out its loss."""
@@ -105,7 +105,7 @@ class Local:
         """Return a node's upload, scaled down to the node's norm bound if necessary. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
-        return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
+        return shorten_upload(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
 
     def _noise(self) -> GaussianNoise | None:
         if self.upload_transform is None or isinstance(self.upload_transform, GaussianNoise):
@@ -164,12 +164,12 @@ class Local:
             name: _join_entries(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs
         }
         y = _join_entries("target", [one.target for one in parts.values()])
-        x, signature = fit(self.model, inputs)
+        x, signature = fit_inputs(self.model, inputs)
         if _has_positions(y, signature.outputs):
             return self._sequences(x, y, signature._replace(positions=True), parts)
-        task, default = _task(self.loss, y, math.prod(signature.outputs))
+        task, default = _choose_task(self.loss, y, math.prod(signature.outputs))
         if task == "regression":
-            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task, design=_design(parts))
+            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task, design=_subject_design(parts))
         else:
             labels = y.reshape(len(y), -1).squeeze(1).long()
             if labels.dim() > 1:
@@ -179,38 +179,38 @@ class Local:
                     "must return one row per position, [L, C]"
                 )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
-            samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_design(parts))
+            samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_subject_design(parts))
         model, objective = adapt_module(self.model, signature), Objective()
         if not default:
             loss = _loss_of_app(self.loss, y[0], signature.outputs)
-            if fault := _fault(loss, _outputs(model, x), samples.y[:PROBE_SAMPLES]):
+            if fault := _describe_loss_fault(loss, _first_outputs(model, x), samples.y[:PROBE_SAMPLES]):
                 raise ConfigError(f"loss: {fault}")
             objective = Objective(loss=loss)
-        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+        return NodeProblem(model, signature, Federation(samples, _split_indices(parts), ("node",)), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
         """Return the local problem for samples with a label for each position, ``[n, L]``."""
         ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
         labels = torch.where(y == ignored, -1, y.long())
-        samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_design(parts))
+        samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_subject_design(parts))
         plain = self.loss is None or (
             type(self.loss) is nn.CrossEntropyLoss and _is_plain(self.loss, ("ignore_index",))
         )
         model, objective = adapt_module(self.model, signature), Objective()
         if not plain:
-            outputs, targets = _outputs(model, x).flatten(0, 1), labels[:PROBE_SAMPLES].flatten()
+            outputs, targets = _first_outputs(model, x).flatten(0, 1), labels[:PROBE_SAMPLES].flatten()
             outputs, targets = outputs[targets >= 0], targets[targets >= 0]
             loss = _loss_of_app(self.loss, y[0, 0], signature.outputs[-1:])
-            fault = _fault(loss, outputs, targets)
+            fault = _describe_loss_fault(loss, outputs, targets)
             if fault and bool((labels >= 0).all()):  # whole sequences, if all positions have a label
                 loss = _loss_of_app(self.loss, y[0], signature.outputs)
-                fault = _fault(loss, outputs, targets)
+                fault = _describe_loss_fault(loss, outputs, targets)
             if fault:
                 raise ConfigError(
                     f"loss: {fault}. With one label per position, the loss receives the labelled positions"
                 )
             objective = Objective(loss=loss)
-        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+        return NodeProblem(model, signature, Federation(samples, _split_indices(parts), ("node",)), objective)
 
 
 class NodeProblem(NamedTuple):
@@ -229,13 +229,13 @@ class NodeProblem(NamedTuple):
     objective: Objective
 
 
-def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
+def _subject_design(parts: Mapping[str, NodeSamples]) -> Design | None:
     """Return the subject of each sample, part by part in the order of `DATA_PARTS`, or None without any subjects."""
     owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None
 
 
-def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
+def _split_indices(parts: Mapping[str, Any]) -> dict[str, Split]:
     """Return the indices of the samples of all parts, one part after another."""
     splits, start = {}, 0
     for part in DATA_PARTS:
@@ -265,7 +265,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
+def _choose_task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
     """Return a node's task, and True if its loss is the task's default loss."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
@@ -305,7 +305,7 @@ def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+def _first_outputs(model: nn.Module, x: Tensor) -> Tensor:
     """Return a module's outputs for the first samples, in evaluation mode."""
     training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
     try:
@@ -315,7 +315,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor:
     return outputs
 
 
-def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
+def _describe_loss_fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
     """Try a loss on some outputs and targets, and return a description of its error, or "" if it returns one number."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:

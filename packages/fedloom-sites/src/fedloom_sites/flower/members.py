@@ -18,7 +18,7 @@ from fedloom.storage import make_folder, write_atomic
 from fedloom_sites.flower.records import VALUES_RECORD, head_of, log, write_values
 from fedloom_sites.flower.samples import Signature
 from fedloom_sites.flwr_adapter import ErrorCode
-from fedloom_sites.transport.roll import Roll
+from fedloom_sites.transport.roll import NodeRegister
 
 RUN_FILE = "run.json"
 """File of a run in its folder, next to the checkpoints."""
@@ -37,7 +37,7 @@ STRANGE_NODE_REASON = (
 """Reason why a node does not take part in a run that began without it."""
 
 
-class Members(NamedTuple):
+class RunMembers(NamedTuple):
     """The nodes of a run.
 
     Attributes:
@@ -50,14 +50,14 @@ class Members(NamedTuple):
     sizes: list[list[int]]
     run: str
 
-    def roll(self) -> Roll:
+    def roll(self) -> NodeRegister:
         """Return the registry of these nodes, in which all of them are connected."""
-        roll = Roll({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
+        roll = NodeRegister({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
         roll.connect(self.nodes)
         return roll
 
 
-class Introduction(NamedTuple):
+class NodeIntroduction(NamedTuple):
     """A node's description of its samples: their form, their number per part, and the module's call signature."""
 
     schema: InputSpec
@@ -72,7 +72,7 @@ class Introduction(NamedTuple):
         return f"{count}{what} for a {self.schema.task} with {self.schema.outputs} outputs"
 
 
-def introduction(reply: Message) -> Introduction:
+def read_introduction(reply: Message) -> NodeIntroduction:
     """Return the introduction in a node's reply.
 
     Raises:
@@ -94,7 +94,7 @@ def introduction(reply: Message) -> Introduction:
     signature = Signature.read(str(values.get("signature")))
     if signature.inputs and (sum(signature.widths),) != schema.shape:
         raise WireError("the node's sample signature does not match the shape of its samples")
-    return Introduction(schema, signature, sizes)
+    return NodeIntroduction(schema, signature, sizes)
 
 
 class SavedRun(NamedTuple):
@@ -108,7 +108,7 @@ class SavedRun(NamedTuple):
         parameters: names and shapes of the parameters of the model.
     """
 
-    members: Members
+    members: RunMembers
     schema: InputSpec
     signature: Signature
     document: str
@@ -126,14 +126,14 @@ class SavedRun(NamedTuple):
                     f"{folder} belongs to another {name}: {old[:200]}, but this is {new[:200]}. Name another folder"
                 )
 
-    def introduction(self, node: int) -> Introduction:
+    def introduction(self, node: int) -> NodeIntroduction:
         """Return the introduction that a node sent at the start of the run."""
-        return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
+        return NodeIntroduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
-def introductions(
+def collect_introductions(
     grid: Grid, parameters: str, saved: SavedRun | None, min_nodes: int, wait: float, timeout: float
-) -> dict[int, Introduction]:
+) -> dict[int, NodeIntroduction]:
     """Wait for nodes, ask each for its introduction, and return the matching introductions, keyed by node number.
 
     They must match each other, or the saved run if it exists.
@@ -150,7 +150,7 @@ def introductions(
         ConfigError: too few matching nodes are present.
     """
     end, reasons, strangers, logged = time.monotonic() + wait, dict[int, str](), dict[int, str](), -1
-    while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
+    while len(nodes := _awaited_nodes(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
         if len(nodes) != logged:
             logged = len(nodes)
             log(
@@ -159,11 +159,11 @@ def introductions(
         time.sleep(NODE_POLL_SECONDS)
     content = RecordDict({VALUES_RECORD: write_values(parameters=parameters)})
     messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
-    introduced: dict[int, Introduction] = {}
+    introduced: dict[int, NodeIntroduction] = {}
     for reply in grid.send_and_receive(messages, timeout=timeout) if messages else ():
         node = reply.metadata.src_node_id
         try:
-            introduced[node] = introduction(reply)
+            introduced[node] = read_introduction(reply)
         except FedloomError as error:
             reasons[node] = str(error)
     most = _commonest_samples([introduced[node] for node in nodes if node in introduced])
@@ -181,12 +181,12 @@ def introductions(
     return {node: introduced[node] for node in nodes if node in introduced}
 
 
-def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
+def _commonest_samples(introduced: list[NodeIntroduction]) -> NodeIntroduction | None:
     """Return the most frequent form of samples (the earliest node's if tied), or None if there are no nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
-def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
+def _awaited_nodes(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
     """Return the nodes that are present and may take part.
 
     All other nodes are added to ``strangers`` with a reason, and logged.
@@ -212,7 +212,7 @@ def read_run(folder: Path) -> SavedRun | None:
         return None
     try:
         content = json.loads(path.read_text())
-        members = Members(**content["members"])
+        members = RunMembers(**content["members"])
         schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
         return SavedRun(members, schema, signature, content["document"], content["parameters"])
     except (ValueError, TypeError, KeyError, WireError) as error:

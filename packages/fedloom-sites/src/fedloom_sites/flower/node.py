@@ -20,15 +20,15 @@ from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
-from fedloom.local.oracles.precision import make_repeatable, undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import name_tensors, to_device
 from fedloom.rundir import place_of
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.trained.model import open_tensors, running_statistics
-from fedloom_sites.deploy.noise import deployed
+from fedloom_sites.deploy.noise import deployed_setting
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
-from fedloom_sites.deploy.site.local_data import part_sizes, seated
+from fedloom_sites.deploy.site.local_data import move_client_to_seat, part_sizes
 from fedloom_sites.flower.analyses import ANALYZE_ACTION, answer_step
 from fedloom_sites.flower.documents import setting_of
 from fedloom_sites.flower.local import Local, NodeProblem
@@ -51,7 +51,7 @@ STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its states by round, and its latest model."""
 SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
 """Mods that belong to Flower's secure aggregation."""
-KEPT_RUNS = 64
+MAX_STORED_RUNS = 64
 """Maximum number of runs of a node that a process keeps in memory."""
 LocalFunction = Callable[[Context], Local]
 """Function that returns a node's model and samples. It is called once in each run and process."""
@@ -95,13 +95,13 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
                     getattr(app, kind)(action)(node.answering(act))
                 except ValueError as error:
                     raise _already_registered(kind) from error
-            setattr(app, kind, _keeping(kind, getattr(app, kind), acts))
+            setattr(app, kind, _protect_functions(kind, getattr(app, kind), acts))
         return function
 
     return decorate
 
 
-def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
+def _protect_functions(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
     """Wrap an app's own decorator for functions, so that it cannot replace fedloom's functions."""
 
     @wraps(register)
@@ -138,7 +138,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
 
 
 @dataclass
-class _Run:
+class _NodeRun:
     """Values that a node computes once for each run."""
 
     local: Local
@@ -152,7 +152,7 @@ class _Node:
     """A node's answers to messages from the server."""
 
     def __init__(self, function: LocalFunction, app: ClientApp) -> None:
-        self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
+        self._function, self._app, self._runs = function, app, dict[tuple[int, int], _NodeRun]()
 
     def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
         """Return a handler for Flower that reports a failure as a readable message, at the node and at the server."""
@@ -167,12 +167,12 @@ class _Node:
             try:
                 values = head_of(message.content)
                 self._run(context)  # the app's function, as the app has set up PyTorch
-                with undisturbed():
+                with isolate_torch_settings():
                     return Message(act(values, message, context), reply_to=message)
             except Exception as error:
                 sentence = str(error) if isinstance(error, FedloomError) else cause_of(error)
                 sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
-                reply = write_values(error=sentence, lost=isinstance(error, _Lost))
+                reply = write_values(error=sentence, lost=isinstance(error, _LostState))
                 return Message(RecordDict({VALUES_RECORD: reply}), reply_to=message)
 
         return handler
@@ -254,7 +254,7 @@ class _Node:
             {VALUES_RECORD: write_values(round=t, client=values["client"]), "metrics": MetricRecord(metrics)}
         )
 
-    def _run(self, context: Context) -> _Run:
+    def _run(self, context: Context) -> _NodeRun:
         """Return the node's model and samples, which are read once in each run."""
         key = (context.run_id, context.node_id)
         if key not in self._runs:
@@ -265,10 +265,10 @@ class _Node:
                 )
             if local.folder is not None:
                 make_folder(place_of(local.folder, "folder", ", or None for no file"))
-            while len(self._runs) >= KEPT_RUNS:
+            while len(self._runs) >= MAX_STORED_RUNS:
                 self._runs.pop(next(iter(self._runs)))
-            with undisturbed():
-                self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
+            with isolate_torch_settings():
+                self._runs[key] = _NodeRun(local, local.read(), shapes_of(local.model))
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
@@ -284,10 +284,13 @@ class _Node:
                 engine=setting.engine.with_(device=str(run.local.device), workers=1, clients_per_batch=1)
             )
             setting = run.local.add_noise_floor(setting)
-            fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
+            fed, initial = (
+                move_client_to_seat(run.problem.fed, 0, seat, torch.tensor(values["sizes"])),
+                start.get("start"),
+            )
             replay = Replay() if initial is None else Replay(initial=initial)
             job, server = make_job(setting, fed, replay=replay)
-            run.node, run.key = Node(replace(job, setting=deployed(job.setting)), server, seat, dense=True), key
+            run.node, run.key = Node(replace(job, setting=deployed_setting(job.setting)), server, seat, dense=True), key
         node = run.node
         assert node is not None
         alpha = torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(node.job.alpha)
@@ -332,11 +335,11 @@ class _Node:
         if not accepted or not any(store.template for store in job.state_stores.values()):
             return None
         if newest not in context.state:
-            raise _Lost(f"the state of round {accepted} is no longer on this node, so the node starts again")
+            raise _LostState(f"the state of round {accepted} is no longer on this node, so the node starts again")
         return tensors_of(context.state, newest)
 
 
-class _Lost(FedloomError):
+class _LostState(FedloomError):
     """Error: the node has lost the state that the server expects."""
 
 

@@ -140,8 +140,8 @@ def check_alike(node: str, server: str) -> None:
         got, want = facts.get(name, ["none"]), expected.get(name, ["none"])
         if (got[0], len(got)) != (want[0], len(want)):
             raise Refused(
-                f"parameter {name!r} has the shape {_described(got)} in the node's model, but "
-                f"{_described(want)} in the server's model"
+                f"parameter {name!r} has the shape {_shape_text(got)} in the node's model, but "
+                f"{_shape_text(want)} in the server's model"
             )
         if any(
             not math.isclose(a, b, rel_tol=FROZEN_TOLERANCE, abs_tol=FROZEN_TOLERANCE)
@@ -154,5 +154,5 @@ def check_alike(node: str, server: str) -> None:
             )
 
 
-def _described(facts: list[Any]) -> str:
+def _shape_text(facts: list[Any]) -> str:
     return str(facts[0]) + (" and does not train" if len(facts) > 1 else "")

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.sides import are_many, batches_given
-from fedloom.data.sources.rereading import steady, varies
+from fedloom.data.sides import are_many, batches_error
+from fedloom.data.sources.rereading import check_reread_samples, gives_random_samples
 from fedloom.errors import ConfigError, DataError, WireError
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
@@ -30,7 +30,7 @@ TARGET_KEYS = ("label", "labels", "target", "targets", "y")
 AUGMENT_HINT = (
     "leave random transforms out of the data set and pass augment to the strategy, as augment={'flip': 0.5, 'crop': 4}"
 )
-COLLATED_AGAIN = 8
+COLLATION_CHECK_SAMPLES = 8
 """Number of samples passed to a loader's collate_fn, and number of calls with them, to detect random changes.
 
 If tokens are masked with a probability of 0.15, the 64 values at a position differ with probability 1 - 1e-4."""
@@ -40,7 +40,7 @@ INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
 """Types of a module's inputs. Inputs of a floating-point type are converted to the run's type."""
 
 
-class Input(NamedTuple):
+class ModuleInput(NamedTuple):
     """An input of a module.
 
     Attributes:
@@ -65,7 +65,7 @@ class Signature(NamedTuple):
         positions: True if a sample has a label for each position, each of which has a row of ``outputs``.
     """
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[ModuleInput, ...]
     outputs: tuple[int, ...]
     fields: bool
     positions: bool = False
@@ -88,7 +88,7 @@ class Signature(NamedTuple):
         """
         try:
             inputs, outputs, fields, positions = json.loads(text)
-            parts = tuple(Input(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
+            parts = tuple(ModuleInput(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
             signature = cls(parts, tuple(map(int, outputs)), bool(fields), bool(positions))
         except (TypeError, ValueError) as error:
             raise WireError("the node's sample signature is invalid") from error
@@ -100,7 +100,7 @@ class Signature(NamedTuple):
         return signature
 
 
-class Unpack:
+class UnpackHook:
     """Hook that is called before a module, and converts rows ``[b, p]`` to the module's inputs."""
 
     def __init__(self, signature: Signature) -> None:
@@ -117,14 +117,14 @@ class Unpack:
         return tuple(values), {}
 
 
-def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
+def flatten_outputs_hook(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     """Flatten a module's outputs to ``[b, k]`` in a hook; if there are several fields, use only the logits."""
     outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
-def logits(_module: nn.Module, _args: object, outputs: object) -> Tensor:
+def use_logits_hook(_module: nn.Module, _args: object, outputs: object) -> Tensor:
     """Return the logits from a module's outputs in a hook. Outputs without logits remain unchanged."""
     rows: Tensor = _logits_of(outputs)
     return rows
@@ -143,9 +143,9 @@ def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
     if signature.inputs or signature.fields or len(signature.outputs) != 1:
         module = copy.deepcopy(module)
     if signature.inputs:
-        module.register_forward_pre_hook(Unpack(signature), with_kwargs=True)
+        module.register_forward_pre_hook(UnpackHook(signature), with_kwargs=True)
     if signature.fields or len(signature.outputs) != 1:
-        module.register_forward_hook(logits if signature.positions else flatten_outputs)
+        module.register_forward_hook(use_logits_hook if signature.positions else flatten_outputs_hook)
     return module
 
 
@@ -180,7 +180,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
         native = (v if isinstance(v, Tensor) else np.asarray(v, v.dtype.newbyteorder("=")) for v in samples)
         batch: Any = tuple(map(torch.as_tensor, native))
     else:
-        batch = _batch(part, samples)
+        batch = _collate_samples(part, samples)
     owners = None
     if subject is not None:
         if not isinstance(batch, Mapping) or subject not in batch:
@@ -190,7 +190,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
         owners = named.tolist() if isinstance(named, Tensor) else list(named)
         batch = {name: value for name, value in batch.items() if name != subject}
     if isinstance(batch, Mapping):
-        names = tuple(keys) or _keys(part, batch)
+        names = tuple(keys) or _input_and_target_keys(part, batch)
         absent = [name for name in names if name not in batch]
         if absent:
             entries = ", ".join(map(repr, batch))
@@ -219,17 +219,17 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
     return NodeSamples(values, y, owners)
 
 
-def _batch(part: str, samples: object) -> Any:
+def _collate_samples(part: str, samples: object) -> Any:
     """Return all samples as one batch, joined in the way that the loader joins them."""
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
     stream = isinstance(dataset, IterableDataset)
     try:
-        index = () if stream else range(len(dataset)) if loader is None else _index(part, loader)
+        index = () if stream else range(len(dataset)) if loader is None else _loader_indices(part, loader)
         first = dataset if stream else (dataset[k] for k in index)
         again = None if stream else lambda places: (dataset[index[place]] for place in places)
-        every = list(steady(first, again, lambda: dataset, f"{part}set", AUGMENT_HINT))
+        every = list(check_reread_samples(first, again, lambda: dataset, f"{part}set", AUGMENT_HINT))
         if not every:
             cure = "a node needs training samples" if part == "train" else "leave it out"
             raise ConfigError(f"{part}set is empty; {cure}")
@@ -237,7 +237,9 @@ def _batch(part: str, samples: object) -> Any:
             raise ConfigError(
                 f"{part}set: sample 0 is a list of {len(every[0])} entries. Use a tuple whose last entry is the target"
             )
-        if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
+        if join is not collate and gives_random_samples(
+            lambda: join(every[:COLLATION_CHECK_SAMPLES]), COLLATION_CHECK_SAMPLES
+        ):
             raise ConfigError(
                 f"{part}set: the collate_fn of the DataLoader is random: it makes different batches "
                 "from the same samples, for example with random masks. Samples are read only once, "
@@ -250,7 +252,7 @@ def _batch(part: str, samples: object) -> Any:
         raise
     except Exception as error:
         if isinstance(samples, list) and are_many(samples):
-            raise batches_given(f"{part}set", samples) from error
+            raise batches_error(f"{part}set", samples) from error
         raise ConfigError(
             f"{part}set must be a Dataset or DataLoader of pairs (sample, target) or of dicts, or tensors (x, y), got "
             f"{type(samples).__name__}: {error}"
@@ -258,7 +260,7 @@ def _batch(part: str, samples: object) -> Any:
     return batch
 
 
-def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
+def _loader_indices(part: str, loader: DataLoader[Any]) -> Sequence[int]:
     """Return the indices of the samples that a loader visits, in the order of the data set."""
     dataset: Any = loader.dataset
     sampler, every = loader.sampler, range(len(dataset))
@@ -274,7 +276,7 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
     )
 
 
-def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
+def _input_and_target_keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the inputs, followed by the name of the target.
 
     Raises:
@@ -290,7 +292,7 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(name for name in batch if name != targets[0]), targets[0])
 
 
-def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
+def fit_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
     """Convert inputs to a form that a module accepts, and determine its signature by calling it on two samples.
 
     Args:
@@ -307,7 +309,7 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
     if len(values) == 1:
         x = values[0] if values[0].is_floating_point() else values[0].float()
         try:
-            signature = _called(module, x, ())
+            signature = _call_module(module, x, ())
         except ConfigError:
             if values[0].is_floating_point():
                 raise
@@ -327,15 +329,15 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
     kinds = ["float" if v.is_floating_point() else "bool" if v.dtype == torch.bool else "int64" for v in values]
     by_name = len(values) > 1 and not names[0].isdigit()
     parts = tuple(
-        Input(name if by_name else "", tuple(value.shape[1:]), kind)
+        ModuleInput(name if by_name else "", tuple(value.shape[1:]), kind)
         for name, value, kind in zip(names, values, kinds, strict=True)
     )
     x = torch.cat([value.reshape(len(value), -1).float() for value in values], 1)
-    return x, _called(module, x, parts)
+    return x, _call_module(module, x, parts)
 
 
 @torch.no_grad()
-def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
+def _call_module(module: nn.Module, x: Tensor, parts: tuple[ModuleInput, ...]) -> Signature:
     """Call a module with the given inputs, and return its signature.
 
     Raises:
@@ -346,7 +348,7 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature
         first = next((p for p in module.parameters() if p.is_floating_point()), two)
         args, keywords = (two.to(first),), dict[str, Any]()
         if parts:
-            args, keywords = Unpack(Signature(parts, (), fields=False))(module, args, keywords)
+            args, keywords = UnpackHook(Signature(parts, (), fields=False))(module, args, keywords)
         outputs = module.eval()(*args, **keywords)
     except Exception as error:
         inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in parts)

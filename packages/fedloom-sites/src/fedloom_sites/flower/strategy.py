@@ -26,13 +26,13 @@ from fedloom.engine.scoring import score_request
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, RunStopped, Stop, entered
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
 from fedloom.values import dump
-from fedloom_sites.deploy.noise import deployed
+from fedloom_sites.deploy.noise import deployed_setting
 from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.flower.clients import FlowerClients, Remembering
+from fedloom_sites.flower.clients import FlowerClients, RememberingClients
 from fedloom_sites.flower.documents import (
     PRIVACY_HINT,
     check_counts,
@@ -41,7 +41,7 @@ from fedloom_sites.flower.documents import (
     resolved_document,
     setting_of,
 )
-from fedloom_sites.flower.members import Members, SavedRun, introductions, read_run, write_run
+from fedloom_sites.flower.members import RunMembers, SavedRun, collect_introductions, read_run, write_run
 from fedloom_sites.flower.records import log, shapes_of, state_dict_of
 from fedloom_sites.flower.samples import Signature, adapt_module
 from fedloom_sites.transport.forms import Forms
@@ -84,7 +84,7 @@ class Strategy(FlowerStrategy):
         Refused: the method cannot be computed by real nodes.
     """
 
-    @undisturbed()
+    @isolate_torch_settings()
     @entered("flower")
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
@@ -162,7 +162,7 @@ class Strategy(FlowerStrategy):
         self._current = [arrays]
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
-        shifted = evaluate_fn and (lambda t, arrays: _scores(evaluate_fn(t + done, arrays)))
+        shifted = evaluate_fn and (lambda t, arrays: _check_scores(evaluate_fn(t + done, arrays)))
         left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None or type(self) is not Strategy
         try:
             result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
@@ -185,7 +185,7 @@ class Strategy(FlowerStrategy):
         result.arrays = self._arrays() or ArrayRecord()
         return result
 
-    @undisturbed()
+    @isolate_torch_settings()
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -217,7 +217,7 @@ class Strategy(FlowerStrategy):
             sent.extend(messages)
             raise _Configured
 
-        self._answers = Remembering(clients.replace_sender(note))
+        self._answers = RememberingClients(clients.replace_sender(note))
         with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
             run_round(job, self._answers, state)
         for message in sent:
@@ -226,7 +226,7 @@ class Strategy(FlowerStrategy):
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
         return sent
 
-    @undisturbed()
+    @isolate_torch_settings()
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -271,7 +271,7 @@ class Strategy(FlowerStrategy):
         self._current[1:] = [] if arrays is None else [arrays]
         return arrays, metrics
 
-    @undisturbed()
+    @isolate_torch_settings()
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -295,7 +295,7 @@ class Strategy(FlowerStrategy):
             message.content["config"] = ConfigRecord({**config, ROUND_KEY: server_round})
         return sent
 
-    @undisturbed()
+    @isolate_torch_settings()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the mean scores, weighted by the nodes' numbers of samples, or None without an evaluation.
 
@@ -333,7 +333,7 @@ class Strategy(FlowerStrategy):
         """Log the method and its choices."""
         log(INFO, "\t├──> fedloom: %s", self._document)
 
-    @undisturbed()
+    @isolate_torch_settings()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
         """Find the run's nodes, build the job from the descriptions of their samples, and return the initial state."""
@@ -353,7 +353,7 @@ class Strategy(FlowerStrategy):
         if not self._rounds:
             _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=LONG_RUN_ROUNDS), fed)[0].setting)
         forms = Forms(job, server, dense=True)
-        self._job = replace(job, setting=deployed(job.setting)).drop_states()
+        self._job = replace(job, setting=deployed_setting(job.setting)).drop_states()
         document = resolved_document(job.setting)
         self._clients = FlowerClients(
             self._job, forms, members.roll(), members.run, document, parameters, grid.send_and_receive
@@ -405,7 +405,7 @@ class Strategy(FlowerStrategy):
         if self._folder is not None:
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
-    def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
+    def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[RunMembers, InputSpec, Signature]:
         """Ask the nodes to introduce themselves, and return them with descriptions of their samples.
 
         Args:
@@ -418,7 +418,7 @@ class Strategy(FlowerStrategy):
         """
         if saved is not None:
             saved.check(self._document, parameters, self._folder)
-        introduced = introductions(grid, parameters, saved, self._min_nodes, self._wait, self._timeout)
+        introduced = collect_introductions(grid, parameters, saved, self._min_nodes, self._wait, self._timeout)
         self._members = [*introduced]
         if saved is not None:
             return saved.members, saved.schema, saved.signature
@@ -426,9 +426,9 @@ class Strategy(FlowerStrategy):
         sizes, run = [node.sizes for node in introduced.values()], ""
         if self._folder is not None:
             run = secrets.token_hex(8)
-        return Members(self._members, sizes, run), first.schema, first.signature
+        return RunMembers(self._members, sizes, run), first.schema, first.signature
 
-    @undisturbed()
+    @isolate_torch_settings()
     def _is_unchanged(self, initial_arrays: ArrayRecord) -> bool:
         """Return True if the run trains only a global model, and this model is unchanged."""
         newest = self._arrays()
@@ -466,7 +466,7 @@ def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
         log(WARNING, "fedloom: %s %s. Set it: %s", derived, why, cure)
 
 
-def _scores(answer: object) -> MetricRecord | None:
+def _check_scores(answer: object) -> MetricRecord | None:
     """Check the result of an ``evaluate_fn``, and return it, or None if the function returned None.
 
     Raises:

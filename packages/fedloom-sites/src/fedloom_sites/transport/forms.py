@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
-from fedloom.engine.clients.messages import UPDATE_FIELD, Letter, Messages, idle_upload
+from fedloom.engine.clients.messages import UPDATE_FIELD, CodecMessage, Messages, idle_upload
 from fedloom.engine.job import Job
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
@@ -93,7 +93,7 @@ class Forms:
 
     def write_up(self, output: ClientOutput) -> bytes:
         """Encode the upload of one client."""
-        answers = _answers(output.weigher_answer, output.sampler_report)
+        answers = _answer_tensors(output.weigher_answer, output.sampler_report)
         sent = output.sent if self._messages.sends_change and output.sent is not None else output.upload
         return self._messages.up(sent, answers).encode()
 
@@ -185,7 +185,7 @@ class Forms:
         return self._job.setting.sampler.probe(model, self._work)
 
     @cached_property
-    def _upload(self) -> Letter:
+    def _upload(self) -> CodecMessage:
         """Format of an upload."""
         job, model = self._job, self._model[None]
         info = (
@@ -194,10 +194,10 @@ class Forms:
             else None
         )
         report = job.setting.sampler.report(model, self._work) if job.setting.sampler.learns else None
-        return self._messages.up(self.idle, _answers(info, report))
+        return self._messages.up(self.idle, _answer_tensors(info, report))
 
 
-def _answers(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Tensor]:
+def _answer_tensors(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Tensor]:
     return {name: rows for name, rows in ((WEIGHER_REPORT, info), (SAMPLER_REPORT, sampler_report)) if rows is not None}
 
 

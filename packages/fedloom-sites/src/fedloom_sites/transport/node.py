@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.engine.clients.chunk import ClientOutput, ask_chunk, run_clients
 from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
-from fedloom.local.rows import Fields, for_everyone, group_of, remade
+from fedloom.local.rows import Fields, for_everyone, group_of, rebuild_rows
 from fedloom.processes.clients import AskTask, Scores, ScoreTask, TrainTask
 from fedloom_sites.transport.forms import Forms
 
@@ -46,7 +46,9 @@ class Node:
             store.reset()
             if tensors is not None:
                 fields = group_of(tensors, name)
-                store.write(self.ids, remade(store.template, [fields[field][None] for field in store.template._fields]))
+                store.write(
+                    self.ids, rebuild_rows(store.template, [fields[field][None] for field in store.template._fields])
+                )
 
     def answer(self, job: Job, message: bytes, t: int) -> tuple[bytes, list[int]]:
         """Return the client's encoded answer to a sampler's request about the global model, and the work done.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 
-class Roll:
+class NodeRegister:
     """Clients of a run and their Flower nodes.
 
     Args:

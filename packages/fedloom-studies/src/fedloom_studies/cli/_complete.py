@@ -3,15 +3,17 @@
 import tomllib
 from importlib.resources import files
 
-from fedloom.lab.cli import offer
+from fedloom.lab.cli import complete_from
 
 _PACKAGE_FILES = files("fedloom_studies")
 
-recipes = offer(
+recipes = complete_from(
     lambda: sorted(
         f.name[:-5] for f in (_PACKAGE_FILES / "reproduce" / "recipes").iterdir() if f.name.endswith(".toml")
     )
 )
 """Names that complete an argument of ``fedloom reproduce``."""
-setups = offer(lambda: tomllib.loads((_PACKAGE_FILES / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
+setups = complete_from(
+    lambda: tomllib.loads((_PACKAGE_FILES / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"]
+)
 """Names with which the shell completes an argument of ``fedloom map``."""

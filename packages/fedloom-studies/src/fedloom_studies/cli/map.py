@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.errors import ConfigError
-from fedloom.lab.cli import DataDir, ExecutorName, Join, algorithms, app, errors, one_of, say, worker_count
+from fedloom.lab.cli import (
+    DataDir,
+    ExecutorName,
+    Join,
+    algorithms,
+    app,
+    complete_one_of,
+    print_errors,
+    say,
+    worker_count,
+)
 from fedloom_studies.cli._complete import setups as setup_names
-from fedloom_studies.cli.reproduce import seconds
+from fedloom_studies.cli.reproduce import parse_seconds
 
 if TYPE_CHECKING:
     from fedloom_studies.map.setups import Protocol, Scale, Setup
@@ -56,13 +66,14 @@ def map_command(
         typer.Option(
             help="what is kept equal across methods. rounds: every method gets as many rounds as FedAvg. "
             "gradients: every method gets as many gradients as FedAvg",
-            autocompletion=one_of("rounds", "gradients"),
+            autocompletion=complete_one_of("rounds", "gradients"),
         ),
     ] = "rounds",
     scale: Annotated[
         str,
         typer.Option(
-            help="size of the map: full, or smoke (two setups, one seed)", autocompletion=one_of("smoke", "full")
+            help="size of the map: full, or smoke (two setups, one seed)",
+            autocompletion=complete_one_of("smoke", "full"),
         ),
     ] = "full",
     out: Annotated[Path, typer.Option(help="folder for the run directories")] = Path("runs/map"),
@@ -88,10 +99,10 @@ def map_command(
         raise typer.BadParameter("use one of --list, --page")
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space works only with exactly one --method")
-    with errors():
+    with print_errors():
         from fedloom.lab.printing import print_rows
         from fedloom.outputs import check_output_folder
-        from fedloom.processes import cores
+        from fedloom.processes import usable_cores
         from fedloom_studies.appendices import check_page
         from fedloom_studies.store import choose_folder
 
@@ -106,36 +117,36 @@ def map_command(
             from fedloom_studies.listing import keep_listing
 
             def rows() -> list[dict[str, Any]]:
-                from fedloom_studies.map.measure import due, estimates
+                from fedloom_studies.map.measure import cells_to_run, estimate_setups
                 from fedloom_studies.map.records import read_records
 
-                _, wanted, equal = _chosen(scale, setup, protocol)
+                _, wanted, equal = _choose_setups(scale, setup, protocol)
                 records = read_records(recorded, equal)
-                todo = due(wanted, records, again=again, old=stale, protocol=equal)
-                return estimates(wanted, todo, records, data_dir, equal)
+                todo = cells_to_run(wanted, records, again=again, old=stale, protocol=equal)
+                return estimate_setups(wanted, todo, records, data_dir, equal)
 
             print_rows(keep_listing("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
             return
-        at_once = cores() if (count := worker_count(workers)) == "auto" else int(count)
+        at_once = usable_cores() if (count := worker_count(workers)) == "auto" else int(count)
         from fedloom.lab.progress import count_progress
         from fedloom_studies.appendices import write_pages
-        from fedloom_studies.map.judge import judge
-        from fedloom_studies.map.measure import due, estimates, measure_all
-        from fedloom_studies.map.page import pages, standing_table
+        from fedloom_studies.map.judge import judge_setup
+        from fedloom_studies.map.measure import cells_to_run, estimate_setups, measure_all
+        from fedloom_studies.map.page import map_pages, standing_table
         from fedloom_studies.map.records import fill_reused, read_records, record_cell
-        from fedloom_studies.map.references import measure
+        from fedloom_studies.map.references import measure_references
         from fedloom_studies.map.setups import Cell, space_from
         from fedloom_studies.map.statements import MAP_FOLDER
         from fedloom_studies.reproduce import TimeBudget
 
-        every, wanted, equal = _chosen(scale, setup, protocol)
+        every, wanted, equal = _choose_setups(scale, setup, protocol)
         methods, records = method or [], read_records(recorded, equal)
         beside, ruled = (recorded.with_name(f"map-{scale}-{what}.jsonl") for what in ("references", "rules"))
         if page is not None:
             write_pages(
                 page,
                 MAP_FOLDER,
-                pages(
+                map_pages(
                     every,
                     read_records(recorded),
                     read_records(beside),
@@ -147,13 +158,13 @@ def map_command(
             return
         if references:
             for one in (one for one in wanted if one.references):
-                for record in measure(one, data_dir):
+                for record in measure_references(one, data_dir):
                     record_cell(record, beside)
                     say(f"{record.method} in {one.name}: {record.status}")
             return
-        time = TimeBudget(None if budget is None else seconds(budget))
+        time = TimeBudget(None if budget is None else parse_seconds(budget))
         if rules:
-            from fedloom_studies.map.rules import measure as measure_rules
+            from fedloom_studies.map.rules import measure_rules as measure_rules
 
             if not measure_rules(records, ruled, out / "rules", data_dir, time, say):
                 raise typer.Exit(130)
@@ -161,8 +172,8 @@ def map_command(
         own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
             _ = Cell(wanted[0], name, own_space, equal).digest  # what cannot be is refused before work
-        todo = due(wanted, records, methods, own_space, again=again, old=stale, protocol=equal)
-        print_rows(estimates(wanted, todo, records, data_dir, equal))
+        todo = cells_to_run(wanted, records, methods, own_space, again=again, old=stale, protocol=equal)
+        print_rows(estimate_setups(wanted, todo, records, data_dir, equal))
         if list_:
             return
         if executor is not None:
@@ -187,18 +198,20 @@ def map_command(
             )  # fmt: skip
         if methods:
             now = fill_reused(read_records(recorded, equal), read_records(recorded))
-            print_rows(standing_table([judge(one, now) for one in wanted], methods))
+            print_rows(standing_table([judge_setup(one, now) for one in wanted], methods))
         if not ended:
             say("stopped. The same command resumes from here", err=True)
             raise typer.Exit(130)
 
 
-def _chosen(scale: str, names: list[str] | None, protocol: str) -> tuple[dict[str, Setup], list[Setup], Protocol]:
+def _choose_setups(
+    scale: str, names: list[str] | None, protocol: str
+) -> tuple[dict[str, Setup], list[Setup], Protocol]:
     """Return all setups of a scale, the setups selected by name, and the protocol."""
     from fedloom.values import choose
-    from fedloom_studies.map.setups import setups
+    from fedloom_studies.map.setups import read_setups
 
     scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
     protocols: dict[str, Protocol] = {"rounds": "rounds", "gradients": "gradients"}
-    every = setups(choose("scale", scales, scale))
+    every = read_setups(choose("scale", scales, scale))
     return every, [choose("setup", every, name) for name in names or every], choose("protocol", protocols, protocol)

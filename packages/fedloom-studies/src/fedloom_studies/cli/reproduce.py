@@ -10,7 +10,7 @@ import typer
 
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
-from fedloom.lab.cli import DataDir, ExecutorName, Join, app, errors, one_of, say, worker_count
+from fedloom.lab.cli import DataDir, ExecutorName, Join, app, complete_one_of, print_errors, say, worker_count
 from fedloom_studies.cli._complete import recipes as recipe_names
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def reproduce(
         str,
         typer.Option(
             help="scale of the run: smoke, laptop or full (the paper's protocol)",
-            autocompletion=one_of("smoke", "laptop", "full"),
+            autocompletion=complete_one_of("smoke", "laptop", "full"),
         ),
     ] = "laptop",
     seeds: Annotated[str | None, typer.Option(help="seeds to use instead of the recipe's, e.g. 1,10,100")] = None,
@@ -95,7 +95,7 @@ def reproduce(
         raise typer.BadParameter("use one of NAME, --list, --all, --page, --estimate, --decide")
     if tables_of_others and page is None:
         raise typer.BadParameter("--others works only with --page, which names the file to write")
-    with errors():
+    with print_errors():
         from fedloom import Engine
         from fedloom.outputs import check_output_folder
         from fedloom.values import choose, make
@@ -111,23 +111,23 @@ def reproduce(
         recorded = choose_folder(results)
         how_much: Scale = choose("scale", {s: s for s in RECIPE_SCALES}, scale)
         if list_:
-            _list(how_much, recorded, data_dir, estimate)
+            _print_recipes(how_much, recorded, data_dir, estimate)
             return
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.others import page as tables
-        from fedloom_studies.reproduce import TimeBudget, recipe, recipes
-        from fedloom_studies.reproduce.papers import pages
+        from fedloom_studies.reproduce import TimeBudget, read_recipe, read_recipes
+        from fedloom_studies.reproduce.papers import paper_pages
         from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 
         if page is not None:
-            contents = (tables.render_pages if tables_of_others else pages)(recipes(), recorded)
+            contents = (tables.render_pages if tables_of_others else paper_pages)(read_recipes(), recorded)
             write_pages(page, PAPERS_FOLDER, contents)
             say(f"page: {page}")
             return
         if estimate:
-            from fedloom_studies.reproduce.estimate import keep
+            from fedloom_studies.reproduce.estimate import store_estimates
 
-            say(f"estimates: {keep(recipes(), recorded, data_dir)}")
+            say(f"estimates: {store_estimates(read_recipes(), recorded, data_dir)}")
             return
         if verify:
             if name is None:
@@ -136,35 +136,35 @@ def reproduce(
                 raise typer.BadParameter(
                     "--verify computes on the CPU, because a GPU rounds differently. Omit --device"
                 )
-            _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
+            _verify_summary(read_recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
         from fedloom.lab.experiment import open_executor
 
         make(Engine, {"device": device}, "--device", Engine.model_fields)
         engine = None if executor is None else open_executor(executor)
-        time = TimeBudget(None if budget is None else seconds(budget))
+        time = TimeBudget(None if budget is None else parse_seconds(budget))
         if works_through:
-            _work_through(out, recorded, data_dir, workers, time)
+            _run_frozen_list(out, recorded, data_dir, workers, time)
             return
-        chosen = [recipe(name)] if name is not None else list(recipes().values())
-        seed_numbers = _seeds(seeds)
+        chosen = [read_recipe(name)] if name is not None else list(read_recipes().values())
+        seed_numbers = _parse_seeds(seeds)
         for one in chosen:
 
             def run_with(count: list[int], one: Recipe = one) -> bool:
-                return _run(
+                return _run_recipe(
                     one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_, join, engine
                 )
 
             if (
                 time.left <= 0
                 or not run_with(seed_numbers)
-                or (decide and not _decided(one, how_much, recorded, run_with))
+                or (decide and not _add_deciding_seeds(one, how_much, recorded, run_with))
             ):
                 say(f"stopped at {one.name}. The same command resumes from here", err=True)
                 raise typer.Exit(130)
 
 
-def _run(
+def _run_recipe(
     recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, device: str,
     seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
     engine: Executor | None,
@@ -202,32 +202,32 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
     """Print a recipe's table of values and its table of claims."""
     from fedloom.lab.printing import print_texts
     from fedloom_studies.reproduce import judge
-    from fedloom_studies.reproduce.cells import cells
+    from fedloom_studies.reproduce.cells import cells_of_table
     from fedloom_studies.reproduce.figures import unit
 
     compare = recipe.as_the_paper(summary.scale, summary.samples)
     rows = [
         (c.variant, c.column, unit(c.figure).value(c.mean, c.std), str(c.n), unit(c.figure).value(c.chosen),
          "-" if c.paper is None else unit(c.figure).value(c.paper, c.paper_std), c.verdict)
-        for c in cells(recipe, summary.numbers, compare=compare)
+        for c in cells_of_table(recipe, summary.numbers, compare=compare)
     ]  # fmt: skip
     if rows:
         print_texts(
             ("variant", "column", "ours", "seeds", "at validation's round", "paper", "verdict"), rows, names=True
         )
-    claims = [(c.claim.text, c.summary) for c in judge.claims(recipe, summary.numbers)]
+    claims = [(c.claim.text, c.summary) for c in judge.judge_claims(recipe, summary.numbers)]
     if claims:
         print_texts(("claim", "verdict"), claims, names=True)
     for failure in summary.failures:
         say(f"without a result: {failure}")
 
 
-def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
+def _add_deciding_seeds(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
     """Add seeds step by step while a claim is undecided, provided that the recipe is cheap.
 
     Return False if the time limit has been reached.
     """
-    from fedloom_studies.reproduce.judge import claims
+    from fedloom_studies.reproduce.judge import judge_claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
     from fedloom_studies.reproduce.summary import read_summary
 
@@ -241,13 +241,13 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
             or summary.minutes * LOOK_LEVELS[0][0] / len(summary.seeds) >= CHEAP_CORE_MINUTES
         ):
             return True
-        verdicts = [one for one in claims(recipe, summary.numbers) if not one.claim.construction]
+        verdicts = [one for one in judge_claims(recipe, summary.numbers) if not one.claim.construction]
         if any(one.verdict == UNDECIDED for one in verdicts if one.measured) and not run(recipe.seeds(count)):
             return False
     return True
 
 
-def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
+def _run_frozen_list(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
     """Run the experiments of the frozen list, in order of increasing cost per claim.
 
     If the time limit is reached, exit with code 130.
@@ -255,14 +255,14 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
     from fedloom.lab.printing import print_texts
     from fedloom.lab.progress import count_progress
     from fedloom_studies import decide
-    from fedloom_studies.reproduce import recipes
+    from fedloom_studies.reproduce import read_recipes
     from fedloom_studies.reproduce import reproduce as run
     from fedloom_studies.reproduce.summary import read_summary, write_summary
 
-    by_name = recipes()
+    by_name = read_recipes()
     titles = ("recipe", "what it adds", "core-hours", "claims", "state")
-    print_texts(titles, list(decide.listing(by_name, results)), names=True)
-    for one in decide.decisions()[0]:
+    print_texts(titles, list(decide.decision_rows(by_name, results)), names=True)
+    for one in decide.read_decisions()[0]:
         for name in filter(None, (by_name[one.recipe].paper.rivals, one.recipe)):
             recipe, summary = by_name[name], read_summary(results, name, "laptop")
             if decide.is_done(one, recipe, summary):
@@ -288,7 +288,7 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
             _print_verdicts(recipe, done)
 
 
-def _verify(
+def _verify_summary(
     recipe: Recipe, scale: Scale, results: Path, data_dir: Path | None, workers: str, only: list[str]
 ) -> None:  # fmt: skip
     """Rerun one seed of a summary, and report whether its values are equal, equal up to numerical noise, or different.
@@ -298,14 +298,14 @@ def _verify(
     from tempfile import TemporaryDirectory
 
     from fedloom.lab.progress import count_progress
-    from fedloom_studies.reproduce.execute import SUM_ORDER_TOLERANCE, verify
+    from fedloom_studies.reproduce.execute import SUM_ORDER_TOLERANCE, verify_seed
     from fedloom_studies.reproduce.summary import read_summary
 
     summary = read_summary(results, recipe.name, scale)
     if summary is None:
         raise ConfigError(f"{results} contains no summary of {recipe.name} at {scale} scale. Run the recipe first")
     with TemporaryDirectory() as folder:
-        differences = verify(
+        differences = verify_seed(
             recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
             workers=worker_count(workers), show=count_progress,
         )  # fmt: skip
@@ -329,28 +329,28 @@ def _verify(
         raise typer.Exit(1)
 
 
-def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -> None:
+def _print_recipes(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -> None:
     from fedloom.lab.printing import print_texts
     from fedloom_studies.listing import keep_listing
 
     def rows() -> list[tuple[str, ...]]:
-        from fedloom_studies.reproduce import recipes
-        from fedloom_studies.reproduce.estimate import listing
+        from fedloom_studies.reproduce import read_recipes
+        from fedloom_studies.reproduce.estimate import recipe_rows
 
-        return list(listing(recipes(), scale, results, data_dir, estimated=estimated))
+        return list(recipe_rows(read_recipes(), scale, results, data_dir, estimated=estimated))
 
     titles = ("recipe", "what", "data", "state", "budget", "time")
     print_texts(titles, keep_listing("recipes", (scale, estimated), rows, results, data_dir), names=True)
 
 
-def _seeds(text: str | None) -> list[int]:
+def _parse_seeds(text: str | None) -> list[int]:
     parts = [] if text is None else text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(f"--seeds must be numbers separated by commas, e.g. 1,10,100, got {text!r}")
     return [int(part) for part in parts]
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """Convert a duration such as 90s, 150m or 2h to seconds.
 
     Raises:

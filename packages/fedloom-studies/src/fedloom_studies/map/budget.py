@@ -10,8 +10,8 @@ from fedloom.data import Federation
 from fedloom.engine import Setting
 from fedloom.errors import RunStopped
 from fedloom.lab.experiment import parse
-from fedloom.lab.tune import Budget, for_scoring, plain_budget, replace_params
-from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale
+from fedloom.lab.tune import Budget, make_scored_setting, plain_budget, replace_params
+from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
@@ -48,7 +48,7 @@ class GradientBudget:
         """
         fed, budget = self._budget_of_seed(seed)
         setting: Setting = parse(replace_params(cell.document, 0, params), cell.where).methods[0].setting
-        return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
+        return budget.rounds(make_scored_setting(setting, seed), fed, whole=whole)
 
     def missed(self, samples: float, seed: int) -> bool:
         """Return True if a run's number of gradients is so far from FedAvg's that the run must be planned again."""
@@ -57,7 +57,7 @@ class GradientBudget:
     def alike(self, cell: Cell, first: CellRecord | None) -> bool:
         """Return True if a method computes as many gradients as FedAvg in all recorded trials and equal-round runs."""
         setup = self._setup
-        if first is None or first.status != DONE_STATUS or stale(Cell(setup, cell.method, first.space), first):
+        if first is None or first.status != DONE_STATUS or stale_reason(Cell(setup, cell.method, first.space), first):
             return False
         samples_by_seed = {int(seed): series.gradients[-1] for seed, series in first.seeds.items()}
         if any(
@@ -74,6 +74,6 @@ class GradientBudget:
     def _budget_of_seed(self, seed: int) -> tuple[Federation, Budget]:
         if seed not in self._by_seed:
             fed = self._plan.partition(self._samples, seed)
-            setting = for_scoring(self._plan.methods[0].setting, seed)
+            setting = make_scored_setting(self._plan.methods[0].setting, seed)
             self._by_seed[seed] = fed, plain_budget(setting, fed, self._plan.common.rounds)
         return self._by_seed[seed]

@@ -53,7 +53,7 @@ def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], Cell
     return figures
 
 
-def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
+def selection_regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
     """Return a selection's regret in every setup, keyed by setup."""
     return {
         setup: max(means.values()) - max((means[name] for name in methods if name in means), default=-math.inf)
@@ -61,7 +61,7 @@ def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
     }
 
 
-def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
+def greedy_cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
     """Return the methods selected by the greedy algorithm.
 
     >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
@@ -71,7 +71,7 @@ def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
     names = sorted({name for means in figures.values() for name in means} - {*chosen, *LEFT_OUT_METHODS})
 
     def loss(name: str) -> tuple[float, float, str]:
-        by_setup = regrets(figures, [*chosen, name]).values()
+        by_setup = selection_regrets(figures, [*chosen, name]).values()
         return math.fsum(by_setup) / len(by_setup), max(by_setup), name
 
     while len(chosen) < size and len(chosen) < len(names) + len(FIRST_METHODS):
@@ -81,8 +81,8 @@ def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
 
 def leave_one_out(figures: Figures, size: int = PORTFOLIO_SIZE) -> dict[str, tuple[tuple[str, ...], float]]:
     """Return, for each setup, the portfolio that would be selected without this setup, and its regret in this setup."""
-    chosen = {setup: cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
-    return {setup: (methods, regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
+    chosen = {setup: greedy_cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
+    return {setup: (methods, selection_regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
 
 
 def write_portfolio(methods: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from fedloom.errors import DataError, FedloomError
 from fedloom.lab.experiment import (
     Executor,
-    Luggage,
+    PackedExperiment,
     UnitReply,
     check_executor,
     compute_units,
@@ -54,7 +54,7 @@ def measure_elsewhere(
         name, key = cell.setup.name, (cell.setup.name, cell.method)
         if name not in checksums:
             try:
-                checksums[name] = _checksum(cell.setup, data_dir)
+                checksums[name] = _setup_checksum(cell.setup, data_dir)
             except DataError as error:
                 checksums[name] = ""
                 say(f"{name}: data are missing: {error}")
@@ -64,13 +64,13 @@ def measure_elsewhere(
             before = records.get(key)
             units.append(_write_unit(cell, checksums[name], before, first, again=again))
     with interruptible() as interrupted:
-        for k, reply in compute_units(executor, Luggage("", None), units, interrupted, compute_cell):
+        for k, reply in compute_units(executor, PackedExperiment("", None), units, interrupted, compute_cell):
             cell = cells[k]
             if reply.failure:
                 say(f"{cell.where}: {reply.failure}")
                 continue
             record = read_record(json.loads(reply.files[RECORD_FILE]))
-            if record.source and record.source != _source(cell):
+            if record.source and record.source != _method_source_digest(cell):
                 raise FedloomError(
                     f"{cell.where}: the worker has a different version of the method's code. Install "
                     "the same version on the worker"
@@ -98,7 +98,7 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
     before, first = (None if fields[key] is None else read_record(fields[key]) for key in ("before", "first"))
     with unit_folder() as folder:
         try:
-            if _checksum(cell.setup, None) != fields["checksum"]:
+            if _setup_checksum(cell.setup, None) != fields["checksum"]:
                 raise DataError(
                     "the data of this worker differ from the data of the map. Put the same files on "
                     "the worker, in the folder that FEDLOOM_DATA names"
@@ -123,13 +123,13 @@ def _write_unit(
     return json.dumps(fields)
 
 
-def _checksum(setup: Setup, data_dir: Path | None) -> str:
+def _setup_checksum(setup: Setup, data_dir: Path | None) -> str:
     """Return the checksum of a setup's data."""
     plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
     return plan.source.read(data_dir).checksum()
 
 
-def _source(cell: Cell) -> str:
+def _method_source_digest(cell: Cell) -> str:
     """Return the digest of the code of a cell's method, as installed on this machine.
 
     The digest is empty if the method cannot be run in this setup.

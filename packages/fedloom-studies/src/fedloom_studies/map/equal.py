@@ -9,18 +9,18 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.formats import fixed, options, significant
-from fedloom.lab.report import TestedDifference, differences, family
+from fedloom.lab.report import TestedDifference, run_family_tests, seed_differences
 from fedloom_studies.map.budget import EQUAL_GRADIENTS_TOLERANCE
-from fedloom_studies.map.judge import SetupVerdict, judge
-from fedloom_studies.map.records import DONE_STATUS, REUSED_STATUS, CellRecord, fill_reused, stale
+from fedloom_studies.map.judge import SetupVerdict, judge_setup
+from fedloom_studies.map.records import DONE_STATUS, REUSED_STATUS, CellRecord, fill_reused, stale_reason
 from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
-    enumerated,
+    join_with_and,
     join_with_commas,
     list_names,
     rivals_of,
-    sentences,
+    setup_sentences,
     share_of_cells,
     signed,
     write_percent,
@@ -69,7 +69,7 @@ class BothProtocols(NamedTuple):
         return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
 
 
-def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
+def compare_protocols(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
     """Compare the results of a setup at equal gradients with those at equal rounds, with the setup's first seeds.
 
     Args:
@@ -78,14 +78,17 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
         second: all records at equal gradients.
     """
     setup = replace(rounds.setup, plan=())  # both protocols have the first seeds
-    rounds, gradients = judge(setup, first) if rounds.setup.plan else rounds, judge(setup, fill_reused(second, first))
+    rounds, gradients = (
+        judge_setup(setup, first) if rounds.setup.plan else rounds,
+        judge_setup(setup, fill_reused(second, first)),
+    )
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
     means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:
         before, reused = rounds.find(s.method), recorded[s.method].status == REUSED_STATUS
         if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
-            means[s.method] = differences(s.figures["mean"], before.figures["mean"])
-    return BothProtocols(rounds, gradients, recorded, family(means))
+            means[s.method] = seed_differences(s.figures["mean"], before.figures["mean"])
+    return BothProtocols(rounds, gradients, recorded, run_family_tests(means))
 
 
 def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
@@ -109,14 +112,14 @@ def changes_in_words(c: BothProtocols) -> str:
     )
 
 
-def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
+def protocol_summary_lines(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     """Yield lines for the map's page: the protocol, and a row for every setup that has results for both baselines."""
     methods = methods_of(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
     yield EQUAL_GRADIENTS_TEXT.format(
         picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
-        reused=sum(record.status == REUSED_STATUS for record in records), dearer=_dearer(comparisons),
+        reused=sum(record.status == REUSED_STATUS for record in records), dearer=_costlier_sentence(comparisons),
         repeated=sum(len(c.repeated) for c in comparisons) or "none",
     )  # fmt: skip
     begun = [c for c in comparisons if c.gradients.reference]
@@ -142,7 +145,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     yield ""
 
 
-def _dearer(comparisons: Sequence[BothProtocols]) -> str:
+def _costlier_sentence(comparisons: Sequence[BothProtocols]) -> str:
     """Return a sentence about the methods that compute over 10 % more gradients than FedAvg.
 
     A single round of these methods alone exceeds the budget.
@@ -154,14 +157,16 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
                  for s in c.gradients.standings if fedavg}  # fmt: skip
         methods = [f"{name} (by a factor of {significant(share, 2)})" for name, share in times.items() if share > 1.1]
         if methods:
-            named.append(f"{enumerated(methods)} in *{c.rounds.setup.title}*")
-    return f" A run lasts at least one round, so some methods exceed the budget: {enumerated(named)}." if named else ""
+            named.append(f"{join_with_and(methods)} in *{c.rounds.setup.title}*")
+    return (
+        f" A run lasts at least one round, so some methods exceed the budget: {join_with_and(named)}." if named else ""
+    )
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
     """Yield lines for a setup's page: sentences, a row for each method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
-    yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
+    yield from ("## At equal gradients", "", " ".join([*setup_sentences(j), changes_in_words(c)]).strip())
     if j.standings:
         titles = [
             "at equal rounds",
@@ -179,7 +184,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
         share = s.figures["gradients"].mean / fedavg.figures["gradients"].mean if fedavg else float("nan")
         shown = [s.method, write_percent(before.figures["mean"] if before else None), write_percent(s.figures["mean"]),
                  signed(change) if change else "-", fixed(float(rounds), 0), significant(share, 3) if fedavg else "-",
-                 options(s.record.chosen, 3), _notes(setup, c, s.method)]  # fmt: skip
+                 options(s.record.chosen, 3), _method_notes(setup, c, s.method)]  # fmt: skip
         yield f"| {' | '.join(shown)} |"
     yield ""
     for record in c.records.values():
@@ -192,10 +197,10 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
     yield ""
 
 
-def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
+def _method_notes(setup: Setup, c: BothProtocols, method: str) -> str:
     """Return remarks on a method: if its record is stale or reused, and which changes and gains are significant."""
     record, standing, change = c.records[method], c.gradients.find(method), c.changes.get(method)
-    old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
+    old = stale_reason(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []
     remarks += ["reused runs"] if record.status == REUSED_STATUS else []
     remarks += ["same work, repeated"] if method in c.repeated else []

@@ -43,11 +43,11 @@ class Cifar10Features(Source):
         Raises:
             DataError: one of the data sets or the test images are missing.
         """
-        return _features(data_dir)
+        return _patch_features(data_dir)
 
 
 @cache
-def _features(data_dir: str | Path | None) -> Dataset:
+def _patch_features(data_dir: str | Path | None) -> Dataset:
     photographs, elsewhere = load("cifar-10", data_dir), load("cifar-100", data_dir)
     if photographs.test is None:
         raise DataError(
@@ -71,7 +71,7 @@ class PatchEncoder:
     """
 
     def __init__(self, images: Tensor, generator: torch.Generator) -> None:
-        patches = torch.cat([normalised(block) for block in images.split(BLOCK_IMAGES)]).flatten(0, 1)
+        patches = torch.cat([normalized_patches(block) for block in images.split(BLOCK_IMAGES)]).flatten(0, 1)
         self.mean = patches.mean(0)
         variances, directions = torch.linalg.eigh(torch.cov(patches.T))
         whitening = directions / (variances + WHITENING_VARIANCE).sqrt() @ directions.T
@@ -87,13 +87,13 @@ class PatchEncoder:
         return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])
 
     def _block(self, images: Tensor) -> Tensor:
-        likeness = ((normalised(images) - self.mean) @ self.weights).transpose(1, 2)
+        likeness = ((normalized_patches(images) - self.mean) @ self.weights).transpose(1, 2)
         maps = torch.cat([relu(likeness - RESPONSE_THRESHOLD), relu(-likeness - RESPONSE_THRESHOLD)], 1)
         rows = (images.shape[2] - PATCH_PIXELS) // PATCH_STRIDE_PIXELS + 1
         return adaptive_avg_pool2d(maps.unflatten(2, (rows, -1)), 2).flatten(1)
 
 
-def normalised(images: Tensor) -> Tensor:
+def normalized_patches(images: Tensor) -> Tensor:
     """Return all patches of images after normalization, as ``[N, positions, 3 * PATCH_PIXELS**2]``.
 
     Each patch has a mean of 0, and a variance close to 1 unless its contrast is low.

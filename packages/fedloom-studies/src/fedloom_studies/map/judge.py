@@ -25,11 +25,11 @@ from fedloom.lab.report import (
     Estimate,
     PairVerdict,
     TestedDifference,
-    differences,
-    family,
+    fit_common_prior,
     pair_verdict,
-    prior_of,
-    seeds_for,
+    required_seeds,
+    run_family_tests,
+    seed_differences,
 )
 from fedloom.metrics import variance, worst
 from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series
@@ -48,7 +48,7 @@ DETECTION_PROBABILITY = 0.8
 
 
 @dataclass(frozen=True)
-class Standing:
+class MethodStanding:
     """A method's result in a setup.
 
     Attributes:
@@ -107,16 +107,16 @@ class SetupVerdict:
     reference: str
     spread: float
     needed: int
-    standings: tuple[Standing, ...]
+    standings: tuple[MethodStanding, ...]
     records: dict[str, CellRecord]
     seeds: tuple[int, ...]
 
-    def find(self, method: str) -> Standing | None:
+    def find(self, method: str) -> MethodStanding | None:
         """Return a method's result, or None if it has none."""
         return next((s for s in self.standings if s.method == method), None)
 
     @property
-    def rivals(self) -> list[Standing]:
+    def rivals(self) -> list[MethodStanding]:
         """Results of all methods except training on pooled data, best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
@@ -126,7 +126,7 @@ class SetupVerdict:
         return 0 < self.needed <= len(self.seeds)
 
 
-def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
+def judge_setup(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
     """Judge the records of a setup. All differences stated on the pages form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
@@ -137,15 +137,17 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     later = {str(seed) for seed in setup.further if seed not in seeds}
     cells = {m: replace(r, seeds={s: one for s, one in r.seeds.items() if s not in later}) for m, r in cells.items()}
     done = {method: cells[method] for method in done}
-    means = {method: last(record.seeds) for method, record in done.items()}
+    means = {method: last_means(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = (
         next((m for m in order if m in REFERENCE_METHODS[:2]), "") if {*REFERENCE_METHODS[:2]} <= done.keys() else ""
     )
-    members = {m: differences(means[m], means[reference]) for m in order if reference and m != reference}
-    tests = family(members, moderate=True)
-    again = {m: last(record.again) for m, record in done.items()}
-    look = family({m: differences(again[m], again[reference]) for m in order if reference and again[m].by_seed})
+    members = {m: seed_differences(means[m], means[reference]) for m in order if reference and m != reference}
+    tests = run_family_tests(members, moderate=True)
+    again = {m: last_means(record.again) for m, record in done.items()}
+    look = run_family_tests(
+        {m: seed_differences(again[m], again[reference]) for m in order if reference and again[m].by_seed}
+    )
 
     def confirmed(method: str) -> bool | None:
         if method not in look or method == reference:
@@ -153,28 +155,32 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
         return look[method].significant and look[method].mean * tests[method].mean > 0
 
     best = means[order[0]].mean if order else math.nan
-    standings = tuple(Standing(m, cells[m], _figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order)
+    standings = tuple(
+        MethodStanding(m, cells[m], _standing_figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order
+    )
     tested = [m for m, test in tests.items() if test.testable]
-    prior = prior_of([_array([*members[m].values()]) for m in tested])
-    needed = seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0
+    prior = fit_common_prior([_as_array([*members[m].values()]) for m in tested])
+    needed = (
+        required_seeds(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0
+    )
     return SetupVerdict(
         setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells, seeds
     )
 
 
-def last(seeds: Mapping[str, Series]) -> Estimate:
+def last_means(seeds: Mapping[str, Series]) -> Estimate:
     """Return the mean over clients after the last round, for each seed."""
-    return Estimate({int(seed): float(np.nanmean(_array(one.clients))) for seed, one in seeds.items()})
+    return Estimate({int(seed): float(np.nanmean(_as_array(one.clients))) for seed, one in seeds.items()})
 
 
-def _array(values: object) -> Table:
+def _as_array(values: object) -> Table:
     return np.array(values, np.float64)
 
 
-def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) -> dict[str, Estimate]:
+def _standing_figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) -> dict[str, Estimate]:
     figures: dict[str, dict[int, float]] = {}
     for seed, one in record.seeds.items():
-        clients, mean = _array(one.clients), _array(one.mean)
+        clients, mean = _as_array(one.clients), _as_array(one.mean)
         row = {
             "mean": float(np.nanmean(clients)),
             "worst10": worst(clients, low=True),
@@ -189,9 +195,9 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
             if of_mark is None:
                 continue
             if mark == "fedavg":
-                within = mean[_array(one.gradients) <= of_mark.gradients[-1]]
+                within = mean[_as_array(one.gradients) <= of_mark.gradients[-1]]
                 row["mean_at_fedavg_work"] = float(within[-1]) if len(within) else math.nan
-            difference = clients - _array(of_mark.clients)
+            difference = clients - _as_array(of_mark.clients)
             difference = difference[np.isfinite(difference)]
             row |= {f"gain_{mark}": float(difference.mean()), f"gainers_{mark}": float((difference > 0).mean())}
         for name, value in row.items():
@@ -199,7 +205,7 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
     return {name: Estimate(by_seed) for name, by_seed in figures.items()}
 
 
-def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
+def indistinct_groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     """Return the longest ranges of positions in which the first method does not differ from the others.
 
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
@@ -213,7 +219,7 @@ def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     return longest
 
 
-class Overall(NamedTuple):
+class OverallComparison(NamedTuple):
     """Comparison of methods over all setups.
 
     Attributes:
@@ -231,7 +237,7 @@ class Overall(NamedTuple):
     groups: Groups
 
 
-def overall(verdicts: list[SetupVerdict]) -> Overall | None:
+def compare_overall(verdicts: list[SetupVerdict]) -> OverallComparison | None:
     """Apply Friedman's and Nemenyi's tests to the largest block of setups and methods without missing results.
 
     Return None if the set is too small.
@@ -241,19 +247,25 @@ def overall(verdicts: list[SetupVerdict]) -> Overall | None:
     """
     from scipy.stats import friedmanchisquare
 
-    setups, methods, table, ranks = ranked(verdicts)
+    setups, methods, table, ranks = largest_complete_block(verdicts)
     if not methods:
         return None
     from scikit_posthocs import posthoc_nemenyi_friedman
 
     p = posthoc_nemenyi_friedman(table).to_numpy()
     pair = friedmanchisquare(*table.T).pvalue
-    return Overall(
-        methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < FAMILY_ERROR_LEVEL))
+    return OverallComparison(
+        methods,
+        ranks,
+        setups,
+        float(pair),
+        indistinct_groups(len(methods), lambda i, k: bool(p[i, k] < FAMILY_ERROR_LEVEL)),
     )
 
 
-def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
+def largest_complete_block(
+    verdicts: list[SetupVerdict],
+) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
     """Return the setups and methods of the largest block without missing results, its means, and the mean ranks.
 
     All results are empty if the block has fewer than `MIN_SETUPS` setups or methods. The methods are sorted by rank.

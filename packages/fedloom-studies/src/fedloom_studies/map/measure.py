@@ -18,11 +18,11 @@ from fedloom.data import Federation
 from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, RunStopped, Stop
 from fedloom.lab.experiment import Listener, Plan, parse
 from fedloom.lab.report import read_runs
-from fedloom.processes import WorkerPool, check_alone, interruptible, useful
+from fedloom.processes import WorkerPool, check_alone, interruptible, useful_processes
 from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import Claims, lock
 from fedloom_studies.map.budget import GradientBudget
-from fedloom_studies.map.judge import judge
+from fedloom_studies.map.judge import judge_setup
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
@@ -33,13 +33,13 @@ from fedloom_studies.map.records import (
     read_records,
     record_cell,
     series_of,
-    stale,
+    stale_reason,
 )
 from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.estimate import per_round
+from fedloom_studies.reproduce.estimate import seconds_per_round
 from fedloom_studies.reproduce.execute import Show, TimeBudget
-from fedloom_studies.reproduce.recipe import Nominal
+from fedloom_studies.reproduce.recipe import NominalDataset
 
 if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
@@ -49,7 +49,7 @@ PAUSE_SECONDS = 0.5
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def due(
+def cells_to_run(
     setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
     space: Mapping[str, object] = NO_OPTIONS, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
 ) -> list[Cell]:  # fmt: skip
@@ -74,13 +74,16 @@ def due(
             record = records.get((setup.name, name))
             if again:
                 wants = (
-                    record is not None and record.status == DONE_STATUS and not record.again and not stale(cell, record)
+                    record is not None
+                    and record.status == DONE_STATUS
+                    and not record.again
+                    and not stale_reason(cell, record)
                 )
             else:
                 wants = (
                     record is None
-                    or ((old or name in methods) and bool(stale(cell, record)))
-                    or bool(missing_seeds(cell, record) and not stale(cell, record))
+                    or ((old or name in methods) and bool(stale_reason(cell, record)))
+                    or bool(missing_seeds(cell, record) and not stale_reason(cell, record))
                 )
             cells_due += [cell] if wants else []
     return cells_due
@@ -116,8 +119,8 @@ def measure_all(
         ConfigError: torchrun has started more than one rank.
     """
     check_alone("the map")
-    processes = useful(workers, len(todo))
-    measured = _Measured(records, results, out, data_dir, budget, show, say, again)
+    processes = useful_processes(workers, len(todo))
+    measured = _CellMeasurement(records, results, out, data_dir, budget, show, say, again)
     if processes == 1:
         return measured.work_through(todo, join=join)
 
@@ -133,7 +136,7 @@ def hide_progress(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Li
     return nullcontext(lambda _event: None)
 
 
-class _Measured(NamedTuple):
+class _CellMeasurement(NamedTuple):
     """What is needed to measure cells, and the file with their records (see `measure_all`)."""
 
     records: Mapping[tuple[str, str], CellRecord]
@@ -236,7 +239,7 @@ class CellWork(NamedTuple):
         """
         if again and before:
             return self.look_again(before)
-        if before and (seeds := missing_seeds(self.cell, before)) and not stale(self.cell, before):
+        if before and (seeds := missing_seeds(self.cell, before)) and not stale_reason(self.cell, before):
             return self.add_seeds(before, seeds)
         return self.reuse(first) or self.confirm(before) or self.measure()
 
@@ -324,7 +327,7 @@ class CellWork(NamedTuple):
             fields = self._run(seeds, record.chosen, (self.budget, lambda _event: note()))
         if fields is None:
             return None
-        now = summaries.commit()
+        now = summaries.current_commit()
         return replace(
             record, seeds=record.seeds | fields["seeds"], reason=fields["reason"],
             status=FAILED_STATUS if fields["reason"] else DONE_STATUS,
@@ -340,7 +343,7 @@ class CellWork(NamedTuple):
         return self._run(seeds, chosen, (self.budget,))
 
     def _minutes(self, what: str) -> float:
-        return summaries.spent(self.folder)[what] / 60
+        return summaries.spent_seconds(self.folder)[what] / 60
 
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
@@ -401,7 +404,7 @@ class CellWork(NamedTuple):
         return {**fields, "reason": note}
 
 
-def estimates(
+def estimate_setups(
     setups: Iterable[Setup],
     todo: Sequence[Cell],
     records_by_cell: Mapping[tuple[str, str], CellRecord],
@@ -418,7 +421,7 @@ def estimates(
         cells_of_setup = [cell for cell in todo if cell.setup is setup]
         spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
         runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
-        j = judge(setup, records_by_cell)
+        j = judge_setup(setup, records_by_cell)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
                "trials": setup.trials, "seeds": len(j.seeds), "needed": j.needed or "-",
                "minutes so far": round(spent, 1), "share": share}  # fmt: skip
@@ -430,11 +433,11 @@ def estimates(
             rows[-1] = {**row, "note": "data missing"}
             continue
         done = [record for record in records if record.status == DONE_STATUS]
-        guessed = sum(_minutes(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
+        guessed = sum(_core_minutes_per_run(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
-        each = factor * sum(_minutes(cell, fed) for cell in cells_of_setup)
+        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in cells_of_setup)
         lacking = {r.method: len(missing_seeds(Cell(setup, r.method, r.space, protocol), r)) for r in done}
-        counted = sum(_minutes(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
+        counted = sum(_core_minutes_per_run(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
         row["estimate"] = round(factor * counted, 1)
         fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
         if fit < setup.trials:
@@ -442,7 +445,7 @@ def estimates(
     return rows
 
 
-def _minutes(cell: Cell, fed: Federation) -> float:
+def _core_minutes_per_run(cell: Cell, fed: Federation) -> float:
     """Estimate the core-minutes that one run of a cell takes, in a trial or with a new seed.
 
     The result is 0 if the method cannot be run in this setup.
@@ -453,6 +456,6 @@ def _minutes(cell: Cell, fed: Federation) -> float:
         plan = cell.plan if cell.protocol == "rounds" else Cell(cell.setup, "fedavg").plan
     except FedloomError:
         return 0.0
-    data = Nominal(0, 0, tuple(fed.data.x.shape[1:]), max(2, len(fed.data.classes)))
+    data = NominalDataset(0, 0, tuple(fed.data.x.shape[1:]), max(2, len(fed.data.classes)))
     samples = float(fed.sizes("train").sum()) / fed.n
-    return plan.common.rounds * per_round(plan, plan.methods[0], data, fed.n, samples) / 60
+    return plan.common.rounds * seconds_per_round(plan, plan.methods[0], data, fed.n, samples) / 60

@@ -12,22 +12,29 @@ import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
 from fedloom.formats import fixed, option, options, percent, significant, write_total
-from fedloom.lab.report import FAMILY_ERROR_LEVEL, MIN_SEEDS, csv_of_table
-from fedloom_studies.map.equal import BothProtocols, Records, compare, equal_section, summary
-from fedloom_studies.map.judge import DETECTION_PROBABILITY, Overall, SetupVerdict, Standing, judge, overall
-from fedloom_studies.map.pictures import STATUS_SIGNS, ladder, overview
-from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
-from fedloom_studies.map.references import References, lines
+from fedloom.lab.report import FAMILY_ERROR_LEVEL, MIN_SEEDS, render_table_csv
+from fedloom_studies.map.equal import BothProtocols, Records, compare_protocols, equal_section, protocol_summary_lines
+from fedloom_studies.map.judge import (
+    DETECTION_PROBABILITY,
+    MethodStanding,
+    OverallComparison,
+    SetupVerdict,
+    compare_overall,
+    judge_setup,
+)
+from fedloom_studies.map.pictures import STATUS_SIGNS, draw_ladder, draw_overview
+from fedloom_studies.map.records import NOT_RUN, CellRecord, stale_reason
+from fedloom_studies.map.references import References, reference_lines
 from fedloom_studies.map.rules import advise_rule, rules_section
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Cell, Setup, parts_of_networks
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
     WANTED_POINTS,
-    advice,
-    enumerated,
-    finding,
+    advice_lines,
+    finding_text,
+    join_with_and,
     join_with_commas,
-    sentences,
+    setup_sentences,
     share_of_cells,
     signed,
     write_percent,
@@ -132,7 +139,7 @@ All runs are also available as a table with one row per run: [Parquet]({folder}/
 command."""
 
 
-def pages(
+def map_pages(
     setups: Mapping[str, Setup],
     records: Records,
     references: References = NO_FIGURES,
@@ -153,22 +160,22 @@ def pages(
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
     """
-    verdicts = [judge(setup, records) for setup in setups.values()]
-    comparisons = [compare(j, records, gradients) for j in verdicts]
-    together = overall(verdicts)
+    verdicts = [judge_setup(setup, records) for setup in setups.values()]
+    comparisons = [compare_protocols(j, records, gradients) for j in verdicts]
+    together = compare_overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview(verdicts, together, comparisons, references, ruled)
-    yield "map.svg", overview(verdicts, methods).encode()
+    yield "", _overview_page(verdicts, together, comparisons, references, ruled)
+    yield "map.svg", draw_overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
         title = f"mean rank over {len(together.setups)} federations"
-        yield "ranks.svg", ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
+        yield "ranks.svg", draw_ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
     for j, both in zip(verdicts, comparisons, strict=True):
         yield (
             f"{j.setup.name}.md",
             "\n".join(
                 [
-                    *_setup(j, references),
+                    *_setup_page(j, references),
                     *equal_section(both),
                     *(rules_section(ruled) if "attack" in j.setup.document else ()),
                 ]
@@ -179,17 +186,17 @@ def pages(
             names, percent = [s.method for s in j.standings], [(100 * f.mean, 100 * f.half) for f in figures]
             title = f"test {j.standings[0].record.metric}, %"
             better = {s.method for s in j.standings if s.better}
-            picture = ladder(names, [m for m, _ in percent], [h for _, h in percent], title, full=better)
+            picture = draw_ladder(names, [m for m, _ in percent], [h for _, h in percent], title, full=better)
             yield f"{j.setup.name}.svg", picture.encode()
-    table, parquet = tabled([*verdicts, *(both.gradients for both in comparisons)]), io.BytesIO()
+    table, parquet = verdict_table([*verdicts, *(both.gradients for both in comparisons)]), io.BytesIO()
     pq.write_table(table, parquet, compression="zstd")
     yield "map.parquet", parquet.getvalue()
-    yield "map.csv", csv_of_table(table)
+    yield "map.csv", render_table_csv(table)
 
 
-def _overview(
+def _overview_page(
     verdicts: Sequence[SetupVerdict],
-    together: Overall | None,
+    together: OverallComparison | None,
     comparisons: Sequence[BothProtocols],
     references: References,
     ruled: Records,
@@ -201,16 +208,16 @@ def _overview(
         seeds=len(setup.seeds), ceiling=len((*setup.seeds, *setup.further)),
         enough=MIN_SEEDS, wanted=WANTED_POINTS, power=percent(DETECTION_PROBABILITY),
             folder=MAP_FOLDER,
-        finding=finding(verdicts), attacked=advise_rule(ruled),
-        advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
-        signs=enumerated([f"{sign} ({state})" for state, sign in STATUS_SIGNS.items()]),
-        parts=enumerated([f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()]),
+        finding=finding_text(verdicts), attacked=advise_rule(ruled),
+        advice="\n".join(advice_lines(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
+        signs=join_with_and([f"{sign} ({state})" for state, sign in STATUS_SIGNS.items()]),
+        parts=join_with_and([f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()]),
     )  # fmt: skip
     lines = [head, "", "## Federation by federation", ""]
     for j in verdicts:
         lines += [f"### [{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md)", ""]
-        lines += [f"{j.setup.says}. Training: {j.setup.training}.", "", " ".join(sentences(j)), ""]
-    lines += [*summary(comparisons), CORRECTED_TEXT, "## Over all federations", ""]
+        lines += [f"{j.setup.says}. Training: {j.setup.training}.", "", " ".join(setup_sentences(j)), ""]
+    lines += [*protocol_summary_lines(comparisons), CORRECTED_TEXT, "## Over all federations", ""]
     if together is None:
         lines += ["There are too few results of tuned federations for a comparison of ranks."]
         return "\n".join(lines) + "\n"
@@ -224,7 +231,7 @@ def _overview(
     lines += [
         f"{len(counted)} methods have results in all {len(together.setups)} federations with tuning. Their mean ranks "
         f"{alike} (Friedman's test, p = {significant(together.p, 2)}).{pooled} "
-        f"The federations are {enumerated(together.setups)}. A bar connects methods that Nemenyi's test does not "
+        f"The federations are {join_with_and(together.setups)}. A bar connects methods that Nemenyi's test does not "
         "distinguish.",
         "",
         f"![mean ranks]({MAP_FOLDER}/ranks.svg)",
@@ -232,11 +239,11 @@ def _overview(
     return "\n".join(lines) + "\n"
 
 
-def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
+def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
     setup = j.setup
     about = f"{setup.says}. Training: {setup.training}. [Benchmark map](../map.md)"
     yield from (f"# {setup.title[:1].upper()}{setup.title[1:]}", "", about, "")
-    yield from (*sentences(j), "")
+    yield from (*setup_sentences(j), "")
     if j.standings:
         yield from (
             f"![Means over seeds. A full circle marks a method that is better than the baseline.]({setup.name}.svg)",
@@ -269,13 +276,19 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
             else "not in every seed"
         )
         costs = [write_total(figures["gradients"].mean), significant(figures["bytes"].mean / 1e6, 3), reached]
-        cells = [*shown, " / ".join(shares), significant(figures["variance"].mean, 2), *costs, _settings(s.record)]
-        yield f"| {s.method} | {s.record.model} | {' | '.join(cells)} | {_notes(setup, s.record, s)} |"
-    yield from lines(j, references)
+        cells = [
+            *shown,
+            " / ".join(shares),
+            significant(figures["variance"].mean, 2),
+            *costs,
+            _chosen_settings_text(s.record),
+        ]
+        yield f"| {s.method} | {s.record.model} | {' | '.join(cells)} | {_record_notes(setup, s.record, s)} |"
+    yield from reference_lines(j, references)
     rest = [record for record in j.records.values() if j.find(record.method) is None]
     yield ""
     for record in rest:
-        yield f"- {record.method} is {record.status}: {record.reason}{_notes(setup, record, None, ' (', ')')}"
+        yield f"- {record.method} is {record.status}: {record.reason}{_record_notes(setup, record, None, ' (', ')')}"
     missing = [name for name in REGISTRY if name not in j.records]
     if missing:
         named = join_with_commas(missing) if j.records else "every method"
@@ -291,9 +304,11 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
     yield ""
 
 
-def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: str = "", end: str = "") -> str:
+def _record_notes(
+    setup: Setup, record: CellRecord, standing: MethodStanding | None, start: str = "", end: str = ""
+) -> str:
     """Return remarks on a record: whether it is stale, and whether the method is better or worse than the baseline."""
-    old = stale(Cell(setup, record.method, record.space), record)
+    old = stale_reason(Cell(setup, record.method, record.space), record)
     remarks = [f"stale ({old})"] if old else []
     if standing is not None and (standing.better or standing.worse):
         twice = {True: "seen twice", False: "not confirmed", None: "seen once"}[standing.confirmed]
@@ -301,7 +316,7 @@ def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: s
     return f"{start}{', '.join(remarks)}{end}" if remarks else ""
 
 
-def _settings(record: CellRecord) -> str:
+def _chosen_settings_text(record: CellRecord) -> str:
     return options(record.chosen, 3)
 
 
@@ -323,7 +338,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
     return rows
 
 
-def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
+def verdict_table(verdicts: Iterable[SetupVerdict]) -> pa.Table:
     """Return a table with one row for each run, and one for each cell that has no run.
 
     Numbers are neither rounded nor scaled.
@@ -335,9 +350,9 @@ def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
             cell = {
                 "setup": record.setup, "protocol": record.protocol, "method": record.method, "status": record.status,
                 "reason": record.reason,
-                "stale": stale(Cell(j.setup, record.method, record.space, record.protocol), record),
+                "stale": stale_reason(Cell(j.setup, record.method, record.space, record.protocol), record),
                 "verdict": str(s.verdict) if s and s.gain else "", "metric": record.metric, "model": record.model,
-                "chosen": _settings(record),
+                "chosen": _chosen_settings_text(record),
                 "trials": len(record.trials), "date": record.date, "minutes": record.minutes,
                 "commit": record.commit, "machine": record.machine,
                 "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),

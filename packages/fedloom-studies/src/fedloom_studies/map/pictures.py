@@ -18,7 +18,7 @@ STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N
 """Symbols shown in cells that have no gain, keyed by status."""
 
 
-def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
+def draw_overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
     """Draw each method's gain over the baseline in each setup as a color, which is pale if the gain is inconclusive.
 
     A triangle that points up or down also marks verdicts of better or worse.
@@ -73,7 +73,7 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
     return look.svg_for_pages({**spec, **steps, "datasets": {"rows": cells}})
 
 
-def ladder(
+def draw_ladder(
     names: Sequence[str],
     values: Sequence[float],
     halves: Sequence[float],

@@ -13,11 +13,11 @@ import numpy as np
 
 from fedloom.errors import FedloomError
 from fedloom.formats import rounded
-from fedloom.lab.report import MODEL_KINDS, Key, Run, cumulative, curve, test_metrics
+from fedloom.lab.report import MODEL_KINDS, Key, Run, benign_curve, cumulative, test_metrics
 from fedloom.metrics import leading
 from fedloom_studies.map.setups import Cell, Protocol
-from fedloom_studies.reproduce.summary import commit, machine
-from fedloom_studies.store import not_a_record, put, records
+from fedloom_studies.reproduce.summary import current_commit, processor_name
+from fedloom_studies.store import not_a_record_error, read_records_of_file, write_record
 
 DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
@@ -96,7 +96,7 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
-        round(minutes, 3), today, commit(), machine(), **more,
+        round(minutes, 3), today, current_commit(), processor_name(), **more,
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def read_record(fields: Mapping[str, Any]) -> CellRecord:
 
 def record_cell(record: CellRecord, file: Path) -> None:
     """Write the record of a cell to a file."""
-    put(file, record.__dict__, ("setup", "method", "protocol"))
+    write_record(file, record.__dict__, ("setup", "method", "protocol"))
 
 
 def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
@@ -118,11 +118,11 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
         RunDirError: a line of the file is not a record of the map.
     """
     cells = {}
-    for number, fields in enumerate(records(file), 1):
+    for number, fields in enumerate(read_records_of_file(file), 1):
         try:
             record = read_record(fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise not_a_record(file, number, error) from None
+            raise not_a_record_error(file, number, error) from None
         if record.protocol == protocol:
             cells[record.setup, record.method] = record
     return cells
@@ -147,7 +147,7 @@ def fill_reused(
     return whole
 
 
-def stale(cell: Cell, record: CellRecord) -> str:
+def stale_reason(cell: Cell, record: CellRecord) -> str:
     """Return the reason why a record is outdated, or "" if it is up to date.
 
     A record is outdated if the protocol or the code of the method has changed since it was made.
@@ -172,7 +172,7 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
     series = {}
     for seed in sorted(set(seeds) - lost):
         key = Key(method, seed, model, "test", metric)
-        means, points = curve(run, key, "mean"), run.benign(key)
+        means, points = benign_curve(run, key, "mean"), run.benign(key)
         if points is None or not math.isfinite(means.last):
             continue
         clients = np.full(run.clients, math.nan)
@@ -180,14 +180,16 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
         clients[points.client[last]] = points.value[last]
         costs = [cumulative(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
         spent = [[total.value[total.round <= r].max(initial=0.0) for r in means.round] for total in costs]
-        series[str(seed)] = Series(_rounded(clients), means.round.tolist(), _rounded(means.value), *map(_exact, spent))
+        series[str(seed)] = Series(
+            _round_values(clients), means.round.tolist(), _round_values(means.value), *map(_exact_values, spent)
+        )
     versions: Mapping[str, str] = run.options["resolved"]["versions"]
     return {"metric": metric, "model": model, "seeds": series, "versions": dict(versions)}
 
 
-def _rounded(values: Any) -> Values:
+def _round_values(values: Any) -> Values:
     return [rounded(value, SIGNIFICANT_DIGITS) for value in values]
 
 
-def _exact(values: Sequence[float]) -> list[float]:
+def _exact_values(values: Sequence[float]) -> list[float]:
     return [float(v) for v in values]

@@ -15,10 +15,10 @@ from torch import Tensor
 from fedloom.data import Federation
 from fedloom.formats import fixed, pair
 from fedloom.lab.experiment import parse
-from fedloom.lab.report import Estimate, differences
+from fedloom.lab.report import Estimate, seed_differences
 from fedloom.metrics import leading
 from fedloom.tasks import task_of
-from fedloom_studies.map.judge import SetupVerdict, last
+from fedloom_studies.map.judge import SetupVerdict, last_means
 from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series, new_record
 from fedloom_studies.map.setups import Cell, Setup
 
@@ -34,7 +34,7 @@ def reference_names() -> Iterator[tuple[str, str, str]]:
             yield f"{words}, {protocol}", kind, protocol
 
 
-def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
+def measure_references(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
     """Fit and score all references, and yield a record of each.
 
     For every seed, a reference is fitted to the training parts with scikit-learn's default settings and scored on the
@@ -49,7 +49,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
     for name, kind, protocol in reference_names():
         begin, seeds, metric = time.process_time(), dict[str, Series](), ""
         for seed, fed in feds.items():
-            scores = task_of(fed.data, setting.task).metrics(*_outputs(fed, kind, protocol, seed), fed.n)
+            scores = task_of(fed.data, setting.task).metrics(*_reference_outputs(fed, kind, protocol, seed), fed.n)
             metric = metric or leading(scores)
             clients = scores[metric].tolist()
             seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
@@ -58,20 +58,20 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
         yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "digest": protocol})
 
 
-def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _reference_outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the models' outputs on the clients' test parts, the targets, and each output's client."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []
     fitted = None
     for train, test in zip(trained, parts["test"], strict=True):
-        fitted = _fit(fed, kind, train, seed) if fitted is None or protocol == PER_CLIENT else fitted
-        outputs.append(_logits(fed, fitted, test))
+        fitted = _fit_reference(fed, kind, train, seed) if fitted is None or protocol == PER_CLIENT else fitted
+        outputs.append(_reference_logits(fed, fitted, test))
     owner = torch.repeat_interleave(torch.arange(fed.n), torch.tensor([len(test) for test in parts["test"]]))
     return torch.cat(outputs), fed.targets(torch.cat(parts["test"])), owner
 
 
-def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
+def _fit_reference(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
     from sklearn.dummy import DummyClassifier
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
@@ -85,7 +85,7 @@ def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
         return model.fit(x, y)
 
 
-def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
+def _reference_logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
     """Return the log probabilities of all classes or, if there are two classes, the log odds of the second."""
     probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
     shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
@@ -94,9 +94,9 @@ def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
     return logs[:, 1:] - logs[:, :1] if fed.data.task == "binary" else logs
 
 
-def lines(j: SetupVerdict, references: References) -> Iterator[str]:
+def reference_lines(j: SetupVerdict, references: References) -> Iterator[str]:
     """Yield the lines of a setup's page about references, with gains over the best model that a client trains alone."""
-    rows, local = _rows(j, references), j.find("local")
+    rows, local = _reference_rows(j, references), j.find("local")
     if not j.setup.references:
         return
     if not rows or local is None:
@@ -114,23 +114,23 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     methods = [s for s in (*j.rivals[:3], j.find("fedavg")) if s is not None and s.method != "local"]
     shown = rows | {s.method: s.figures["mean"] for s in methods} | {"local": alone["local"]}
     for name, figure in sorted(shown.items(), key=lambda item: -item[1].mean):
-        gain = "-" if name == best else _points(Estimate(differences(figure, alone[best])), sign="+")
-        yield f"| {name} | {_points(figure)} | {gain} |"
+        gain = "-" if name == best else _points_text(Estimate(seed_differences(figure, alone[best])), sign="+")
+        yield f"| {name} | {_points_text(figure)} | {gain} |"
 
 
 def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
     """Return the values of all models that a client trains alone: local training, and any references per client."""
-    rows, local = _rows(j, references), j.find("local")
+    rows, local = _reference_rows(j, references), j.find("local")
     per_client = {
         name: rows[name] for name, _, protocol in reference_names() if protocol == PER_CLIENT and name in rows
     }
     return per_client | ({"local": local.figures["mean"]} if local is not None else {})
 
 
-def _rows(j: SetupVerdict, references: References) -> dict[str, Estimate]:
+def _reference_rows(j: SetupVerdict, references: References) -> dict[str, Estimate]:
     keys = [(j.setup.name, name) for name, *_ in reference_names()]
-    return {key[1]: last(references[key].seeds) for key in keys if key in references}
+    return {key[1]: last_means(references[key].seeds) for key in keys if key in references}
 
 
-def _points(figure: Estimate, sign: str = "") -> str:
+def _points_text(figure: Estimate, sign: str = "") -> str:
     return (sign if figure.mean > 0 else "") + pair(fixed(100 * figure.mean, 1), fixed(100 * figure.half, 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError
 from fedloom.formats import fixed
 from fedloom.rundir import file_name
-from fedloom_studies.map.judge import SetupVerdict, judge
+from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.measure import CellWork, hide_progress
 from fedloom_studies.map.records import (
     DONE_STATUS,
@@ -24,7 +24,7 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, rule_cells, rule_setti
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
     NO_DIFFERENCE,
-    enumerated,
+    join_with_and,
     rivals_of,
     share_of_cells,
     signed,
@@ -36,7 +36,7 @@ from fedloom_studies.reproduce import summary as summaries
 Records = Mapping[tuple[str, str], CellRecord]
 
 
-def measure(
+def measure_rules(
     chosen_in: Records, file: Path, out: Path, data_dir: Path | None, budget: TimeBudget, say: Callable[[str], object]
 ) -> bool:
     """Run all combinations of a method, an aggregation rule and an attack that are missing from a file of records.
@@ -66,7 +66,7 @@ def measure(
         else:
             if fields is None:
                 return False
-            reason, minutes = fields.pop("reason"), summaries.spent(folder)["cell"] / 60
+            reason, minutes = fields.pop("reason"), summaries.spent_seconds(folder)["cell"] / 60
             status = FAILED_STATUS if reason else DONE_STATUS
             record = new_record(cell, status, reason, minutes, chosen=dict(source.chosen), **fields)
         record_cell(replace(record, method=name), file)
@@ -77,12 +77,12 @@ def measure(
 def judge_rules(records: Records) -> dict[str, SetupVerdict]:
     """Return the verdicts keyed by attack, for the attacks under which all combinations were run."""
     setups = {cell.setup.name: cell.setup for _, cell in rule_cells()}
-    whole = {attack for attack in setups if not _missing(records, attack)}
-    verdicts = {name: judge(setup, records) for name, setup in setups.items() if name in whole}
+    whole = {attack for attack in setups if not _count_missing(records, attack)}
+    verdicts = {name: judge_setup(setup, records) for name, setup in setups.items() if name in whole}
     return {name: j for name, j in verdicts.items() if j.reference}
 
 
-def _missing(records: Records, attack: str = "") -> int:
+def _count_missing(records: Records, attack: str = "") -> int:
     """Return the number of combinations without a record, under one attack or under all attacks."""
     cells = [(cell.setup.name, name) for name, cell in rule_cells() if attack in ("", cell.setup.name)]
     return sum(key not in records for key in cells)
@@ -90,16 +90,16 @@ def _missing(records: Records, attack: str = "") -> int:
 
 def _say_missing(records: Records) -> str:
     count = len(list(rule_cells()))
-    return f"{share_of_cells(count - _missing(records), count)}. Command: `fedloom map --rules`."
+    return f"{share_of_cells(count - _count_missing(records), count)}. Command: `fedloom map --rules`."
 
 
-def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
+def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
     """Return sentences about the combinations that are better than the baseline, and about the best worst case."""
     better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
     won = [f"`{best[0].method}` under {attack} ({signed(best[0].gain or NO_DIFFERENCE)} points)"
            for attack, best in better.items() if best]  # fmt: skip
-    none = enumerated([attack for attack, best in better.items() if not best] or [""])
-    parts = [f"**Better than the baseline: {enumerated(won)}.**"] if won else []
+    none = join_with_and([attack for attack, best in better.items() if not best] or [""])
+    parts = [f"**Better than the baseline: {join_with_and(won)}.**"] if won else []
     parts += [f"**No method with any rule is better than the baseline under {none}.**"] if none else []
     means = {attack: {s.method: s.figures["mean"].mean for s in j.standings} for attack, j in verdicts.items()}
     common = set.intersection(*(set(of_attack) for of_attack in means.values()))
@@ -118,7 +118,7 @@ def advise_rule(records: Records) -> str:
     """Return the paragraph about aggregation rules on the map's page, or the command that runs them."""
     verdicts = judge_rules(records)
     link = f"[Four rules and three attacks]({MAP_FOLDER}/attack.md#aggregation-rules-under-attack)"
-    return f"{link}: {recommendation(verdicts) if verdicts else _say_missing(records)}"
+    return f"{link}: {recommend_rule(verdicts) if verdicts else _say_missing(records)}"
 
 
 def rules_section(records: Records) -> Iterator[str]:
@@ -129,7 +129,7 @@ def rules_section(records: Records) -> Iterator[str]:
         yield from (_say_missing(records), "")
         return
     yield (
-        f"{recommendation(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "
+        f"{recommend_rule(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "
         f"clients attack. The settings are chosen in *{rule_settings()}*, which has the same clients and no attackers. "
         "The table shows the honest clients' mean accuracy in percent after 40 rounds (equal rounds for all methods), "
         "with the plain 95 % interval over seeds. The verdict next to it compares the method with the baseline under "

@@ -91,9 +91,9 @@ class Setup:
         return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
 
 
-def setups(scale: Scale) -> dict[str, Setup]:
+def read_setups(scale: Scale) -> dict[str, Setup]:
     """Return all setups of a scale, keyed by name, in the order of the file."""
-    declared = _declared()
+    declared = _read_setup_file()
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
     by_name = {}
@@ -115,8 +115,8 @@ def rule_cells() -> Iterator[tuple[str, Cell]]:
 
     The setup of an attacked cell is named after the attack. A method that uses the plain mean keeps its own name.
     """
-    declared = _declared()["rules"]
-    base = setups("full")[declared["setup"]]
+    declared = _read_setup_file()["rules"]
+    base = read_setups("full")[declared["setup"]]
     for attack, forged in declared["attacks"].items():
         for rule, aggregator in declared["aggregators"].items():
             document = {**base.document, "attack": forged} | ({"aggregator": aggregator} if rule != "mean" else {})
@@ -130,16 +130,16 @@ def rule_cells() -> Iterator[tuple[str, Cell]]:
 
 def rule_settings() -> str:
     """Return the name of the setup whose chosen settings are used for methods with aggregation rules."""
-    return str(_declared()["rules"]["settings"])
+    return str(_read_setup_file()["rules"]["settings"])
 
 
-def _declared() -> dict[str, Any]:
+def _read_setup_file() -> dict[str, Any]:
     return tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
 
 
 def parts_of_networks() -> dict[str, dict[str, Any]]:
     """Return the extra parts of the network that methods need in every setup, keyed by method."""
-    parts: dict[str, dict[str, Any]] = _declared()["models"]
+    parts: dict[str, dict[str, Any]] = _read_setup_file()["models"]
     return parts
 
 
@@ -147,7 +147,7 @@ def methods_of(protocol: Protocol) -> tuple[str, ...]:
     """Return the methods that a protocol runs in every setup, starting with the reference methods."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
-    return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
+    return (*REFERENCE_METHODS[:2], "fedavg-ft", *_read_setup_file()["gradients"]["methods"])
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,6 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
 
     space = read_toml(path, "search space")
     make(Tune, {"space": {method: space}}, str(path), Tune.model_fields)
-    cell = Cell(next(iter(setups("smoke").values())), method, space)
+    cell = Cell(next(iter(read_setups("smoke").values())), method, space)
     check_values(cell.document, 0, space_of(cell.plan.methods[0], cell.plan.tune, str(path)), str(path))
     return space

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fedloom.formats import fixed, pair, percent, significant
-from fedloom.lab.report import Estimate, TestedDifference, differences, pair_verdict
+from fedloom.lab.report import Estimate, TestedDifference, pair_verdict, seed_differences
 from fedloom.metrics import metric
-from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, SetupVerdict, Standing
+from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, MethodStanding, SetupVerdict
 from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
@@ -19,7 +19,7 @@ NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, signifi
 """Comparison that represents a method without a result."""
 
 
-def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
+def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
     """Yield the lines of the first table, which contains the recommendation for each setup, with its gain and cost.
 
     The recommended method is the best of those that are better than the baseline (the better of local training and
@@ -33,16 +33,19 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
         local, fedavg = (j.find(method) for method in REFERENCE_METHODS[:2])
         if local is None or fedavg is None:
             continue
-        link, chosen = f"[{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md)", recommended(j)
+        link, chosen = f"[{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md)", recommended_method(j)
         if chosen is None:
             rows.append(
-                (-math.inf, f"| {link} | inconclusive | {planned(j)}{_state_better_reference(j)} | - | - | - |")
+                (
+                    -math.inf,
+                    f"| {link} | inconclusive | {planned_seeds_phrase(j)}{_state_better_reference(j)} | - | - | - |",
+                )
             )
             continue
         mean = chosen.figures["mean"]
         alone, best = max(models_alone(j, references).items(), key=lambda model: model[1].mean)
         marks = {fedavg.method: fedavg.figures["mean"], alone: best}
-        gains = {mark: Estimate(differences(mean, figure)).mean for mark, figure in marks.items()}
+        gains = {mark: Estimate(seed_differences(mean, figure)).mean for mark, figure in marks.items()}
         cells = ["-" if mark == chosen.method else fixed(100 * gain, 1, signed=True) for mark, gain in gains.items()]
         cells[1] += "" if alone == local.method else f" ({alone})"
         times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
@@ -66,7 +69,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     )
 
 
-def recommended(j: SetupVerdict) -> Standing | None:
+def recommended_method(j: SetupVerdict) -> MethodStanding | None:
     """Return the method that the results of a setup recommend, or None if there are too few seeds to decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
@@ -74,7 +77,7 @@ def recommended(j: SetupVerdict) -> Standing | None:
     return j.find(j.reference) if j.decides and all(s.worse for s in gaps) else None
 
 
-def planned(j: SetupVerdict) -> str:
+def planned_seeds_phrase(j: SetupVerdict) -> str:
     """Return a phrase about the number of seeds that a setup needs, given the spread that its gains have in common."""
     if not j.needed:
         return "too few results for a plan"
@@ -91,7 +94,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
     )
 
 
-def finding(verdicts: Sequence[SetupVerdict]) -> str:
+def finding_text(verdicts: Sequence[SetupVerdict]) -> str:
     """Render the page's first paragraphs, which are about the methods that are better than the baseline."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
@@ -116,12 +119,12 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     )
 
 
-def rivals_of(j: SetupVerdict) -> list[Standing]:
+def rivals_of(j: SetupVerdict) -> list[MethodStanding]:
     """Return the results of all methods except local training, FedAvg and training on pooled data."""
     return [s for s in j.standings if s.method not in REFERENCE_METHODS]
 
 
-def sentences(j: SetupVerdict) -> list[str]:
+def setup_sentences(j: SetupVerdict) -> list[str]:
     """Return three sentences that a setup's records support, followed by a sentence about its statistical power.
 
     If there are not enough records, a single sentence is returned.
@@ -141,7 +144,7 @@ def sentences(j: SetupVerdict) -> list[str]:
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
     lead = "methods that do better are" if len(won) > 1 else "method that does better is"
-    named = f" The {lead} {list_names(_gain(s) for s in won)}." if won else ""
+    named = f" The {lead} {list_names(_gain_text(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
         f"Of the {len(rivals)} other methods, {_count(len(won))} better than the baseline, and {_count(len(lost))} "
@@ -150,24 +153,24 @@ def sentences(j: SetupVerdict) -> list[str]:
     top = j.rivals[0]
     third = (
         f"The method with the best mean is {top.method} ({write_percent(top.figures['mean'])} %)."
-        f"{_pooled(j.find(POOLED_METHOD))}"
+        f"{_pooled_sentence(j.find(POOLED_METHOD))}"
     )
-    return [first, second, third, *_power(j)]
+    return [first, second, third, *_power_sentences(j)]
 
 
-def _name_metric(standing: Standing) -> str:
+def _name_metric(standing: MethodStanding) -> str:
     title = metric(standing.record.metric).title
     return title if title.isupper() else title.lower()
 
 
-def _power(j: SetupVerdict) -> Iterator[str]:
+def _power_sentences(j: SetupVerdict) -> Iterator[str]:
     """Yield a sentence that states how many seeds are needed to detect a relevant gain.
 
     If no gain was tested, nothing is yielded.
     """
     if j.needed:
         seeds, spread = len(j.seeds), fixed(100 * j.spread, 1)
-        enough = planned(j) if j.decides else f"*{planned(j)}*"
+        enough = planned_seeds_phrase(j) if j.decides else f"*{planned_seeds_phrase(j)}*"
         last = j.setup.stages[-1]
         more = f" {len(last)} seeds are planned, but not yet run by every method." if seeds < len(last) else ""
         yield (
@@ -176,7 +179,7 @@ def _power(j: SetupVerdict) -> Iterator[str]:
         )
 
 
-def _pooled(standing: Standing | None) -> str:
+def _pooled_sentence(standing: MethodStanding | None) -> str:
     return (
         f" A single model that is trained on the pooled data scores {write_percent(standing.figures['mean'])} %."
         if standing
@@ -193,13 +196,13 @@ def join_with_commas(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def enumerated(items: Sequence[str]) -> str:
+def join_with_and(items: Sequence[str]) -> str:
     """Join items with commas, but the last two with "and"."""
     *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _gain(s: Standing) -> str:
+def _gain_text(s: MethodStanding) -> str:
     twice = {True: ", seen twice", False: ", not confirmed", None: ""}[s.confirmed]
     return f"{s.method} ({signed(s.gain or NO_DIFFERENCE)}{twice})"
 

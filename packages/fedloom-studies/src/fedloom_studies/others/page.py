@@ -15,10 +15,18 @@ import numpy as np
 
 from fedloom.formats import fixed
 from fedloom_studies.reproduce import judge
-from fedloom_studies.reproduce.cells import TableCell, cells
+from fedloom_studies.reproduce.cells import TableCell, cells_of_table
 from fedloom_studies.reproduce.figures import unit
 from fedloom_studies.reproduce.marks import count_claims, join_counts
-from fedloom_studies.reproduce.page import earlier, interval, last, not_run, plot, recipe_page, state
+from fedloom_studies.reproduce.page import (
+    draw_figure,
+    interval_text,
+    is_earlier_version,
+    last_summary,
+    not_run_reason,
+    recipe_page,
+    recipe_state_phrase,
+)
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
@@ -88,7 +96,7 @@ def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
     return CellWord.EXPLAINED if cell.column in recipe.paper.explained else CellWord.OPEN
 
 
-def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
+def recipes_by_table(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
     """Return the recipes of each table of another program, keyed by table. Recipes as published are listed first."""
     by_table: dict[str, list[Recipe]] = {}
     for recipe in recipes.values():
@@ -103,14 +111,14 @@ def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple
     Raises:
         RunDirError: a file in ``results`` is not a recipe's summary.
     """
-    groups = tables(recipes)
-    summaries = {one.name: last(one, results) for group in groups.values() for one in group}
+    groups = recipes_by_table(recipes)
+    summaries = {one.name: last_summary(one, results) for group in groups.values() for one in group}
     beside = {COX_TABLE: EXACT_COX_FILE, LOOPS_TABLE: AFL_LOOPS_FILE}
     yield "", render_overview(groups, summaries, {t: read_document(results / file, dict) for t, file in beside.items()})
     for group in groups.values():
         for one in group:
             yield f"{one.name}.md", recipe_page(one, summaries[one.name])
-            if figure := plot(one, summaries[one.name]):
+            if figure := draw_figure(one, summaries[one.name]):
                 yield f"{one.name}.svg", figure
 
 
@@ -121,68 +129,68 @@ def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, be
     """Render the page about all tables, with additional values for some of them."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
-        published, fair = _split(group)
-        counted = ", ".join(_count(one, summaries[one.name]) for one in published)
+        published, fair = _split_by_mode(group)
+        counted = ", ".join(_count_verdicts(one, summaries[one.name]) for one in published)
         verdicts = ", ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "none"
-        lines.append(f"| [{table}](#{_anchor(table)}) | {counted} | {verdicts} |")
+        lines.append(f"| [{table}](#{_heading_anchor(table)}) | {counted} | {verdicts} |")
     lines.append("")
     for table, group in groups.items():
         lines += [f"## {table}", ""]
         for one in group:
-            lines += _section(one, summaries[one.name])
+            lines += _recipe_section(one, summaries[one.name])
         if beside.get(table):
-            lines += {COX_TABLE: _exact_cox, LOOPS_TABLE: _loops}[table](beside[table])
+            lines += {COX_TABLE: _exact_cox_table, LOOPS_TABLE: _loops_table}[table](beside[table])
     return "\n".join([*lines, WORDS_TEXT]).rstrip() + "\n"
 
 
-def _split(group: list[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
+def _split_by_mode(group: list[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
     """Return the recipes of a table that repeat it as published, and those that test it fairly."""
     return [one for one in group if one.paper.mode == "published"], [one for one in group if one.paper.mode == "fair"]
 
 
-def _current(recipe: Recipe, summary: RecipeSummary | None) -> RecipeSummary | None:
-    return None if summary is None or earlier(recipe, summary) or not summary.complete else summary
+def _is_current(recipe: Recipe, summary: RecipeSummary | None) -> RecipeSummary | None:
+    return None if summary is None or is_earlier_version(recipe, summary) or not summary.complete else summary
 
 
-def words_of(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWord]:
+def verdict_words(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWord]:
     """Return the word for each printed value of a recipe that was run, keyed by column."""
-    done = _current(recipe, summary)
-    shown = cells(recipe, done.numbers, compare=True) if done else []
+    done = _is_current(recipe, summary)
+    shown = cells_of_table(recipe, done.numbers, compare=True) if done else []
     return {cell.column: word for cell in shown if (word := name_cell(recipe, cell))}
 
 
-def _count(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    words = list(words_of(recipe, summary).values())
+def _count_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    words = list(verdict_words(recipe, summary).values())
     if not words:
         return _say_state(recipe, summary)
     counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
-    return f"{counts}, of {len(words)} cells (limit {_limit(recipe)})"
+    return f"{counts}, of {len(words)} cells (limit {_limit_text(recipe)})"
 
 
 def _say_state(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return the reason why a recipe has no current values."""
-    return not_run(recipe, None) if summary is None else state(recipe, summary)
+    return not_run_reason(recipe, None) if summary is None else recipe_state_phrase(recipe, summary)
 
 
-def _limit(recipe: Recipe) -> str:
+def _limit_text(recipe: Recipe) -> str:
     of = unit(recipe.paper.figure)
     return of.difference(recipe.paper.gap_limit).removeprefix("+")
 
 
 def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    done = _current(recipe, summary)
+    done = _is_current(recipe, summary)
     if done is None:
         return _say_state(recipe, summary)
-    words = [one.words for one in judge.claims(recipe, done.numbers)]
+    words = [one.words for one in judge.judge_claims(recipe, done.numbers)]
     counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
-    best = max(_means(recipe, done).items(), key=lambda item: item[1])
+    best = max(_means_table(recipe, done).items(), key=lambda item: item[1])
     top = f"Best mean: {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
     return f"{top}. Of {len(words)} claims, {counted}"
 
 
-def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
+def _means_table(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
     """Return each column's mean, in the unit of the table's values."""
-    shown = cells(recipe, summary.numbers, compare=False)
+    shown = cells_of_table(recipe, summary.numbers, compare=False)
     return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
 
 
@@ -190,9 +198,9 @@ def _name_cell_row(column: str) -> str:
     return column.partition(", ")[0]
 
 
-def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
+def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     """Yield the lines about a recipe: its protocol, a row for each method, explanations, and verdicts."""
-    done, paper = _current(recipe, summary), recipe.paper
+    done, paper = _is_current(recipe, summary), recipe.paper
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
         yield from (
@@ -204,11 +212,11 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     if done is None:
         yield from (f"This recipe is {_say_state(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
         return
-    shown = cells(recipe, done.numbers, compare=True)
+    shown = cells_of_table(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}
     for cell in shown:
         row, _, column = cell.column.partition(", ")
-        by_row.setdefault(row, {})[column] = _show(recipe, cell)
+        by_row.setdefault(row, {})[column] = _cell_value_text(recipe, cell)
     columns = list(dict.fromkeys(column for row in by_row.values() for column in row))
     yield from ('<div class="narrow" markdown="1">', "")
     yield f"| fedloom / printed | {' | '.join(column or 'mean' for column in columns)} |"
@@ -216,19 +224,19 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     for row, by_column in by_row.items():
         yield f"| {row} | {' | '.join(by_column.get(column, '-') for column in columns)} |"
     yield from ("", "</div>", "")
-    for column, word in words_of(recipe, summary).items():
+    for column, word in verdict_words(recipe, summary).items():
         if word is CellWord.EXPLAINED:
             yield f"- {column}: {paper.explained[column]}."
-    verdicts = judge.claims(recipe, done.numbers)
+    verdicts = judge.judge_claims(recipe, done.numbers)
     if verdicts:
         yield from ("", "| claim | verdict | smallest difference to a rival |", "|---|---|---|")
     for one in verdicts:
-        number = f"{interval(one.least.look, one.figure)} against {one.least.name}" if one.measured else "-"
+        number = f"{interval_text(one.least.look, one.figure)} against {one.least.name}" if one.measured else "-"
         yield f"| {one.claim.text} | {one.words} | {number} |"
     yield ""
 
 
-def _show(recipe: Recipe, cell: TableCell) -> str:
+def _cell_value_text(recipe: Recipe, cell: TableCell) -> str:
     """Render fedloom's value, the printed value, and the word that compares them."""
     scale, digits = (100.0, 2) if unit(cell.figure).name == "%" else (1.0, 3)
     text = fixed(scale * cell.mean, digits)
@@ -236,7 +244,7 @@ def _show(recipe: Recipe, cell: TableCell) -> str:
     return text if word is None or cell.paper is None else f"{text} / {fixed(scale * cell.paper, digits)} {word}"
 
 
-def _loops(loops: Figures) -> Iterator[str]:
+def _loops_table(loops: Figures) -> Iterator[str]:
     """Yield the lines about results of the loops of the public code."""
     parts = list(next(iter(loops.values())))
     yield from ("**The public code's loops.** `studies/scripts/afl_adult` reproduces these loops in numpy, with five "
@@ -247,7 +255,7 @@ def _loops(loops: Figures) -> Iterator[str]:
     yield ""
 
 
-def _exact_cox(cox: Figures) -> Iterator[str]:
+def _exact_cox_table(cox: Figures) -> Iterator[str]:
     """Yield the lines about the exact Cox regression, which are printed below the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**Exact Cox regression.** `fedloom cox` fits a model to the data of all patients in a few rounds. It "
@@ -260,6 +268,6 @@ def _exact_cox(cox: Figures) -> Iterator[str]:
     yield ""
 
 
-def _anchor(title: str) -> str:
+def _heading_anchor(title: str) -> str:
     kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -")
     return kept.replace(" ", "-")

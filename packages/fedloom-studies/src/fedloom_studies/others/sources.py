@@ -71,7 +71,7 @@ class FlambyHeart(Source):
         Raises:
             DataError: a file is missing or damaged.
         """
-        places = _find("UCI heart disease", self.path, data_dir, ("tabular/uci_heart", "uci_heart", "heart"),
+        places = _find_files("UCI heart disease", self.path, data_dir, ("tabular/uci_heart", "uci_heart", "heart"),
                        {name: (file,) for name, file in HEART_FILES.items()}, "fedloom data heart --fetch")  # fmt: skip
         tables = [_heart_rows(file) for file in places.values()]
         rows, owner = np.concatenate(tables), np.repeat(np.arange(len(tables)), [len(table) for table in tables])
@@ -125,7 +125,7 @@ class FlambyBrca(Source):
             DataError: a file is missing, or differs from that of FLamby.
         """
         wanted = {"table": ("brca.csv",), "split": ("train_test_split.csv", "split.csv")}
-        places = _find("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,
+        places = _find_files("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,
                        "copy brca.csv and train_test_split.csv from github.com/owkin/FLamby, "
                        "flamby/datasets/fed_tcga_brca, into a folder flamby there")  # fmt: skip
         with places["table"].open(newline="") as file:
@@ -206,7 +206,7 @@ class AflFashion(Source):
         )  # fmt: skip
 
 
-def _find(
+def _find_files(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str],
     files: Mapping[str, Sequence[str]], cure: str,
 ) -> dict[str, Path]:  # fmt: skip

@@ -43,26 +43,28 @@ class TableCell:
     verdict: str
 
 
-def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
+def cells_of_table(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
     """Return all cells that were run or that the paper prints, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
         for (title, text), cell in zip(paper.columns.items(), row, strict=True):
             reference = Reference.create(text, paper.figure)
-            measured = finite(by_reference.get(str(reference), {}))
+            measured = finite_by_seed(by_reference.get(str(reference), {}))
             if cell is None and str(reference) not in by_reference:
                 continue
             values = list(measured.values())
             mean = float(np.mean(values)) if values else math.nan
             std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-            papers_value, spread = printed(cell, paper.percent)
+            papers_value, spread = printed_mean_and_std(cell, paper.percent)
             at = reference.chosen()
-            chosen = finite(by_reference.get(str(at), {})) if at else {}
+            chosen = finite_by_seed(by_reference.get(str(at), {})) if at else {}
             best = float(np.mean(list(chosen.values()))) if chosen else math.nan
             verdict: str = Untested.LOST if str(reference) in by_reference else Untested.NOT_RUN
             if values:
-                comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
+                comparison = position_in_range(
+                    mean, std, len(values), papers_value, spread, paper.seeds, reference.figure
+                )
                 verdict = comparison if compare else "-"
             half, name = half_width(values), reference.figure
             rows.append(
@@ -71,7 +73,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
     return rows
 
 
-def within(
+def position_in_range(
     mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
 ) -> str:  # fmt: skip
     """Return the position of our value: within, above or below the range of the paper's.
@@ -88,12 +90,12 @@ def within(
     return f"{word} ({unit(figure).difference(gap)}, {errors})"
 
 
-def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
+def finite_by_seed(by_seed: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite values, keyed by seed."""
     return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
 
 
-def printed(cell: object, percent: bool) -> tuple[float | None, float | None]:
+def printed_mean_and_std(cell: object, percent: bool) -> tuple[float | None, float | None]:
     """Return the mean and the standard deviation that the paper prints in a cell, as fractions."""
     if cell is None:
         return None, None

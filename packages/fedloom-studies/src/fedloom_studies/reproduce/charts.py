@@ -16,12 +16,12 @@ LINE_CHARACTERS = 24
 """Maximum number of characters per line in the name of a row."""
 
 
-def charted(cells: Sequence[TableCell]) -> list[TableCell]:
+def drawable_cells(cells: Sequence[TableCell]) -> list[TableCell]:
     """Return those cells that can be drawn. The result is empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
-def legend(cells: Sequence[TableCell]) -> str:
+def legend_svg(cells: Sequence[TableCell]) -> str:
     """Return the legend for the marks that are drawn."""
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
@@ -29,9 +29,9 @@ def legend(cells: Sequence[TableCell]) -> str:
     return ", ".join(f"{mark}: {meaning}" for mark, meaning, is_drawn in marks if is_drawn)
 
 
-def alt(title: str, cells: Sequence[TableCell]) -> str:
+def alternative_text(title: str, cells: Sequence[TableCell]) -> str:
     """Return the alternative text of the figure."""
-    beside = " next to the paper's" if any(c.paper is not None for c in charted(cells)) else ""
+    beside = " next to the paper's" if any(c.paper is not None for c in drawable_cells(cells)) else ""
     return f"Our results{beside}, with one row for each column of the table: {title}."
 
 
@@ -40,7 +40,7 @@ def draw_table(cells: Sequence[TableCell]) -> str:
 
     Return "" if none of the cells was run.
     """
-    drawn = charted(cells)
+    drawn = drawable_cells(cells)
     if not drawn:
         return ""
     rows: kit.Rows = []
@@ -61,6 +61,6 @@ def draw_table(cells: Sequence[TableCell]) -> str:
     spec = kit.panels(inner, "variant", panels, None, high=0)
     spec["facet"]["header"] |= {"labelLimit": look.PHONE_WIDTH - 10, "labelAnchor": "start"}
     spec["spec"] |= {"width": round(look.PHONE_WIDTH - names - 30), "height": {"step": 4 + 13 * lines}}
-    spec |= {"columns": 1, "spacing": 14, "datasets": {"rows": rows}, "title": {"text": legend(drawn)}}
+    spec |= {"columns": 1, "spacing": 14, "datasets": {"rows": rows}, "title": {"text": legend_svg(drawn)}}
     spec["resolve"] = {"scale": {"x": "independent", "y": "independent"}}
     return look.svg_for_pages(spec)

@@ -41,14 +41,14 @@ CHOICE_FILE = "chosen.json"
 """File in the directory of a search, with the choices and the score of every candidate."""
 
 
-def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def method_candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return every candidate as its text and the resulting method table.
 
     If the recipe leaves no setting open, a single candidate with an empty text is returned.
     """
     grid = method.get("choose", {})
     every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
-    return [(_text(grid, values), _replace_values(method, values)) for values in every]
+    return [(_values_text(grid, values), _replace_values(method, values)) for values in every]
 
 
 def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) 
     return table
 
 
-def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def iterate_searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield, on demand, the folder and the document of the search for settings, and then those of each extension."""
     yield folder, dict(document)
     choices = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
-        further = extensions(document, choices)
+        further = extend_grids(document, choices)
         if not further:
             return
         for part, searched in enumerate(further):
@@ -77,7 +77,7 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
             choices = _better_choices(choices, read_choices(place, searched))
 
 
-def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def extend_grids(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return documents that extend the grids of methods whose best value lies at an edge.
 
     There is either a single document, or one for each key whose grid can be extended. The grids of different documents
@@ -92,7 +92,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
         if not every:
             grids = [{**method["choose"], key: [value]} for key, value in further.items()]
         else:
-            best = {key: [value] for key, value in _values(method, choice).items()} if further else {}
+            best = {key: [value] for key, value in _chosen_values(method, choice).items()} if further else {}
             grids = []
             for key, value in further.items():
                 grids.append({**best, key: [value]})
@@ -109,17 +109,19 @@ def _next_edge_values(
     """Return the next value of each key whose best value lies at an edge of its grid, if the method accepts it."""
     extended = {}
     for key in edges:
-        values, tried = _parsed(choice["chosen"], choice["scores"])
-        ordered = sorted({size for v in tried if (size := _size(v.get(key))) is not None})
-        edge, beside = (ordered[0], ordered[1]) if _size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
+        values, tried = _parse_candidates(choice["chosen"], choice["scores"])
+        ordered = sorted({size for v in tried if (size := _value_size(v.get(key))) is not None})
+        edge, beside = (
+            (ordered[0], ordered[1]) if _value_size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
+        )
         size, like = (rounded(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
         next_value = f"{significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
-        if size != edge and _allowed(document, _replace_values(method, {**values, key: next_value})):
+        if size != edge and _accepts_settings(document, _replace_values(method, {**values, key: next_value})):
             extended[key] = next_value
     return extended
 
 
-def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+def _chosen_values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chosen values, in the order of the method's grid.
 
     If no trial was completed, the values are those of the first candidate.
@@ -128,7 +130,7 @@ def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, A
     return {key: by_key[key] for key in method["choose"]}
 
 
-def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bool:
+def _accepts_settings(document: Mapping[str, object], method: Mapping[str, object]) -> bool:
     """Return True if a method accepts these settings."""
     try:
         parse({**{k: v for k, v in document.items() if k != "choose"}, "method": [method]}, "candidates")
@@ -139,16 +141,16 @@ def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bo
 
 def edge_keys(chosen: str, scores: Iterable[str]) -> list[str]:
     """Return the numeric keys whose chosen value is the smallest or the largest of several candidates."""
-    values, tried = _parsed(chosen, scores)
+    values, tried = _parse_candidates(chosen, scores)
     edges = []
     for key, value in values.items():
-        sizes = {size for v in tried if (size := _size(v.get(key))) is not None}
-        if len(sizes) > 1 and _size(value) in (min(sizes), max(sizes)):
+        sizes = {size for v in tried if (size := _value_size(v.get(key))) is not None}
+        if len(sizes) > 1 and _value_size(value) in (min(sizes), max(sizes)):
             edges.append(key)
     return edges
 
 
-def _size(value: Any) -> float | None:
+def _value_size(value: Any) -> float | None:
     """Return the size of a number or of a multiple such as ``0.5x``, or None for any other value."""
     if isinstance(value, str):
         return float(value[:-1]) if re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?x", value) else None
@@ -157,20 +159,20 @@ def _size(value: Any) -> float | None:
 
 def count_beyond_edges(choice: Mapping[str, object]) -> int:
     """Return the number of candidates that were tried beyond the original grid's edges."""
-    return _trials(choice)["beyond"]
+    return _count_trials(choice)["beyond"]
 
 
-def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _parse_candidates(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Parse candidates from text and return their values."""
 
     def read(text: str) -> dict[str, Any]:
         pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
-        return {key: _value(value) for key, value in pairs}
+        return {key: _parse_value(value) for key, value in pairs}
 
     return read(chosen), [read(text) for text in scores]
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return float(text)
     except ValueError:
@@ -185,12 +187,12 @@ def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict
         sign = 1 if new["higher"] else -1
         scored = [c for c in (old, new) if c["scores"][c["chosen"]] is not None]
         best = max(scored, key=lambda c: sign * c["scores"][c["chosen"]], default=old)
-        trials = {**_trials(old), "beyond": _trials(old)["beyond"] + len(new["scores"])}
+        trials = {**_count_trials(old), "beyond": _count_trials(old)["beyond"] + len(new["scores"])}
         joined[label] = {**best, "scores": {**old["scores"], **new["scores"]}, "trials": trials}
     return joined
 
 
-def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
+def _count_trials(choice: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers of candidates that were tried on the original grid and beyond its edges."""
     counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
     return counts
@@ -199,14 +201,14 @@ def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
 def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, Any]:
     """Return the choices made by all searches for a document so far, including extensions (see `read_choices`)."""
     choices: dict[str, Any] = {}
-    for place, searched in searches(folder, document):
+    for place, searched in iterate_searches(folder, document):
         choices = _better_choices(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
     return choices
 
 
-def first(document: Mapping[str, object]) -> dict[str, Any]:
+def first_candidate_experiment(document: Mapping[str, object]) -> dict[str, Any]:
     """Return the experiment in which every method uses its first candidate."""
-    return chosen(document, {})
+    return chosen_experiment(document, {})
 
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -226,7 +228,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
     # a method may be called as another one's algorithm is: its grid is not the other one's
     space = {label_of(m): {key: [] for key in grids.get(m["algorithm"], {})} | m["choose"] for m in methods}
     tune = {
-        "trials": max(len(candidates(m)) for m in methods),
+        "trials": max(len(method_candidates(m)) for m in methods),
         "rounds": document.get("choose", {}).get("rounds", document["rounds"]),
         "seeds": document["seeds"][: document.get("choose", {}).get("seeds", 1)],
         "model": document.get("choose", {}).get("model", "mean"),
@@ -245,14 +247,14 @@ def trials_of(document: Mapping[str, Any], variant: str) -> str:
     return "once" if document.get("choose", {}).get("once") else variant
 
 
-def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def chosen_experiment(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the experiment with the chosen settings inserted.
 
     For a method without a choice, its first candidate is used.
     """
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
-        options, choice = dict(candidates(method)), choices.get(label_of(method), {})
+        options, choice = dict(method_candidates(method)), choices.get(label_of(method), {})
         extended = _replace_values(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
         methods.append(options.get(str(choice.get("chosen")), extended))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
@@ -264,7 +266,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     Methods whose candidates have changed since then are left out.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
-    candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
+    candidates_by_label = {label_of(m): {text for text, _ in method_candidates(m)} for m in document["method"]}
     return {
         label: choice
         for label, choice in choices.items()
@@ -281,10 +283,10 @@ def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[
     methods = {label_of(m): m for m in document["method"]}
     for study, trials, best in findings:
         method = methods[study.method.label]
-        values = {_text(method["choose"], t.params): t.value for t in trials}
-        scores = {text: values[text] for text, _ in candidates(method)}
+        values = {_values_text(method["choose"], t.params): t.value for t in trials}
+        scores = {text: values[text] for text, _ in method_candidates(method)}
         choices[study.method.label] = {
-            "chosen": next(iter(scores)) if best is None else _text(method["choose"], best.params),
+            "chosen": next(iter(scores)) if best is None else _values_text(method["choose"], best.params),
             "values": {} if best is None else {key: best.params[key] for key in method["choose"]},
             "higher": study.search.higher,
             "scores": {text: None if value is None else round(value, 6) for text, value in scores.items()},
@@ -293,5 +295,5 @@ def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[
     write_atomic(folder / CHOICE_FILE, json.dumps(choices, indent=1).encode())
 
 
-def _text(grid: Iterable[str], values: Mapping[str, object]) -> str:
+def _values_text(grid: Iterable[str], values: Mapping[str, object]) -> str:
     return ", ".join(f"{key} = {values[key]}" for key in grid)

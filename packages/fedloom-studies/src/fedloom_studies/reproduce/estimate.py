@@ -29,11 +29,11 @@ from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
 from fedloom.seeds import generator
 from fedloom.storage import make_folder, write_atomic
-from fedloom_studies.reproduce.choices import candidates, first, rounds_of
-from fedloom_studies.reproduce.execute import experiment
-from fedloom_studies.reproduce.page import earlier, last, state
-from fedloom_studies.reproduce.recipe import NOMINAL_SETS, Nominal, Recipe, Scale
-from fedloom_studies.reproduce.summary import ESTIMATES_FILE, Need, read_summary
+from fedloom_studies.reproduce.choices import first_candidate_experiment, method_candidates, rounds_of
+from fedloom_studies.reproduce.execute import parse_closed_document
+from fedloom_studies.reproduce.page import is_earlier_version, last_summary, recipe_state_phrase
+from fedloom_studies.reproduce.recipe import NOMINAL_SETS, NominalDataset, Recipe, Scale
+from fedloom_studies.reproduce.summary import ESTIMATES_FILE, RecipeNeed, read_summary
 
 MAX_TIMED_BATCH = 10
 """Maximum batch size with which convolutional networks are timed."""
@@ -42,29 +42,31 @@ FIXED_WORK_METHODS = ("fiaelt", "fedadmm-inexact")
 _SECONDS_OF_ROUND: dict[str, float] = {}
 
 
-def minutes(recipe: Recipe, scale: Scale) -> float:
+def estimate_minutes(recipe: Recipe, scale: Scale) -> float:
     """Estimate the core-minutes that a recipe takes at a scale, including the choice of settings.
 
     The estimate does not include evaluation.
     """
     total = 0.0
     for number, document in enumerate(recipe.make_documents(scale).values()):
-        plan = experiment(first(document), recipe.name)
+        plan = parse_closed_document(first_candidate_experiment(document), recipe.name)
         data = NOMINAL_SETS[document["data"]["source"]]
         if recipe.paper.samples is not None and scale != "smoke":
             data = data._replace(train=recipe.paper.samples, test=0)
-        clients, samples = _sizes(document, data)
+        clients, samples = _client_and_sample_counts(document, data)
         for method, table in zip(plan.methods, document["method"], strict=True):
-            seconds = per_round(plan, method, data, clients, samples / clients)
+            seconds = seconds_per_round(plan, method, data, clients, samples / clients)
             seeds = min(document.get("choose", {}).get("seeds", 1), len(document["seeds"]))
-            trials = seeds * len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
+            trials = (
+                seeds * len(method_candidates(table)) if scale != "smoke" and len(method_candidates(table)) > 1 else 0
+            )
             trials = 0 if number and document.get("choose", {}).get("once") else trials
             rounds = method.setting.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
             total += seconds * rounds
     return total / 60
 
 
-def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
+def seconds_per_round(plan: Experiment, method: Method, data: NominalDataset, clients: int, samples: float) -> float:
     """Estimate the processor time of one round, in seconds. The estimate does not include evaluation.
 
     Args:
@@ -74,11 +76,11 @@ def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, sam
         clients: number of clients in the federation.
         samples: number of a client's training samples.
     """
-    gradients = _gradients(method, samples) * _cohort(method, clients)
-    return gradients * _speed(plan, method, data, min(clients, 10), samples)
+    gradients = _gradients_per_round(method, samples) * _cohort_size(method, clients)
+    return gradients * _gradient_speed(plan, method, data, min(clients, 10), samples)
 
 
-def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
+def _client_and_sample_counts(document: Mapping[str, Any], data: NominalDataset) -> tuple[int, float]:
     """Return the number of clients, and the total number of their training samples."""
     cut = document["partition"]
     samples: float = data.train + (data.test if cut.get("pool") else 0)
@@ -90,7 +92,7 @@ def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
     return clients, min(samples * share, clients * cut.get("max_train_per_client", math.inf))
 
 
-def _cohort(method: Method, clients: int) -> float:
+def _cohort_size(method: Method, clients: int) -> float:
     """Return the number of clients that take part in a round."""
     if method.setting.pooled:
         return clients
@@ -99,43 +101,43 @@ def _cohort(method: Method, clients: int) -> float:
     return float(fixed or clients * getattr(sampler, "fraction", getattr(sampler, "probability", 1.0)))
 
 
-def _gradients(method: Method, samples: float) -> float:
+def _gradients_per_round(method: Method, samples: float) -> float:
     """Return the number of sample gradients that a client computes in a round."""
     local = method.setting.local
     size = 20 if local.batch_size == "full" else local.batch_size
     sized = local if local.batch_size == "full" else local.with_(batch_size=size)
     try:
-        counted = _counted(method.setting.method, sized, 2 * size)
+        counted = _count_gradients(method.setting.method, sized, 2 * size)
     except FedloomError:
         counted = 2 * size * max(1, local.epochs)
     fixed = local.steps is not None or method.algorithm in FIXED_WORK_METHODS
     return counted * (1 if fixed else samples / (2 * size))
 
 
-def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
+def _count_gradients(algorithm: object, local: LocalSGD, samples: int) -> float:
     """Return the number of sample gradients that a client computes in a round.
 
     The count is cached for equal arguments.
     """
     key = repr((algorithm, local, samples))  # options of an optimiser have no hash
     if key not in _SECONDS_OF_ROUND:
-        _SECONDS_OF_ROUND[key] = _tried(algorithm, local, samples)
+        _SECONDS_OF_ROUND[key] = _try_gradients(algorithm, local, samples)
     return _SECONDS_OF_ROUND[key]
 
 
-def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
-    fed = fl.partitions.iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
+def _try_gradients(algorithm: object, local: LocalSGD, samples: int) -> float:
+    fed = fl.partitions.iid(clients=2, test=0.0, validation=0.0)(_random_federation((4,), 3, 2 * samples), 0)
     setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
     return samples_per_round(setting, fed) / 2
 
 
 @cache
-def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
+def _seconds_per_gradient(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
     """Return the processor time in seconds per sample gradient.
 
     The measured time is that of the second of two rounds with two steps each.
     """
-    data = _random(shape, classes, clients * 2 * batch)
+    data = _random_federation(shape, classes, clients * 2 * batch)
     fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
@@ -143,22 +145,22 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     return (second_round.seconds or 0.0) / second_round.samples
 
 
-def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
+def _gradient_speed(plan: Experiment, method: Method, data: NominalDataset, clients: int, samples: float) -> float:
     wanted, model = method.setting.local.batch_size, plan.common.model
     batch = int(samples) if wanted == "full" else wanted
     heavy = len(data.shape) == 3 and not isinstance(model, MLP) and plan.model_kind != "softmax"
     size = max(1, min(batch, int(samples), MAX_TIMED_BATCH if heavy else batch))
-    return _seconds(model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
+    return _seconds_per_gradient(model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
 
 
-def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
+def _random_federation(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
     rng = generator(0, purpose="estimate")
     x = torch.rand(samples, *shape, generator=rng)
     names = tuple(str(c) for c in range(classes))
     return Dataset("random", x, torch.arange(samples) % classes, "classification", names)
 
 
-def listing(
+def recipe_rows(
     recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None, *, estimated: bool = False
 ) -> Iterator[tuple[str, ...]]:
     """Yield a row for each recipe: its name, title, data, state, declared time limit, and measured time.
@@ -168,20 +170,23 @@ def listing(
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
-        needed = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.make_documents(scale).values()}
+        needed = {
+            d["data"]["source"]: parse_closed_document(first_candidate_experiment(d), name).source
+            for d in recipe.make_documents(scale).values()
+        }
         for source in needed.keys() - missing.keys():
             missing[source] = not _is_there(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
         budget, summary = recipe.budget(scale), read_summary(results, name, scale)
         stated = "-" if budget is None else f"{option(budget)} min"
-        if summary is not None and summary.complete and not earlier(recipe, summary):
+        if summary is not None and summary.complete and not is_earlier_version(recipe, summary):
             time_spent = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
         else:
-            time_spent = f"about {duration(minutes(recipe, scale))}" if estimated else "-"
-        yield name, recipe.paper.title, data, state(recipe, summary), stated, time_spent
+            time_spent = f"about {duration(estimate_minutes(recipe, scale))}" if estimated else "-"
+        yield name, recipe.paper.title, data, recipe_state_phrase(recipe, summary), stated, time_spent
 
 
-def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
+def store_estimates(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
     """Estimate what recipes need that have not been run, and write the estimates to a file.
 
     The path of this file is returned.
@@ -191,12 +196,13 @@ def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) ->
     """
     estimates = {}
     for name, recipe in recipes.items():
-        if recipe.budget("laptop") is None and last(recipe, results) is None:
+        if recipe.budget("laptop") is None and last_summary(recipe, results) is None:
             sources = {
-                d["data"]["source"]: experiment(first(d), name).source for d in recipe.make_documents("full").values()
+                d["data"]["source"]: parse_closed_document(first_candidate_experiment(d), name).source
+                for d in recipe.make_documents("full").values()
             }
             missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
-            estimates[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
+            estimates[name] = RecipeNeed(rounded(estimate_minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
     make_folder(results)
     write_atomic(results / ESTIMATES_FILE, (json.dumps(estimates, indent=1) + "\n").encode())
     return results / ESTIMATES_FILE

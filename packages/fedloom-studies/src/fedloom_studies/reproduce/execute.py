@@ -27,12 +27,12 @@ from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
     TRIALS_FOLDER,
     choices_so_far,
-    chosen,
-    first,
+    chosen_experiment,
+    first_candidate_experiment,
+    iterate_searches,
     open_methods,
     read_choices,
     search_of,
-    searches,
     trials_of,
     write_choices,
 )
@@ -50,11 +50,11 @@ Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
 """Function that shows the progress of runs, given the total number of rounds or the numbers of rounds by label."""
 
 
-def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
+def _ignore_rounds(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
     return nullcontext(lambda _event: None)
 
 
-def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
+def parse_closed_document(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
     """Parse a document that leaves no settings open, and return its experiment.
 
     Raises:
@@ -98,7 +98,7 @@ def reproduce(
     workers: int | str = 1,
     device: str = "cpu",
     budget: TimeBudget | None = None,
-    show: Show = _quiet,
+    show: Show = _ignore_rounds,
     join: bool = False,
     executor: Executor | None = None,
 ) -> RecipeSummary | None:
@@ -140,20 +140,20 @@ def reproduce(
     if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
         import fedloom.lab.tune  # noqa: F401 (without Optuna nothing is begun)
 
-    _claim(out, documents)
+    _claim_folder(out, documents)
     command = shlex.join(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]
         + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
         + [part for label in only for part in ("--only", label)]
         + (["--device", device] if device != "cpu" else [])
     )
-    done, samples = None, _samples(documents, data_dir)
+    done, samples = None, _count_samples(documents, data_dir)
     for variant, document in documents.items():
         folder = out / file_name(variant)
         with summaries.count_spent_time(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
-            ended = budget.left > 0 and _variant(
+            ended = budget.left > 0 and _run_variant(
                 recipe, scale, variant, document, chooses, folder, data_dir, workers, show, join, executor, *listeners
             )
         done = summaries.summarise(recipe, scale, command, documents, out, samples)
@@ -164,7 +164,7 @@ def reproduce(
     return done
 
 
-def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
+def _claim_folder(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
     """Record in the folder to which documents it belongs. Methods and seeds may still be added or left out later.
 
     Raises:
@@ -178,7 +178,7 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
 def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
     before: dict[str, dict[str, str]] = read_document(file, dict, f"choose another --out, or delete {out}")
     for variant, document in documents.items():
-        was, now = before.get(variant, {}), _digests(document)
+        was, now = before.get(variant, {}), _document_digests(document)
         folder = out / file_name(variant)
         shares = document.get("choose", {}).get("once") and variant != next(iter(documents))
         trials = [] if shares else [out / TRIALS_FOLDER / trials_of(document, folder.name)]
@@ -200,7 +200,7 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
     write_atomic(file, json.dumps(before, indent=1).encode())
 
 
-def _digests(document: Mapping[str, Any]) -> dict[str, str]:
+def _document_digests(document: Mapping[str, Any]) -> dict[str, str]:
     """Return one digest for each method (keyed by label, including candidates), and one for all keys except the seeds.
 
     The device is added by its name, so that error messages can state it.
@@ -211,9 +211,12 @@ def _digests(document: Mapping[str, Any]) -> dict[str, str]:
     return {part: digest_of(table) for part, table in parts.items()} | {DEVICE_KEY: device}
 
 
-def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
+def _count_samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
     """Return the number of samples in each data set, keyed by source."""
-    sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
+    sources = {
+        d["data"]["source"]: parse_closed_document(first_candidate_experiment(d), "data").source
+        for d in documents.values()
+    }
     return {name: len(source.load(data_dir)) for name, source in sources.items()}
 
 
@@ -233,9 +236,9 @@ class Difference:
         return abs(self.was - self.now) / max(1.0, abs(self.was))
 
 
-def verify(
+def verify_seed(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
-    workers: int | str = 1, show: Show = _quiet,
+    workers: int | str = 1, show: Show = _ignore_rounds,
 ) -> list[Difference]:  # fmt: skip
     """Run the first seed of a summary's first variant again, with the settings that were chosen then.
 
@@ -260,7 +263,11 @@ def verify(
     variant, seed = next(iter(summary.numbers)), summary.seeds[0]
     document = recipe.make_documents(summary.scale, [seed], only)[variant]
     choices: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
-    plan = Plan(experiment(chosen(document, choices), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
+    plan = Plan(
+        parse_closed_document(chosen_experiment(document, choices), f"recipe {recipe.name}, {variant}", workers),
+        folder,
+        data_dir,
+    )
     with show(plan.rounds) as listener:
         plan.run(listener, page=False)
     now = summaries.numbers_of(recipe, document, read_runs([folder])[0])
@@ -268,7 +275,7 @@ def verify(
     return [Difference(ref, was[ref].get(key), by_seed.get(key)) for ref, by_seed in now.items() if ref in was]
 
 
-def _variant(
+def _run_variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
     data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
     *listeners: Listener,
@@ -280,7 +287,7 @@ def _variant(
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
-        plan = Plan(experiment(document, where, workers), folder, data_dir)
+        plan = Plan(parse_closed_document(document, where, workers), folder, data_dir)
         with show(plan.rounds) as listener:
             try:
                 outcomes = plan.run(listener, *listeners, page=page, join=join, executor=executor)
@@ -292,7 +299,7 @@ def _variant(
         from fedloom.lab.tune import Tuning
 
         def read(document: Mapping[str, object], where: str) -> Experiment:
-            return experiment(document, where, workers)
+            return parse_closed_document(document, where, workers)
 
         tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
         with show(tuning.rounds) as listener:
@@ -304,12 +311,12 @@ def _variant(
         return True
 
     if scale == "smoke":
-        return run(first(document))
+        return run(first_candidate_experiment(document))
     trials = folder.parent / TRIALS_FOLDER / trials_of(document, folder.name)
-    for place, searched in searches(trials, chooses):
+    for place, searched in iterate_searches(trials, chooses):
         if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
             return False
-    return run(chosen(document, choices_so_far(trials, chooses)), page=True)
+    return run(chosen_experiment(document, choices_so_far(trials, chooses)), page=True)
 
 
 def _is_ended(stopped: RunStopped) -> bool:

@@ -23,7 +23,7 @@ FACTS_TEXT = (
 )
 
 
-class Unused(Value):
+class UnusedFact(Value):
     """Recipes that do not make use of a fact, with the reason."""
 
     because: str
@@ -41,7 +41,7 @@ class Fact(Value):
         description="options of an experiment that use the fact, such as local.lr or method.LABEL.mu",
     )
     used: tuple[str, ...] = Field((), description="recipes that use the fact")
-    unused: tuple[Unused, ...] = Field((), description="recipes that do not use the fact, with the reason")
+    unused: tuple[UnusedFact, ...] = Field((), description="recipes that do not use the fact, with the reason")
 
     @property
     def recipes(self) -> list[str]:
@@ -50,25 +50,25 @@ class Fact(Value):
 
 
 @cache
-def facts() -> tuple[Fact, ...]:
+def read_facts() -> tuple[Fact, ...]:
     """Return all facts, in the order of the file, which groups them by paper."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("facts.toml").read_text())
     return tuple(Fact(**one) for one in document["fact"])
 
 
-def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
+def published_recipes(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
     """Return the recipes of a paper as published. Each recipe must be listed for every fact about the paper."""
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 
 
-def holds(fact: Fact, recipe: Recipe) -> bool:
+def fact_holds(fact: Fact, recipe: Recipe) -> bool:
     """Return True if all experiments of a recipe have the options by which a fact can be recognized."""
     documents = recipe.make_documents("laptop" if "laptop" in recipe.scales else "full").values()
-    return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
+    return all(_option_at(document, key) == value for document in documents for key, value in fact.holds.items())
 
 
-def _option(document: Mapping[str, Any], key: str) -> Any:
+def _option_at(document: Mapping[str, Any], key: str) -> Any:
     """Return an option of an experiment, given by its dotted key.
 
     A key ``method.LABEL.option`` refers to an option of a method, which may be ``defaults``.
@@ -86,10 +86,10 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
 def facts_page(recipes: Mapping[str, Recipe]) -> str:
     """Render the page about all facts in Markdown, with a table for each paper."""
     lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
-    for paper in dict.fromkeys(fact.paper for fact in facts()):
-        count = len(published(recipes, paper))
+    for paper in dict.fromkeys(fact.paper for fact in read_facts()):
+        count = len(published_recipes(recipes, paper))
         lines += [f"## {paper}", "", "| what the code does | where | used by its recipes |", "|---|---|---|"]
-        for fact in (fact for fact in facts() if fact.paper == paper):
+        for fact in (fact for fact in read_facts() if fact.paper == paper):
             why = "".join(f"; {len(one.recipes)} do not: {one.because}" for one in fact.unused)
             lines.append(f"| {fact.text} | {fact.source} | {len(fact.used)} of {count}{why} |")
         lines.append("")

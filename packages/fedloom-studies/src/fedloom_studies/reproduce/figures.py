@@ -22,7 +22,7 @@ import numpy as np
 
 from fedloom.errors import ConfigError
 from fedloom.formats import factor, fixed, rounded, significant
-from fedloom.lab.report import EMPTY_CURVE, Curve, Key, Run, curve, seeds_of
+from fedloom.lab.report import EMPTY_CURVE, Curve, Key, Run, benign_curve, seeds_of
 from fedloom.metrics import TASK_ROLES, metric
 
 FIGURE_PARTS = ("train", "validation", "test", "common")
@@ -111,7 +111,9 @@ class Unit(NamedTuple):
         beside = self.scale * spread if spread is not None and has_spread else math.nan
         if not self.name and abs(value) >= MIN_WHOLE_FIGURE:
             return fixed(value, 0) + (f" ± {fixed(beside, 0)}" if has_spread else "")
-        return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if has_spread else "")
+        return _number_text(self, self.scale * value, beside) + (
+            f" ± {_number_text(self, beside, beside)}" if has_spread else ""
+        )
 
 
 POINTS_UNIT = Unit("%", "points", 100.0, ("points more than", "points less than"))
@@ -132,7 +134,7 @@ def unit(figure: str) -> Unit:
     return GRADIENTS_UNIT if name.startswith("samples_") else TRAFFIC_UNIT if name.startswith("bytes_") else PLAIN_UNIT
 
 
-def _number(of: Unit, value: float, spread: float) -> str:
+def _number_text(of: Unit, value: float, spread: float) -> str:
     """Render a number with two decimal places, or with one if the spread beside it is at least 1.
 
     Numbers without a unit have four decimal places if they are below 10, otherwise five significant digits.
@@ -144,19 +146,19 @@ def _number(of: Unit, value: float, spread: float) -> str:
     return fixed(value, 1 if abs(spread) >= 1 else 2)
 
 
-def values(run: Run, reference: Reference) -> dict[int, float]:
+def values_by_seed(run: Run, reference: Reference) -> dict[int, float]:
     """Return the value for each seed. The value is NaN if the run has not ended or did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):
         records = [record for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)]
         ended = bool(records) and all(record.status == "done" or record.diverged is not None for record in records)
-        points = _curve(run, Key(reference.method, seed, reference.model, "test", name))
+        points = _mean_curve(run, Key(reference.method, seed, reference.model, "test", name))
         by_seed[seed] = _value_at(run, reference, seed, points, when) if ended else math.nan
     return by_seed
 
 
-def _curve(run: Run, key: Key) -> Curve:
+def _mean_curve(run: Run, key: Key) -> Curve:
     words = key.metric.split(" ", 1)
     if len(words) == 2 and words[0] in FIGURE_PARTS:
         key = key._replace(part=words[0], metric=words[1])
@@ -170,7 +172,7 @@ def _curve(run: Run, key: Key) -> Curve:
         of_client = of_clients.select(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
         return Curve(of_client.round, of_client.value)
     if "/" not in key.metric:
-        curve_points = curve(run, key, "mean")
+        curve_points = benign_curve(run, key, "mean")
         if len(curve_points.round):
             return curve_points
     for place in (key, key._replace(part=""), key._replace(part="", model="")):
@@ -212,7 +214,7 @@ def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: st
         case _ if when.isdecimal():
             return points.read_round(int(when))
         case _ if re.fullmatch(r"to \d*\.?\d+", when):
-            rounds, scores, sign = _validation(run, reference, seed)
+            rounds, scores, sign = _validation_scores(run, reference, seed)
             reached = np.flatnonzero(scores >= sign * float(when.removeprefix("to ")))
             return points.read_round(int(rounds[reached[0]])) if len(reached) else points.last
     raise ConfigError(f"{reference.figure}: after @, use validation, mean, a round number or 'to VALUE', got {when!r}")
@@ -220,17 +222,17 @@ def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: st
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:
     """Return the round with a model's best validation score (the earliest if tied), or -1 if there are no scores."""
-    rounds, scores, _ = _validation(run, reference, seed)
+    rounds, scores, _ = _validation_scores(run, reference, seed)
     return int(rounds[np.argmax(scores)]) if len(rounds) else -1
 
 
-def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
+def _validation_scores(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Return the rounds, a model's validation scores with their sign set so that higher is better, and this sign.
 
     Both arrays are empty if there are no validation scores.
     """
     for name in (*(roles.page for roles in TASK_ROLES.values()), "loss"):
-        points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
+        points = _mean_curve(run, Key(reference.method, seed, reference.model, "validation", name))
         measured = np.isfinite(points.value)
         if measured.any():
             sign = 1.0 if metric(name).higher else -1.0

@@ -27,7 +27,7 @@ import numpy as np
 
 from fedloom.formats import significant
 from fedloom.lab.report import log_ratio
-from fedloom_studies.reproduce.cells import Numbers, finite, printed
+from fedloom_studies.reproduce.cells import Numbers, finite_by_seed, printed_mean_and_std
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import (
     EQUAL_MEANS_TOLERANCE,
@@ -38,11 +38,11 @@ from fedloom_studies.reproduce.looks import (
     UNDECIDED,
     UNTESTED,
     ClaimVerdict,
-    Look,
+    InterimTest,
     Untested,
     claim_words,
-    decided_looks,
-    first_look,
+    decide_looks,
+    first_deciding_look,
     look_at,
 )
 from fedloom_studies.reproduce.recipe import Claim, Recipe
@@ -57,11 +57,11 @@ class ClaimPair:
 
     left: str
     right: str
-    look: Look
+    look: InterimTest
 
 
 @dataclass(frozen=True)
-class Rival:
+class ClaimRival:
     """Side with which the subject of a claim is compared.
 
     Attributes:
@@ -72,7 +72,7 @@ class Rival:
     """
 
     name: str
-    look: Look
+    look: InterimTest
     clear: bool
 
     @property
@@ -96,7 +96,7 @@ class JudgedClaim:
 
     claim: Claim
     figure: str
-    rivals: tuple[Rival, ...]
+    rivals: tuple[ClaimRival, ...]
     comparisons: tuple[ClaimPair, ...]
     planned: int
     lost: int = 0
@@ -120,12 +120,12 @@ class JudgedClaim:
         """
         if self.reason:
             return UNTESTED
-        word = decided(self.claim, self.rivals)
+        word = decide_claim(self.claim, self.rivals)
         against = any(c.look.verdict == FAILS for c in self.measured)
         return PARTLY if word == HOLDS and against and not self.claim.most else word
 
     @property
-    def least(self) -> Rival:
+    def least(self) -> ClaimRival:
         """The rival that comes closest to contradicting the claim.
 
         This rival has the smallest difference or, if equivalence is claimed, the largest.
@@ -146,7 +146,7 @@ class JudgedClaim:
     @property
     def right(self) -> int:
         """Number of comparisons in which the mean is in the claimed direction."""
-        return sum(as_claimed(self.claim, c.look.difference) for c in self.measured)
+        return sum(has_claimed_direction(self.claim, c.look.difference) for c in self.measured)
 
     @property
     def count(self) -> str:
@@ -166,7 +166,7 @@ class JudgedClaim:
         return f"{self.verdict} by construction" if self.claim.construction else f"{self.verdict} ({self.count})"
 
 
-def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
+def decide_claim(claim: Claim, rivals: Sequence[ClaimRival]) -> ClaimVerdict:
     """Return the verdict on a claim, given the verdicts against its rivals."""
     words = [rival.verdict for rival in rivals]
     held, failed = words.count(HOLDS), words.count(FAILS)
@@ -177,11 +177,11 @@ def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
     return UNDECIDED if not held else HOLDS if held == len(words) else PARTLY
 
 
-def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
+def judge_claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
     """Judge all claims of a recipe. Single comparisons are corrected by Holm's procedure over the whole recipe."""
-    pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
+    pairs = [[(pair, _leads_by_seed(claim, *pair, numbers)) for pair in _claim_pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
-    looks = [[first_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
+    looks = [[first_deciding_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
              for claim, pairs_of_claim in zip(recipe.paper.claims, pairs, strict=True)]  # fmt: skip
     places = [
         (i, k)
@@ -189,59 +189,61 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
         for k, look in enumerate(pairs_of_claim)
         if math.isfinite(look.p)
     ]
-    clear = dict(zip(places, decided_looks([looks[i][k] for i, k in places]), strict=True))
+    clear = dict(zip(places, decide_looks([looks[i][k] for i, k in places]), strict=True))
     verdicts = []
     for i, (claim, pairs_of_claim) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
         singles = tuple(
-            ClaimPair(_name(left), _name(right), _single(*clear.get((i, k), (look, True))))
+            ClaimPair(_side_name(left), _side_name(right), _single_verdict(*clear.get((i, k), (look, True))))
             for k, (((left, right), _), look) in enumerate(zip(pairs_of_claim, looks[i], strict=True))
         )
-        planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
+        planned = len(_claim_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.create(claim.subject, recipe.paper.figure).figure
         lost = sum(not lead and any(_is_lost(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
-        verdicts.append(JudgedClaim(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
+        verdicts.append(JudgedClaim(claim, figure, _test_rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
     return verdicts
 
 
-def _single(look: Look, clear: bool) -> Look:
+def _single_verdict(look: InterimTest, clear: bool) -> InterimTest:
     return look if clear else replace(look, verdict=UNDECIDED)
 
 
-def _rivals(
+def _test_rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
-) -> tuple[Rival, ...]:
+) -> tuple[ClaimRival, ...]:
     """Test a claim against its rivals at the first interim look that settles it, otherwise at the last look."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
-            by_rival.setdefault(_rival(claim, left, right), []).append(lead)
+            by_rival.setdefault(_rival_name(claim, left, right), []).append(lead)
     if not by_rival:
         return ()
-    means = {name: _mean(leads) for name, leads in by_rival.items()}
+    means = {name: _mean_over_variants(leads) for name, leads in by_rival.items()}
     seeds = recipe.ordered(set.intersection(*(set(mean) for mean in means.values())))
-    rivals = _looked(claim, means, seeds, math.nan)
+    rivals = _test_at_look(claim, means, seeds, math.nan)
     for n, level in LOOK_LEVELS:
-        if len(seeds) < n or decided(claim, rivals) in (HOLDS, FAILS):
+        if len(seeds) < n or decide_claim(claim, rivals) in (HOLDS, FAILS):
             break
-        rivals = _looked(claim, means, seeds[:n], level)
+        rivals = _test_at_look(claim, means, seeds[:n], level)
     return rivals
 
 
-def _looked(
+def _test_at_look(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
-) -> tuple[Rival, ...]:
+) -> tuple[ClaimRival, ...]:
     """Test the subject of a claim against its rivals, using the given seeds and level."""
     looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
         verdicts = {name: HOLDS if least[name] >= -EQUAL_MEANS_TOLERANCE else FAILS for name in looks}
-        return tuple(Rival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items())
+        return tuple(
+            ClaimRival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items()
+        )
     if any(math.isnan(look.p) for look in looks.values()):
-        return tuple(Rival(name, look, clear=False) for name, look in looks.items())
-    return tuple(Rival(name, *one) for name, one in zip(looks, decided_looks([*looks.values()]), strict=True))
+        return tuple(ClaimRival(name, look, clear=False) for name, look in looks.items())
+    return tuple(ClaimRival(name, *one) for name, one in zip(looks, decide_looks([*looks.values()]), strict=True))
 
 
-def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _mean_over_variants(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean over variants of the differences, for each seed that all variants have."""
     common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
     return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
@@ -249,12 +251,12 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def compare_references(
     recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
-) -> Look:
+) -> InterimTest:
     """Compare two references seed by seed, either by their paired difference or by the logarithm of their ratio."""
-    a, b = finite(left), finite(right)
+    a, b = finite_by_seed(left), finite_by_seed(right)
     subtract = log_ratio if log else float.__sub__
     lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
-    return first_look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
+    return first_deciding_look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
 
 
 def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
@@ -271,38 +273,40 @@ def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) 
     moved = claim.with_(**{role: chosen(claim.subject), "than": tuple(chosen(side) for side in claim.than)})
     if moved == claim:
         return None
-    (one,) = claims(replace(recipe, paper=recipe.paper.with_(claims=(moved,))), numbers)
+    (one,) = judge_claims(replace(recipe, paper=recipe.paper.with_(claims=(moved,))), numbers)
     return one if one.measured else None
 
 
-def as_claimed(claim: Claim, difference: float) -> bool:
+def has_claimed_direction(claim: Claim, difference: float) -> bool:
     """Return True if a difference has the claimed direction, even if it is not significant."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
 
 
-def papers_lead(recipe: Recipe, claim: Claim) -> float:
+def smallest_printed_lead(recipe: Recipe, claim: Claim) -> float:
     """Return the smallest mean lead over a rival that the paper prints, in the claimed direction, or NaN if none."""
     texts = {Reference.create(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
-        variant: {str(ref): printed(row[k], recipe.paper.percent)[claim.spread] for ref, k in texts.items()}
+        variant: {
+            str(ref): printed_mean_and_std(row[k], recipe.paper.percent)[claim.spread] for ref, k in texts.items()
+        }
         for variant, row in recipe.paper.cells.items()
         if row
     }
     numbers = {v: {ref: {"0": value} for ref, value in row.items()} for v, row in cells.items()}
     by_rival: dict[str, list[float]] = {}
-    for left, right in _pairs(recipe, claim, numbers):
-        if lead := _leads(claim.with_(spread=False), left, right, numbers):
-            by_rival.setdefault(_rival(claim, left, right), []).append(lead["0"])
+    for left, right in _claim_pairs(recipe, claim, numbers):
+        if lead := _leads_by_seed(claim.with_(spread=False), left, right, numbers):
+            by_rival.setdefault(_rival_name(claim, left, right), []).append(lead["0"])
     return min((float(np.mean(leads)) for leads in by_rival.values()), default=math.nan)
 
 
 Side = Reference | float
 
 
-def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Reference, Side]]:
+def _claim_pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Reference, Side]]:
     figure = recipe.paper.figure
     left = Reference.create(claim.subject, figure)
     rights: list[Side] = [Reference.create(side, figure) if isinstance(side, str) else side for side in claim.than]
@@ -318,47 +322,47 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
 def _is_lost(side: Side, numbers: Numbers) -> bool:
     """Return True if a side was run, but has no value for any seed."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
-    return by_seed is not None and not finite(by_seed)
+    return by_seed is not None and not finite_by_seed(by_seed)
 
 
 def _locate_side(variant: str, side: Side) -> Side:
     return side._replace(variant=side.variant or variant) if isinstance(side, Reference) else side
 
 
-def _name(side: Side) -> str:
+def _side_name(side: Side) -> str:
     if not isinstance(side, Reference):
         return significant(side, 6)
     return f"{side.variant} | {side}" if side.variant else str(side)
 
 
-def _rival(claim: Claim, left: Reference, right: Side) -> str:
+def _rival_name(claim: Claim, left: Reference, right: Side) -> str:
     """Return the name of a rival. The variant is included if it differs or if the claim is about each variant."""
     if claim.each:
-        return _name(right) if isinstance(right, Reference) else f"{left.variant} | {_name(right)}"
+        return _side_name(right) if isinstance(right, Reference) else f"{left.variant} | {_side_name(right)}"
     shared = isinstance(right, Reference) and right.variant == left.variant
-    return _name(right._replace(variant="") if shared and isinstance(right, Reference) else right)
+    return _side_name(right._replace(variant="") if shared and isinstance(right, Reference) else right)
 
 
-def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
+def _leads_by_seed(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
     """Return the difference for each seed that both sides have (positive in the claimed direction).
 
     If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """
-    a = finite(numbers.get(left.variant, {}).get(str(left), {}))
+    a = finite_by_seed(numbers.get(left.variant, {}).get(str(left), {}))
     b = (
         dict.fromkeys(a, right)
         if isinstance(right, float)
-        else finite(numbers.get(right.variant, {}).get(str(right), {}))
+        else finite_by_seed(numbers.get(right.variant, {}).get(str(right), {}))
     )
     sign = 1.0 if claim.higher is not None else -1.0
     common = a.keys() & b.keys()
     if claim.spread:
-        a, b = (_distances({seed: values[seed] for seed in common}) for values in (a, b))
+        a, b = (_median_distances({seed: values[seed] for seed in common}) for values in (a, b))
     subtract = log_ratio if unit(left.figure).ratio and not claim.spread else float.__sub__
     return {seed: sign * subtract(float(a[seed]), float(b[seed])) for seed in common}
 
 
-def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
+def _median_distances(by_seed: Mapping[str, float]) -> dict[str, float]:
     """Return the distance of each value from the median over seeds, keyed by seed."""
     centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
     return {seed: abs(value - centre) for seed, value in by_seed.items()}

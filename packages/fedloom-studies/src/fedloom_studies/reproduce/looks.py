@@ -10,7 +10,7 @@ from enum import StrEnum
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
 
-from fedloom.lab.report import FAMILY_ERROR_LEVEL, holm
+from fedloom.lab.report import FAMILY_ERROR_LEVEL, adjust_by_holm
 from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
@@ -61,7 +61,7 @@ class Untested(StrEnum):
 
 
 @dataclass(frozen=True)
-class Look:
+class InterimTest:
     """Test of paired differences in the claimed direction, after a number of seeds.
 
     The differences do not include the margin of the claim.
@@ -98,7 +98,7 @@ class Look:
         return float(stdtrit(self.n - 1, 1 - self.level / 2)) if math.isfinite(self.level) else math.nan
 
 
-def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
+def first_deciding_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> InterimTest:
     """Return the first interim test that settles a claim, the last one with enough seeds, or a mean of fewer seeds."""
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
@@ -109,47 +109,50 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
     return look
 
 
-def look_at(claim: Claim, values: list[float], level: float) -> Look:
+def look_at(claim: Claim, values: list[float], level: float) -> InterimTest:
     """Test a claim's differences, one per seed, at the given significance level.
 
     No test is made if the level is NaN.
     """
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
-        return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
-    error = _error(values)
+        return InterimTest(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
+    error = _standard_error(values)
     m = claim.margin
-    right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
+    right, wrong = _one_sided_p_value(mean + m, error, n), _one_sided_p_value(-m - mean, error, n)
     if error == 0:  # equal in every seed is not more
         wrong = 1.0 - right
     if claim.equivalent:
-        right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
+        right, wrong = (
+            max(right, _one_sided_p_value(m - mean, error, n)),
+            min(wrong, _one_sided_p_value(mean - m, error, n)),
+        )
     p = min(1.0, 2 * min(right, wrong))
     verdict = UNDECIDED if p > level else HOLDS if right < wrong else FAILS
-    return Look(n, mean, level, error, p, verdict)
+    return InterimTest(n, mean, level, error, p, verdict)
 
 
-def _error(values: Sequence[float]) -> float:
+def _standard_error(values: Sequence[float]) -> float:
     """Return the standard error of a mean. The error is 0 if all values equal the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
-def _one_sided(lead: float, error: float, n: int) -> float:
+def _one_sided_p_value(lead: float, error: float, n: int) -> float:
     """Return the p-value of a one-sided t-test that the mean is above a bound, which it exceeds by ``lead``."""
     if error == 0:
         return 0.0 if lead > 0 else 1.0
     return float(stdtr(n - 1, -lead / error))
 
 
-def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
+def decide_looks(looks: Sequence[InterimTest]) -> list[tuple[InterimTest, bool]]:
     """Return each test at the level of its step in Holm's procedure, and whether it is significant at this level.
 
     Because the tests may have different levels, each p-value is divided by the level of its test.
     """
     shares = [min(1.0, FAMILY_ERROR_LEVEL * look.p / look.level) for look in looks]
-    clear = [p <= FAMILY_ERROR_LEVEL for p in holm(shares)]
+    clear = [p <= FAMILY_ERROR_LEVEL for p in adjust_by_holm(shares)]
     order = sorted(range(len(looks)), key=shares.__getitem__)
     left = {place: len(looks) - min(rank, sum(clear)) for rank, place in enumerate(order)}
     return [(replace(look, level=look.level / left[k]), clear[k]) for k, look in enumerate(looks)]

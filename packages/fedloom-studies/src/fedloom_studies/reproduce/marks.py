@@ -116,7 +116,7 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
     return f"![]({PAPERS_FOLDER}/{mark_name(verdict)}.svg) {verdict}{so_far}: {count}"
 
 
-def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+def count_sentences(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Return sentences with the number of claims that are covered, and with the number for each verdict."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):

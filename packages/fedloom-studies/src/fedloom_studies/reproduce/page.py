@@ -11,12 +11,12 @@ from fedloom.formats import fixed, option, rounded, write_total
 from fedloom.lab.report import WORK_FIGURES
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import judge, looks
-from fedloom_studies.reproduce.cells import cells, finite
-from fedloom_studies.reproduce.charts import alt, charted, draw_table
-from fedloom_studies.reproduce.choices import candidates, count_beyond_edges, edge_keys
+from fedloom_studies.reproduce.cells import cells_of_table, finite_by_seed
+from fedloom_studies.reproduce.charts import alternative_text, draw_table, drawable_cells
+from fedloom_studies.reproduce.choices import count_beyond_edges, edge_keys, method_candidates
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Paper, Recipe, Scale
-from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, read_summary
+from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, add_rivals, read_summary
 
 MODE_TEXTS = {
     "published": (
@@ -43,7 +43,7 @@ def _describe_mode(paper: Paper) -> str:
     )
 
 
-def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
+def last_summary(recipe: Recipe, results: Path) -> RecipeSummary | None:
     """Return the summary at the largest scale that was run, with rivals' values added, or None if nothing was run.
 
     Runs at smoke scale are ignored.
@@ -53,7 +53,7 @@ def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
     return None if summary is None else add_rivals(recipe, summary, results)
 
 
-def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
+def recipe_state_phrase(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return a phrase for the state of a recipe: not run, unfinished or run, with scale and date.
 
     The phrase also states if the summary comes from an earlier version of the recipe.
@@ -61,56 +61,58 @@ def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if summary is None:
         return "not run"
     done = "run" if summary.complete else "unfinished"
-    old = ", with an earlier version of the recipe" if earlier(recipe, summary) else ""
+    old = ", with an earlier version of the recipe" if is_earlier_version(recipe, summary) else ""
     return f"{done}, {summary.scale} scale, {summary.date}{old}"
 
 
-def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
+def is_earlier_version(recipe: Recipe, summary: RecipeSummary) -> bool:
     """Return True if a summary was made with an earlier version of the recipe."""
     return summary.protocol != recipe.protocol(summary.scale)
 
 
-def not_run(recipe: Recipe, need: Need | None) -> str:
+def not_run_reason(recipe: Recipe, need: RecipeNeed | None) -> str:
     """Return the reason why a recipe has no summary, with the time that it needs, if this is known."""
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {option(budget)} core-minutes)"
     why = f"{', '.join(need.missing)} is missing" if need and need.missing else "no laptop scale"
-    return f"not run: {why}{f' (about {duration(need.minutes)} at full scale)' if need else ''}"
+    return f"not run: {why}{f' (about {duration_text(need.minutes)} at full scale)' if need else ''}"
 
 
-def duration(minutes: float) -> str:
+def duration_text(minutes: float) -> str:
     """Return a duration as text, in minutes or days of a single processor core."""
     if minutes < 600:
         return f"{fixed(minutes, 0)} core-minutes"
     return f"{write_total(rounded(minutes / 1440, 2) or 0.0)} core-days"
 
 
-def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
+def draw_figure(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Draw the figure of a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
-    return "" if summary is None else draw_table(cells(recipe, summary.numbers, compare=False))
+    return "" if summary is None else draw_table(cells_of_table(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if `plot` would return a figure. This check is fast, whereas drawing the figure is slow."""
-    return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
+    """Return True if `draw_figure` would return a figure. This check is fast, whereas drawing the figure is slow."""
+    return summary is not None and bool(drawable_cells(cells_of_table(recipe, summary.numbers, compare=False)))
 
 
-def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
+def figure_link(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
     """Return the Markdown of an image link to the figure of a recipe, with an alternative text."""
-    shown = cells(recipe, summary.numbers, compare=False)
-    return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
+    shown = cells_of_table(recipe, summary.numbers, compare=False)
+    return f"![{alternative_text(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
-def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
+def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: RecipeNeed | None = None, regime: str = "") -> str:
     """Render the page about a recipe in Markdown.
 
     ``regime`` is a sentence about a recipe whose run is not comparable to the paper's.
     """
-    return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
+    return "\n".join(_recipe_page_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
-def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
+def _recipe_page_lines(
+    recipe: Recipe, summary: RecipeSummary | None, need: RecipeNeed | None, regime: str
+) -> Iterator[str]:
     paper = recipe.paper
     yield from (
         f"# {recipe.name}",
@@ -132,17 +134,17 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     if paper.open:
         yield from ("| not stated in the paper | choice here | reason |", "|---|---|---|")
         yield from (f"| {u.what} | {u.choice} | {u.reason} |".replace("||", "\\|\\|") for u in paper.open)
-    yield from searched(recipe, summary)
-    old = summary is not None and earlier(recipe, summary)
-    verdicts = judge.claims(recipe, summary.numbers) if summary else []
+    yield from search_lines(recipe, summary)
+    old = summary is not None and is_earlier_version(recipe, summary)
+    verdicts = judge.judge_claims(recipe, summary.numbers) if summary else []
     moved = (
         {one.claim.text: judge.judge_at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
     )
     if paper.open:
         yield ""
-    yield from ([] if regime else _turns(verdicts, moved))
+    yield from ([] if regime else _turning_comparisons_table(verdicts, moved))
     if summary is None:
-        not_run_note = not_run(recipe, need)
+        not_run_note = not_run_reason(recipe, need)
         yield f"{not_run_note[0].upper()}{not_run_note[1:]}. Command: `fedloom reproduce {recipe.name}`"
         return
     budget = recipe.budget(summary.scale)
@@ -158,8 +160,8 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
             "",
             "The recipe has changed since then. The results belong to its earlier version, so no claim is judged.",
         )
-    claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
-    yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
+    claim_lines = () if regime else _claims_table(recipe, verdicts, moved, old=old)
+    yield from ("", *_recipe_table(recipe, summary), *claim_lines, *_remaining_lines(recipe, summary))
 
 
 SINGLE_COMPARISON_TEXT = (
@@ -180,7 +182,7 @@ Moved = Mapping[str, judge.JudgedClaim | None]
 """Verdicts at the round with the best validation result, keyed by the text of the claim."""
 
 
-def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
+def _turning_comparisons_table(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
     """Return a table of comparisons whose direction depends on the round that is reported."""
     lines = []
     for one in verdicts:
@@ -191,7 +193,7 @@ def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
             for c, then in pairs
             if c.look.n
             and then.look.n
-            and len({judge.as_claimed(one.claim, look.difference) for look in (c.look, then.look)}) > 1
+            and len({judge.has_claimed_direction(one.claim, look.difference) for look in (c.look, then.look)}) > 1
         ]
         shown = turned[:MAX_SHOWN_COMPARISONS]
         counts = [f"{len(turned)} of {len(one.measured)}", *[""] * (len(shown) - 1)]
@@ -200,13 +202,13 @@ def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
     return [*TURNS_TEXT, f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines, ""] if lines else []
 
 
-def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
+def _recipe_table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     compare = recipe.as_the_paper(summary.scale, summary.samples)
-    table_cells = cells(recipe, summary.numbers, compare=compare)
+    table_cells = cells_of_table(recipe, summary.numbers, compare=compare)
     if not table_cells:
         return
     if any(c.n for c in table_cells):
-        yield from (picture(recipe, summary, ""), "")
+        yield from (figure_link(recipe, summary, ""), "")
     rows = []
     for cell in table_cells:
         of = unit(cell.figure)
@@ -216,7 +218,9 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         rows.append(
             [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY_CELL]
         )
-    yield from _filled(["clients", "model", "ours (mean ± std)", "round best on validation", "paper", "verdict"], rows)
+    yield from _nonempty_columns_table(
+        ["clients", "model", "ours (mean ± std)", "round best on validation", "paper", "verdict"], rows
+    )
     if compare and recipe.paper.nearest:
         nearest = f"[{recipe.paper.nearest}]({recipe.paper.nearest}.md)"
         yield f"\n{nearest} is closer to the paper, so these values are counted there."
@@ -225,7 +229,7 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     yield ""
 
 
-def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _nonempty_columns_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """To save space on phones, yield the lines of a table without the columns that are empty in every row."""
     places = [place for place in range(len(titles)) if any(row[place] != EMPTY_CELL for row in rows)]
     yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
@@ -233,13 +237,13 @@ def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
     yield from (f"| {' | '.join(row[place] for place in places)} |" for row in rows)
 
 
-def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, old: bool) -> Iterator[str]:
+def _claims_table(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, old: bool) -> Iterator[str]:
     if not verdicts:
         return
     titles = ["claim", "verdict", "smallest difference to a rival", "at the round best on validation", "in the paper"]
     rows = []
     for one in verdicts:
-        papers_margin = unit(one.figure).lead(judge.papers_lead(recipe, one.claim))
+        papers_margin = unit(one.figure).lead(judge.smallest_printed_lead(recipe, one.claim))
         if old or not one.measured:
             rows.append(
                 [
@@ -251,11 +255,15 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
                 ]
             )
             continue
-        verdict = f"{one.verdict} by construction" if one.claim.construction else f"{one.verdict}{shows(one)}"
+        verdict = (
+            f"{one.verdict} by construction"
+            if one.claim.construction
+            else f"{one.verdict}{detectable_difference_text(one)}"
+        )
         at = moved[one.claim.text]
         then = closest_difference(at) if at else EMPTY_CELL
         rows.append([one.claim.text, f"{verdict}: {one.count}", closest_difference(one), then, papers_margin])
-    yield from (*_filled(titles, rows), "")
+    yield from (*_nonempty_columns_table(titles, rows), "")
     if old:
         return
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
@@ -266,7 +274,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
         statistic = "standard deviations over seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
             pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
-            pairs.setdefault(pair, f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
+            pairs.setdefault(pair, f"| {pair} | {interval_text(c.look, one.figure)} | {c.look.verdict} |")
     yield from pairs.values()
     if several:
         yield ""
@@ -277,16 +285,16 @@ def closest_difference(verdict: judge.JudgedClaim) -> str:
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
-    return f"{interval(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
+    return f"{interval_text(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
 
 
-def interval(look: looks.Look, figure: str) -> str:
+def interval_text(look: looks.InterimTest, figure: str) -> str:
     """Render a difference with its interval, the level of the interval, and the number of seeds."""
     level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
     return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
 
 
-def shows(verdict: judge.JudgedClaim) -> str:
+def detectable_difference_text(verdict: judge.JudgedClaim) -> str:
     """Render the smallest difference that the seeds can detect for an undecided claim, or "" for other claims."""
     look = verdict.least.look
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
@@ -295,42 +303,44 @@ def shows(verdict: judge.JudgedClaim) -> str:
     return f" ({look.n} seeds can detect {shown} or more)"
 
 
-def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
+def _remaining_lines(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     """Yield lines about the work of a run, the chosen settings, failures, and attempts to explain a verdict."""
     first = next(iter(summary.numbers))
     methods = dict.fromkeys(
-        Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite(by)
+        Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite_by_seed(by)
     )
     yield from (f"| work of a run ({first}) | gradients of samples | traffic |", "|---|---|---|")
     for method in methods:
-        means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK_FIGURES}
+        means = {
+            n: _mean_over_seeds(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK_FIGURES
+        }
         traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
         yield f"| {method} | {unit('samples_backward').value(means['samples_backward'])} | {traffic} |"
     chosen = [(v, m, c) for v, methods in summary.choices.items() for m, c in methods.items()]
-    if recipe.paper.mode == "fair" and not earlier(recipe, summary):
+    if recipe.paper.mode == "fair" and not is_earlier_version(recipe, summary):
         chosen = []
     if chosen:
         yield from ("", "| clients | method | chosen on validation | candidates |", "|---|---|---|---|")
     for variant, method, choice in chosen:
-        yield f"| {variant} | {method} | {choice['chosen']}{_edge(choice)} | {' / '.join(choice['scores'])} |"
+        yield f"| {variant} | {method} | {choice['chosen']}{_edge_note(choice)} | {' / '.join(choice['scores'])} |"
     for failure in summary.failures:
         yield f"\nRun without a result: {failure}."
     for tried in recipe.paper.tried:
         yield f"\n{tried}"
 
 
-def _mean(by_seed: Mapping[str, float | None]) -> float:
+def _mean_over_seeds(by_seed: Mapping[str, float | None]) -> float:
     """Return the mean over the seeds that have a result, or NaN if no seed has one."""
     measured = [value for value in by_seed.values() if value is not None]
     return sum(measured) / len(measured) if measured else math.nan
 
 
-def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
+def search_lines(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     """Yield lines about the search in a fair recipe: the grid of every method, and the chosen values."""
     if recipe.paper.mode != "fair":
         return
     scale = summary.scale if summary else "laptop"
-    choices = summary.choices if summary and not earlier(recipe, summary) else {}
+    choices = summary.choices if summary and not is_earlier_version(recipe, summary) else {}
     titles, rows = ["clients", "method", "options searched", "trials", "chosen", "values at an edge"], []
     for variant, document in recipe.make_documents(scale).items():
         for method in document["method"]:
@@ -339,15 +349,15 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             choice = choices.get(variant, {}).get(label)
             edges = ", ".join(edge_keys(choice["chosen"], choice["scores"])) if choice else ""
             further = count_beyond_edges(choice) if choice else 0
-            trials = f"{len(candidates(method))}{f' and {further} beyond' if further else ''}"
+            trials = f"{len(method_candidates(method))}{f' and {further} beyond' if further else ''}"
             chosen_text = choice["chosen"] if choice else looks.Untested.NOT_RUN
             rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY_CELL])
-    yield from ("", *_filled(titles, rows))
+    yield from ("", *_nonempty_columns_table(titles, rows))
     for label, why in recipe.paper.fixed.items():
         yield f"\nFixed settings of {label}: {why}."
     yield ""
 
 
-def _edge(choice: Mapping[str, Any]) -> str:
+def _edge_note(choice: Mapping[str, Any]) -> str:
     keys = edge_keys(choice["chosen"], choice["scores"])
     return f" (edge of the grid: {', '.join(keys)})" if keys else ""

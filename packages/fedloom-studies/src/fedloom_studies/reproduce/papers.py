@@ -23,22 +23,22 @@ from fedloom.values import Value
 from fedloom_studies.reproduce import facts, judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import UNTESTED, Untested
-from fedloom_studies.reproduce.marks import ClaimCell, combine_verdicts, counts, show_mark
+from fedloom_studies.reproduce.marks import ClaimCell, combine_verdicts, count_sentences, show_mark
 from fedloom_studies.reproduce.page import (
-    duration,
-    earlier,
+    draw_figure,
+    duration_text,
+    figure_link,
     has_plot,
-    last,
-    not_run,
-    picture,
-    plot,
+    is_earlier_version,
+    last_summary,
+    not_run_reason,
     recipe_page,
-    state,
+    recipe_state_phrase,
 )
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER, fill_numbers
 from fedloom_studies.reproduce.recipe import Claim, Recipe
-from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
-from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
+from fedloom_studies.reproduce.regime import PaperAnchor, farthest_anchors, is_different_regime
+from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, read_needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, from the least to the most favorable."""
@@ -61,7 +61,7 @@ CORRECTED_TEXT = (
     "Earlier versions of this page showed the following verdicts, which have been withdrawn. This list is written by "
     "hand."
 )
-NO_ANCHOR = "no anchor"
+NO_ANCHOR_TEXT = "no anchor"
 """Text for a claim whose recipe has no anchor, because the paper prints no value for one."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
 """File with the rules for judging claims, which is inserted at the end of the page."""
@@ -77,7 +77,7 @@ class HeadlineClaim(Value):
     full: str = Field("", description="name of a full-size recipe, if no smaller recipe can decide the claim")
 
 
-class Corrected(Value):
+class CorrectedVerdict(Value):
     """Verdict on the page that was published and has changed since."""
 
     text: str = Field(description="the claim")
@@ -86,7 +86,7 @@ class Corrected(Value):
     recipe: str = Field("", description="recipe that now judges the claim. It may still be waiting to run")
 
 
-class Sheet(Value):
+class PaperSection(Value):
     """Section about a paper: its name as in the titles of recipes, a description, and its headline claims."""
 
     name: str
@@ -105,16 +105,16 @@ class Sheet(Value):
         description="for each recipe without printed results to compare with: the nearest recipe that has them",
     )
     row: tuple[HeadlineClaim, ...] = ()
-    corrected: tuple[Corrected, ...] = ()
+    corrected: tuple[CorrectedVerdict, ...] = ()
 
 
 Summaries = Mapping[str, RecipeSummary | None]
 
 
-def sheets() -> tuple[Sheet, ...]:
+def read_paper_sections() -> tuple[PaperSection, ...]:
     """Return the papers in the order in which the page lists them."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
-    return tuple(Sheet(**one) for one in document["paper"])
+    return tuple(PaperSection(**one) for one in document["paper"])
 
 
 def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
@@ -122,7 +122,7 @@ def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
-def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
+def paper_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of all files: the page about all papers (named ""), marks, and recipe pages.
 
     Raises:
@@ -130,71 +130,84 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
         ConfigError: a sentence in ``papers.toml`` states a difference that is not significant.
     """
     recipes = select_papers(recipes)
-    summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
-    yield "", overview(recipes, summaries, needed)
+    summaries, needed = {name: last_summary(recipe, results) for name, recipe in recipes.items()}, read_needs(results)
+    yield "", papers_overview(recipes, summaries, needed)
     yield from marks.draw_marks().items()
     yield f"{facts.FACTS_PAGE}.md", facts.facts_page(recipes)
-    by_name = {sheet.name: sheet for sheet in sheets()}
+    by_name = {sheet.name: sheet for sheet in read_paper_sections()}
     for name, recipe in recipes.items():
         sheet = by_name[recipe.paper.title.partition(",")[0]]
         yield (
             f"{name}.md",
-            recipe_page(recipe, summaries[name], needed.get(name), _regime(recipes, summaries, sheet, name)),
+            recipe_page(recipe, summaries[name], needed.get(name), _regime_sentence(recipes, summaries, sheet, name)),
         )
-        figure = plot(recipe, summaries[name])
+        figure = draw_figure(recipe, summaries[name])
         if figure:
             yield f"{name}.svg", figure
 
 
-def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
+def papers_overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, RecipeNeed]) -> str:
     """Render the page about all papers."""
     recipes = select_papers(recipes)
-    papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
+    papers = [
+        (sheet, [_claim_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in read_paper_sections()
+    ]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
         published, fair = (combine_verdicts(side) for side in zip(*cells, strict=True)) if cells else ("", "")
         number = _choose_most_telling(sheet, cells)
-        lines.append(f"| [{sheet.name}](#{_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |")
+        lines.append(
+            f"| [{sheet.name}](#{_heading_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |"
+        )
     lines += ["", "</div>", "", CLOSING_TEXT]
     for sheet, cells in papers:
-        lines += _section(sheet, cells, recipes, summaries, needed)
+        lines += _paper_section_lines(sheet, cells, recipes, summaries, needed)
     lines += [
-        *_corrections(recipes, summaries),
-        *_unaffordable(papers, recipes, summaries, needed),
+        *_corrections_table(recipes, summaries),
+        *_open_claim_commands(papers, recipes, summaries, needed),
         RULES_FILE.read_text(),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(
-    sheet: Sheet,
+def _paper_section_lines(
+    sheet: PaperSection,
     cells: list[tuple[ClaimCell, ClaimCell]],
     recipes: Mapping[str, Recipe],
     summaries: Summaries,
-    needed: Mapping[str, Need],
+    needed: Mapping[str, RecipeNeed],
 ) -> Iterator[str]:
     """Yield the section about a paper: counts, a row for each claim, the reason, a picture, and its recipes."""
-    yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
+    yield from (
+        f"## {sheet.name}",
+        "",
+        sheet.title,
+        "",
+        count_sentences(cells),
+        "",
+        '<div class="narrow" markdown="1">',
+        "",
+    )
     yield from ("| claim | paper's margin, anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
-        margin = _margin(recipes, row, published, fair)
-        distances = _distances(recipes, summaries, sheet, published, fair)
+        margin = _printed_margin(recipes, row, published, fair)
+        distances = _anchor_distances(recipes, summaries, sheet, published, fair)
         beside = distances if margin == "-" else f"{margin}, {distances}"
         yield f"| {row.text} | {beside} | {show_mark(published)} | {show_mark(fair)} |"
     yield from ("", "</div>", "")
     reason = fill_numbers(sheet.why, recipes, summaries)
-    for paragraph in (reason, _objection(sheet, cells, recipes, summaries), sheet.beside):
+    for paragraph in (reason, _objections_text(sheet, cells, recipes, summaries), sheet.beside):
         if paragraph:
             yield from (paragraph, "")
-    yield from _less(cells, recipes, summaries)
+    yield from _reduced_runs_sentence(cells, recipes, summaries)
     named = sorted((cell for pair in cells for cell in pair if cell.recipe), key=lambda cell: not cell.number)
     drawn = [cell.recipe for cell in named if has_plot(recipes[cell.recipe], summaries[cell.recipe])]
     for name in drawn[:1]:
         summary = summaries[name]
         assert summary is not None
         yield from (
-            picture(recipes[name], summary, f"{PAPERS_FOLDER}/"),
+            figure_link(recipes[name], summary, f"{PAPERS_FOLDER}/"),
             "",
             f"[{recipes[name].paper.title}]({PAPERS_FOLDER}/{name}.md)",
             "",
@@ -203,19 +216,26 @@ def _section(
     if sheet.changed:
         yield from (f"Changes after results were known: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-    yield from (f"[Facts about the public code]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_anchor(sheet.name)})", "")
+    yield from (
+        f"[Facts about the public code]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_heading_anchor(sheet.name)})",
+        "",
+    )
     yield from ("| experiment (laptop scale) | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
-        status = state(one, summary).removeprefix("run, laptop scale, ") if summary else not_run(one, needed.get(name))
-        far = elsewhere(_anchors(recipes, summaries, sheet, name))
-        came_out = ", not comparable" if far else _verdicts(one, summary)
+        status = (
+            recipe_state_phrase(one, summary).removeprefix("run, laptop scale, ")
+            if summary
+            else not_run_reason(one, needed.get(name))
+        )
+        far = is_different_regime(_paper_anchors(recipes, summaries, sheet, name))
+        came_out = ", not comparable" if far else _verdict_sentence(one, summary)
         yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.kind}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
-def _objection(
-    sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
+def _objections_text(
+    sheet: PaperSection, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> str:
     """Render objections that the authors might raise, with the number of claims that are still open."""
     if not sheet.objection:
@@ -227,54 +247,62 @@ def _objection(
     return f"**Objections that the authors might raise.** {text} {count}"
 
 
-def _less(
+def _reduced_runs_sentence(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
     """Yield a sentence that names the recipes whose runs have fewer rounds or less data than those of the papers."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
-        if summary is not None and not _full_length(recipe, summary):
+        if summary is not None and not _is_full_length(recipe, summary):
             size = recipe.paper.reduced if summary.says == "as reduced" else summary.says
             notes.append(f"[{name}]({PAPERS_FOLDER}/{name}.md) ({size})")
     if notes:
         yield from (f"These experiments are smaller than the paper's: {', '.join(notes)}.", "")
 
 
-def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> list[Anchor]:
-    return anchors(sheet.anchor, sheet.anchored.get(name, name), recipes, summaries)
+def _paper_anchors(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, name: str
+) -> list[PaperAnchor]:
+    return farthest_anchors(sheet.anchor, sheet.anchored.get(name, name), recipes, summaries)
 
 
-def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
+def _regime_sentence(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, name: str) -> str:
     """Return a sentence about a recipe whose run is not comparable to the paper's, or "" for any other recipe."""
-    distances = _anchors(recipes, summaries, sheet, name)
+    distances = _paper_anchors(recipes, summaries, sheet, name)
     far = ", ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md) ({one.variant})" for one in distances)
-    return f"The run is not comparable to the paper's, so no claim is judged: {far}." if elsewhere(distances) else ""
+    return (
+        f"The run is not comparable to the paper's, so no claim is judged: {far}."
+        if is_different_regime(distances)
+        else ""
+    )
 
 
-def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
+def _anchor_distances(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, *cells: ClaimCell
+) -> str:
     """Return how far the anchors are from the paper's values, for the recipes that provide the verdicts."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
-        distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
+        distances = _paper_anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
         words[mode] = ", ".join(one.words for one in distances)
     different = {text: mode for mode, text in words.items() if text}
     if len(different) == 2:
         return ", ".join(f"{text} ({mode})" for text, mode in different.items())
-    return next(iter(different), NO_ANCHOR)
+    return next(iter(different), NO_ANCHOR_TEXT)
 
 
-def _cells(
-    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim
+def _claim_cells(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, row: HeadlineClaim
 ) -> tuple[ClaimCell, ClaimCell]:
-    published = _cell(recipes, summaries, sheet, row, row.published)
+    published = _claim_cell(recipes, summaries, sheet, row, row.published)
     if row.full and not row.published:
         published = ClaimCell(UNTESTED, Untested.GPU)
-    return published, _cell(recipes, summaries, sheet, row, row.fair)
+    return published, _claim_cell(recipes, summaries, sheet, row, row.fair)
 
 
-def _cell(
-    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
+def _claim_cell(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, row: HeadlineClaim, names: tuple[str, ...]
 ) -> ClaimCell:
     """Return the verdict on a headline claim under the given protocol.
 
@@ -286,7 +314,7 @@ def _cell(
     """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
-    far = [name for name in names if elsewhere(_anchors(recipes, summaries, sheet, name))]
+    far = [name for name in names if is_different_regime(_paper_anchors(recipes, summaries, sheet, name))]
     names = tuple(name for name in names if name not in far)
     if not names:
         return ClaimCell(UNTESTED, Untested.REGIME, recipe=far[0])
@@ -298,21 +326,21 @@ def _cell(
     measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
-        if not _current(summary, recipe):
+        if not _is_current(summary, recipe):
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None and one.measured:
             favour = VERDICT_ORDER.index(one.verdict), one.least.look.difference
-            measured.append((not _full_length(recipe, summary), favour, name, one))
+            measured.append((not _is_full_length(recipe, summary), favour, name, one))
         elif one is not None:
             missing = ClaimCell(one.verdict, one.reason, recipe=name)
     if not measured:
         return missing
     *_, name, one = min(measured, key=lambda m: m[:2])
-    return ClaimCell(one.verdict, None, _number(one), name)
+    return ClaimCell(one.verdict, None, _closest_rival_number(one), name)
 
 
-def _number(one: judge.JudgedClaim) -> str:
+def _closest_rival_number(one: judge.JudgedClaim) -> str:
     """Render the difference from the closest rival or, if this rival is a number, the subject's own value."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
@@ -321,12 +349,12 @@ def _number(one: judge.JudgedClaim) -> str:
     return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
 
 
-def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
+def _is_current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
     """Return True if a summary is complete and was created with the current version of the recipe."""
-    return summary is not None and summary.complete and not earlier(recipe, summary)
+    return summary is not None and summary.complete and not is_earlier_version(recipe, summary)
 
 
-def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
+def _is_full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
     """Return True if a run has as many rounds and as much data as the paper's."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.make_documents("full").values()} == {
         summary.rounds
@@ -334,11 +362,11 @@ def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
 
 
 def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.JudgedClaim | None:
-    verdicts = judge.claims(recipe, summary.numbers)
+    verdicts = judge.judge_claims(recipe, summary.numbers)
     return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
 
-def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+def _choose_most_telling(sheet: PaperSection, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Render a paper's most telling number, from the fair test if possible, otherwise as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
@@ -349,11 +377,11 @@ def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]])
     raise ConfigError(f"papers.toml, {sheet.name}: no claim begins with {sheet.number!r}")
 
 
-def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
+def _verdict_sentence(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return a sentence with the verdicts on a recipe's claims, or "" if its current version has no result."""
-    if not _current(summary, recipe):
+    if not _is_current(summary, recipe):
         return ""
-    verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
+    verdicts = [one for one in judge.judge_claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.words for one in verdicts]
     possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
     shown = ", ".join(marks.count_claims(words.count(w), w) for w in possible if w in words)
@@ -361,20 +389,20 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     return f". Of {len(words)} claim{several}, {shown}" if shown else ""
 
 
-def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
+def _printed_margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
     """Render the lead over the closest rival that the paper reports, from the first recipe that contains it."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
-        claim = _claim(recipes[name], row.claim)
-        if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
+        claim = _find_claim(recipes[name], row.claim)
+        if claim is not None and math.isfinite(lead := judge.smallest_printed_lead(recipes[name], claim)):
             return unit(Reference.create(claim.subject, recipes[name].paper.figure).figure).lead(lead)
     return "-"
 
 
-def _claim(recipe: Recipe, start: str) -> Claim | None:
+def _find_claim(recipe: Recipe, start: str) -> Claim | None:
     return next((claim for claim in recipe.paper.claims if claim.text.startswith(start)), None)
 
 
-def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
+def _corrections_table(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Yield a table of published verdicts that were later changed, with the reasons."""
     yield from (
         "## Corrected",
@@ -383,17 +411,17 @@ def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterato
         "",
     )
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
-    for sheet in sheets():
+    for sheet in read_paper_sections():
         for one in sheet.corrected:
-            waits = one.recipe and not _current(summaries.get(one.recipe), recipes[one.recipe])
+            waits = one.recipe and not _is_current(summaries.get(one.recipe), recipes[one.recipe])
             note = f" [{one.recipe}]({PAPERS_FOLDER}/{one.recipe}.md) has not been run since." if waits else ""
             yield f"| {sheet.name}, {one.text} | {one.was} | {one.why}{note} |"
     yield ""
 
 
-def _unaffordable(
-    papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
-    needed: Mapping[str, Need],
+def _open_claim_commands(
+    papers: list[tuple[PaperSection, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe],
+    summaries: Summaries, needed: Mapping[str, RecipeNeed],
 ) -> Iterator[str]:  # fmt: skip
     """Yield commands and estimates for claims that are still open, because they need a GPU, a run, or more seeds."""
     large = dict.fromkeys(
@@ -403,14 +431,14 @@ def _unaffordable(
     yield from ("## What is open", "")
     for name in large:
         need = needed.get(name)
-        time = f" (about {duration(need.minutes)})" if need else ""
+        time = f" (about {duration_text(need.minutes)})" if need else ""
         wants = f" and the data of {', '.join(need.missing)}" if need and need.missing else ""
         yield f"- This experiment needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True)
         if cell.reason not in (Untested.GPU, Untested.REGIME)
-        for name in names if cell.reason == Untested.NOT_RUN or not _current(summaries.get(name), recipes[name])
+        for name in names if cell.reason == Untested.NOT_RUN or not _is_current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
         budget = recipes[name].budget("laptop")
@@ -432,5 +460,5 @@ def _unaffordable(
     )
 
 
-def _anchor(name: str) -> str:
+def _heading_anchor(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -15,9 +15,9 @@ import numpy as np
 
 from fedloom.errors import ConfigError
 from fedloom_studies.reproduce import judge
-from fedloom_studies.reproduce.cells import finite
+from fedloom_studies.reproduce.cells import finite_by_seed
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.page import earlier
+from fedloom_studies.reproduce.page import is_earlier_version
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
@@ -35,7 +35,7 @@ def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str
     for sentence in sentences:
         shown: dict[str, str | None] = {}
         for held in re.findall(r"\{([^{}]+)\}", sentence):
-            shown[held] = _measured(held.split(" - "), recipes, summaries)
+            shown[held] = _measured_text(held.split(" - "), recipes, summaries)
         if all(text is not None for text in shown.values()):
             plain = [text for held, text in shown.items() if "|" in held and " - " not in held]
             if len(set(plain)) < len(plain):
@@ -47,7 +47,7 @@ def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str
     return " ".join(whole)
 
 
-def _measured(
+def _measured_text(
     sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> str | None:
     """Render the link to a recipe, or a measured mean or difference. Return None if the value was not measured.
@@ -59,13 +59,13 @@ def _measured(
     if "|" not in sides[0]:
         return f"[{name}]({PAPERS_FOLDER}/{name}.md)"
     recipe, summary = recipes[name], summaries.get(name)
-    if summary is None or earlier(recipe, summary):
+    if summary is None or is_earlier_version(recipe, summary):
         return None
     values = []
     for side in sides:
         _, variant, reference = (part.strip() for part in side.split("|"))
         read = Reference.create(reference, recipe.paper.figure)
-        values.append(finite(summary.numbers.get(variant, {}).get(str(read), {})))
+        values.append(finite_by_seed(summary.numbers.get(variant, {}).get(str(read), {})))
         of = unit(read.figure)
     if not all(values):
         return None

@@ -51,7 +51,7 @@ SMOKE_CHOICES = {
 """Changes that apply to every recipe at smoke scale, unless the recipe declares its own."""
 
 
-class Nominal(NamedTuple):
+class NominalDataset(NamedTuple):
     """Data set of a paper: numbers of training and test samples, shape of a sample, classes, and natural clients."""
 
     train: int
@@ -62,19 +62,19 @@ class Nominal(NamedTuple):
 
 
 NOMINAL_SETS = {
-    "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
-    "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
-    "digits": Nominal(1797, 0, (1, 8, 8), 10),
-    "fedloom_studies.others.sources:AflAdult": Nominal(32_561, 16_281, (99,), 2, 2),
-    "fedloom_studies.others.sources:AflFashion": Nominal(18_000, 3_000, (784,), 3, 3),
-    "fedloom_studies.others.sources:FlambyBrca": Nominal(866, 222, (39,), 0, 6),
-    "fedloom_studies.others.sources:FlambyHeart": Nominal(486, 254, (13,), 2, 4),
-    "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
-    "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
-    "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
-    "mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
-    "synthetic": Nominal(13_500, 1_500, (60,), 10, 30),
-    "tiny-imagenet": Nominal(100_000, 10_000, (3, 64, 64), 200),
+    "cifar-10": NominalDataset(50_000, 10_000, (3, 32, 32), 10),
+    "cifar-100": NominalDataset(50_000, 10_000, (3, 32, 32), 100),
+    "digits": NominalDataset(1797, 0, (1, 8, 8), 10),
+    "fedloom_studies.others.sources:AflAdult": NominalDataset(32_561, 16_281, (99,), 2, 2),
+    "fedloom_studies.others.sources:AflFashion": NominalDataset(18_000, 3_000, (784,), 3, 3),
+    "fedloom_studies.others.sources:FlambyBrca": NominalDataset(866, 222, (39,), 0, 6),
+    "fedloom_studies.others.sources:FlambyHeart": NominalDataset(486, 254, (13,), 2, 4),
+    "fashion-mnist": NominalDataset(60_000, 10_000, (1, 28, 28), 10),
+    "femnist": NominalDataset(14_708, 1685, (1, 28, 28), 62, 105),
+    "medical-mnist": NominalDataset(58_954, 0, (1, 64, 64), 6),
+    "mnist": NominalDataset(60_000, 10_000, (1, 28, 28), 10),
+    "synthetic": NominalDataset(13_500, 1_500, (60,), 10, 30),
+    "tiny-imagenet": NominalDataset(100_000, 10_000, (3, 64, 64), 200),
 }
 
 
@@ -123,7 +123,7 @@ class Claim(Value):
         return self.higher or self.lower or ""
 
 
-class Unknown(Value):
+class UnstatedDetail(Value):
     """Detail that a protocol leaves open, with the value that was chosen and the reason for this choice."""
 
     what: str
@@ -173,7 +173,7 @@ class Paper(Value):
         description="a mean or (mean, standard deviation) per column, by variant ([]: no printed value)",
     )
     claims: tuple[Claim, ...] = ()
-    unknown: tuple[Unknown, ...] = ()
+    unknown: tuple[UnstatedDetail, ...] = ()
     fixed: dict[str, str] = Field(
         default_factory=dict,
         description="options that are not tuned in a fair recipe, by method, with the reason",
@@ -209,14 +209,14 @@ class Paper(Value):
         return "stand-in" if self.mode == "published" else f"stand-in, {self.mode}"
 
     @property
-    def open(self) -> tuple[Unknown, ...]:
+    def open(self) -> tuple[UnstatedDetail, ...]:
         """Details that neither the protocol nor this recipe states."""
         return tuple(u for u in self.unknown if u.what not in self.stated)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe for a table or a figure of a paper. The function `recipes` returns all recipes."""
+    """Recipe for a table or a figure of a paper. The function `read_recipes` returns all recipes."""
 
     name: str
     paper: Paper
@@ -340,35 +340,35 @@ def recipe_names() -> Iterator[str]:
 
 
 @cache
-def recipes() -> dict[str, Recipe]:
+def read_recipes() -> dict[str, Recipe]:
     """Return all recipes, keyed by name and in the order in which they are run."""
     documents = dict.fromkeys(recipe_names())
-    by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
+    by_name = {name: make_recipe(name, _resolve_document(name, documents)) for name in documents}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
 
 
 def titles() -> list[tuple[str, str]]:
     """Return the names of all recipes, each with the title of its table or figure."""
-    return [(name, recipe.paper.title) for name, recipe in recipes().items()]
+    return [(name, recipe.paper.title) for name, recipe in read_recipes().items()]
 
 
-def recipe(name: str) -> Recipe:
+def read_recipe(name: str) -> Recipe:
     """Return the recipe with a given name.
 
     Raises:
         ConfigError: no recipe has this name. The message suggests the name that is most similar.
     """
-    return choose("recipe", recipes(), name)
+    return choose("recipe", read_recipes(), name)
 
 
-def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
+def _resolve_document(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
     """Return a recipe's document, merged with the documents of the recipes on which it is based."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
     if "base" not in document:
         return document
-    base = _resolved(document.pop("base"), documents)
+    base = _resolve_document(document.pop("base"), documents)
     base.get("scale", {}).pop("laptop", None)
     for key in ("nearest", "rivals"):
         base.get("paper", {}).pop(key, None)

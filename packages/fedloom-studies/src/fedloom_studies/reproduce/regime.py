@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedloom_studies.reproduce.cells import cells
+from fedloom_studies.reproduce.cells import cells_of_table
 from fedloom_studies.reproduce.figures import unit
-from fedloom_studies.reproduce.page import earlier
+from fedloom_studies.reproduce.page import is_earlier_version
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
@@ -29,7 +29,7 @@ In runs on a clearly different problem, such as CIFAR-10 with a small network, t
 
 
 @dataclass(frozen=True)
-class Anchor:
+class PaperAnchor:
     """Our value for a method, compared with the value that the paper prints.
 
     Attributes:
@@ -52,9 +52,9 @@ class Anchor:
         return f"{self.title} {unit(self.figure).lead(self.gap)}"
 
 
-def anchors(
+def farthest_anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
-) -> list[Anchor]:
+) -> list[PaperAnchor]:
     """Return each column's anchor that is farthest from the paper's value, or [] if no anchor was run or printed.
 
     Args:
@@ -64,18 +64,18 @@ def anchors(
         summaries: summaries, keyed by name.
     """
     recipe, summary = recipes[place], summaries.get(place)
-    if summary is None or earlier(recipe, summary):
+    if summary is None or is_earlier_version(recipe, summary):
         return []
     titles = {title for title, text in recipe.paper.columns.items() if text in references}
-    farthest: dict[str, Anchor] = {}
-    for cell in cells(recipe, summary.numbers, compare=False):
+    farthest: dict[str, PaperAnchor] = {}
+    for cell in cells_of_table(recipe, summary.numbers, compare=False):
         if cell.column not in titles or cell.paper is None or not np.isfinite(cell.mean):
             continue
-        one = Anchor(cell.column, cell.variant, cell.mean - cell.paper, place, cell.figure)
+        one = PaperAnchor(cell.column, cell.variant, cell.mean - cell.paper, place, cell.figure)
         farthest[cell.column] = max(farthest.get(cell.column, one), one, key=lambda a: abs(a.gap))
     return list(farthest.values())
 
 
-def elsewhere(distances: Sequence[Anchor]) -> bool:
+def is_different_regime(distances: Sequence[PaperAnchor]) -> bool:
     """Return True if an anchor is so far from the paper's value that the run is not comparable to the paper's."""
     return any(abs(anchor.gap) > MAX_ANCHOR_DISTANCE for anchor in distances)

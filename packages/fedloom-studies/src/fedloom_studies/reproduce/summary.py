@@ -26,9 +26,9 @@ from fedloom.lab.report import MODEL_KINDS, WORK_FIGURES, Run, read_runs
 from fedloom.rundir import file_name, label_of
 from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS_FOLDER, choices_so_far, trials_of
-from fedloom_studies.reproduce.figures import Reference, values
-from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
-from fedloom_studies.store import lock_folder, not_a_record, put, read_document, records
+from fedloom_studies.reproduce.figures import Reference, values_by_seed
+from fedloom_studies.reproduce.recipe import Recipe, Scale, read_recipes
+from fedloom_studies.store import lock_folder, not_a_record_error, read_document, read_records_of_file, write_record
 
 SUMMARIES_FILE = "papers.jsonl"
 """File in which the summaries are stored."""
@@ -42,7 +42,7 @@ ESTIMATES_FILE = "estimates.json"
 folder as the summaries."""
 
 
-class Need(NamedTuple):
+class RecipeNeed(NamedTuple):
     """What a recipe needs at full scale: core-minutes, and which data sets are missing on this machine."""
 
     minutes: float
@@ -118,13 +118,13 @@ def summarise(
     some = next(iter(documents.values()))
     return RecipeSummary(
         recipe.name, scale, recipe.protocol(scale), recipe.sentence(scale), command, datetime.date.today().isoformat(),
-        machine(), versions, not missing, list(some["seeds"]), some["rounds"],
-        round(sum(spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
+        processor_name(), versions, not missing, list(some["seeds"]), some["rounds"],
+        round(sum(spent_seconds(out).values()) / 60, 2), chosen, failures, numbers, current_commit(), dict(samples),
     )  # fmt: skip
 
 
 @cache
-def commit() -> str:
+def current_commit() -> str:
     """Return the commit of this code, with "-dirty" if the code was changed, or "" if it is not in its repository."""
     here = Path(__file__)
 
@@ -142,7 +142,7 @@ def commit() -> str:
         return ""
 
 
-def machine() -> str:
+def processor_name() -> str:
     """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -154,7 +154,7 @@ def machine() -> str:
 
 def write_summary(summary: RecipeSummary, folder: Path) -> None:
     """Write a summary to a folder."""
-    put(folder / SUMMARIES_FILE, summary.__dict__, ("recipe", "scale"))
+    write_record(folder / SUMMARIES_FILE, summary.__dict__, ("recipe", "scale"))
 
 
 def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
@@ -165,12 +165,12 @@ def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | Non
     """
     file = folder / SUMMARIES_FILE
     summary = None
-    for number, record in enumerate(records(file), 1):
+    for number, record in enumerate(read_records_of_file(file), 1):
         if (record.get("recipe"), record.get("scale")) == (recipe, scale):
             try:
                 summary = RecipeSummary(**record)
             except TypeError as error:
-                raise not_a_record(file, number, error) from None
+                raise not_a_record_error(file, number, error) from None
     return summary
 
 
@@ -180,28 +180,28 @@ def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSu
     In both recipes, the same seed gives the same data, cohorts, initial models and batches. Nothing is added if the
     other record belongs to a different experiment or an earlier version of the other recipe.
     """
-    other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
+    other = read_recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None
     if other is None or record is None or record.protocol != other.protocol(summary.scale):
         return summary
     numbers = dict(summary.numbers)
     for variant, document in recipe.make_documents(summary.scale).items():
         beside = other.make_documents(summary.scale).get(variant, {})
-        if variant in numbers and _experiment(document) == _experiment(beside):
+        if variant in numbers and _shared_experiment_parts(document) == _shared_experiment_parts(beside):
             numbers[variant] = {**record.numbers.get(variant, {}), **numbers[variant]}
     return replace(summary, numbers=numbers)
 
 
-def _experiment(document: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_experiment_parts(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of an experiment that all methods share, without its name and without open settings."""
     return {key: value for key, value in document.items() if key not in ("method", "name", "choose")}
 
 
-def needs(folder: Path) -> dict[str, Need]:
+def read_needs(folder: Path) -> dict[str, RecipeNeed]:
     """Return the stored estimates, keyed by recipe."""
     file = folder / ESTIMATES_FILE
     try:
-        return {name: Need(**need) for name, need in read_document(file, dict).items()}
+        return {name: RecipeNeed(**need) for name, need in read_document(file, dict).items()}
     except TypeError as error:
         raise RunDirError(f"{file} is damaged: {error}. Delete it and run it again") from None
 
@@ -210,15 +210,15 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
     """Return all values of a run that are kept in a summary, keyed by reference and seed."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
-    for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
-        by_seed = values(run, reference)
+    for reference in _wanted_references(recipe, [label_of(m) for m in document["method"]]):
+        by_seed = values_by_seed(run, reference)
         is_lost = reference.method in lost and reference.figure not in WORK_FIGURES
         if is_lost or any(math.isfinite(v) for v in by_seed.values()):
             numbers[str(reference)] = {str(s): rounded(v, SIGNIFICANT_DIGITS) for s, v in sorted(by_seed.items())}
     return numbers
 
 
-def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
+def _wanted_references(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
     """Return the references kept in a summary: those of columns and claims, also at the chosen round, and costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
@@ -230,7 +230,7 @@ def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
     return list(dict.fromkeys(reference for reference in named if reference.method in methods))
 
 
-def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
+def references_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
     """Return the references that the claims need, taken from the methods of a document."""
     labels = {label_of(method) for method in document["method"]}
     sides = [side for claim in recipe.paper.claims for side in (claim.subject, *claim.than) if isinstance(side, str)]
@@ -245,28 +245,28 @@ def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     The block receives a function that updates the file. Call this function now and then, so that little is lost if the
     process is killed.
     """
-    last_written = _processor()
+    last_written = _processor_seconds()
 
     def write() -> None:
         nonlocal last_written
         if out.is_dir():
             with lock_folder(out):
-                seconds_by_variant, now = spent(out), _processor()
+                seconds_by_variant, now = spent_seconds(out), _processor_seconds()
                 seconds_by_variant[variant] = seconds_by_variant.get(variant, 0.0) + now - last_written
                 write_atomic(out / SPENT_FILE, json.dumps(seconds_by_variant, indent=1).encode())
                 last_written = now
 
     try:
-        yield lambda: write() if _processor() - last_written >= WRITE_INTERVAL_SECONDS else None
+        yield lambda: write() if _processor_seconds() - last_written >= WRITE_INTERVAL_SECONDS else None
     finally:
         write()
 
 
-def _processor() -> float:
+def _processor_seconds() -> float:
     """Return the processor time used so far in seconds, including that of child processes that have ended."""
     return sum(os.times()[:4])
 
 
-def spent(out: Path) -> dict[str, float]:
+def spent_seconds(out: Path) -> dict[str, float]:
     """Return the processor time in seconds that `count_spent_time` has recorded for each variant."""
     return read_document(out / SPENT_FILE, float)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter, lazy_names, lister
+from fedloom.lazy import lazy_names, lister, make_getattr
 
 if TYPE_CHECKING:
     from fedloom.analyses.form import MAX_QUESTION_BYTES as MAX_QUESTION_BYTES
@@ -43,6 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = [*lazy_names(__name__)]
 
-__getattr__ = getter(__name__)
+__getattr__ = make_getattr(__name__)
 
 __dir__ = lister(__name__)

@@ -298,13 +298,13 @@ class Analysis(Value):
                 rule="analysis-task",
                 fix="read the data with {data.task = 'binary'}"
                 if "binary" in self.tasks and len(schema.classes) == 2
-                else f"omit the analysis, or use {_fitting(schema)}",
+                else f"omit the analysis, or use {list_fitting_analyses(schema)}",
             )
         if self.needs_table and not schema.is_table:
             raise Refused(
                 f"{what} reads the columns of a table, but {schema.name} is not a table",
                 rule="analysis-needs-a-table",
-                fix=f"omit the analysis, or use {_fitting(schema)}",
+                fix=f"omit the analysis, or use {list_fitting_analyses(schema)}",
             )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
@@ -498,7 +498,7 @@ def needs_run(analysis: Analysis) -> ConfigError:
     )
 
 
-def _fitting(schema: Schema) -> str:
+def list_fitting_analyses(schema: Schema) -> str:
     """Return the names of the analyses of rows that are suitable for the data, as part of a sentence."""
     from fedloom.analyses.registry import ANALYSES
 

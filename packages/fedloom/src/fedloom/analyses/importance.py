@@ -169,7 +169,7 @@ def importance(result: Result) -> pa.Table:
             index = job.eval_fed.indices("test", client)
             if len(index) >= MIN_IMPORTANCE_SAMPLES:
                 scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
-                rows += [(client, model, *line) for line in permuted(scored, job.setting.seed, client)]
+                rows += [(client, model, *line) for line in measure_permutations(scored, job.setting.seed, client)]
     return table_of(
         rows,
         client=INTEGER_TYPE,
@@ -217,7 +217,7 @@ class Scored:
         return self._task.metrics(outputs, self._y, torch.zeros(len(places), dtype=torch.long), 1)
 
 
-def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
+def measure_permutations(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
     """For each column, return its name, the metric, and the mean and standard deviation of the loss under permutation.
 
     Args:

@@ -22,7 +22,7 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 
-FEWEST_SAMPLES = 5
+MIN_TSNE_SAMPLES = 5
 """Minimum number of test samples that a client needs for t-SNE."""
 TSNE_PERPLEXITY = 30.0
 """Perplexity of t-SNE, for which the default of scikit-learn is used. For a client with few samples, a smaller
@@ -62,9 +62,9 @@ class Tsne(Analysis):
                 fix="name existing clients, or omit the option `clients`",
             )
         sizes = fed.sizes("test")
-        if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
+        if all(int(sizes[i]) < MIN_TSNE_SAMPLES for i in self.clients):
             raise Refused(
-                f"tsne needs at least {FEWEST_SAMPLES} test samples per client, but these clients have fewer",
+                f"tsne needs at least {MIN_TSNE_SAMPLES} test samples per client, but these clients have fewer",
                 rule="tsne-too-few-samples",
                 fix="choose clients with more test samples, or omit the option `clients`",
             )
@@ -119,9 +119,9 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     model = "personal" if "personal" in kinds else "global"
 
     sizes = fed.sizes("test")
-    few = sorted({i for i in clients if sizes[i] < FEWEST_SAMPLES})
+    few = sorted({i for i in clients if sizes[i] < MIN_TSNE_SAMPLES})
     notes = (
-        [f"t-SNE leaves out clients with fewer than {FEWEST_SAMPLES} test samples: {', '.join(map(str, few))}"]
+        [f"t-SNE leaves out clients with fewer than {MIN_TSNE_SAMPLES} test samples: {', '.join(map(str, few))}"]
         if few
         else []
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.rows import ClientRows
     from fedloom.engine.result import Result
 
-MODELS_TOGETHER = 32
+MODELS_PER_PASS = 32
 """Number of personal models that are created at a time."""
 
 
@@ -37,7 +37,7 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
                 oracle.set_statistics(row, torch.tensor([client]))
             yield client, row
         return
-    for some in ids.split(MODELS_TOGETHER):
+    for some in ids.split(MODELS_PER_PASS):
         rows = result.models.rows(model, some).to(oracle.device)
         for client, row in zip(some, rows, strict=True):
             oracle.set_statistics(row, client[None])

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.analyses.form import Analysis
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import Federation
-from fedloom.data.groups import enough, groups_of, row_counts, subjects_of
+from fedloom.data.groups import groups_of, has_enough_rows, row_kind_counts, subjects_of
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
@@ -72,7 +72,7 @@ class Groups(Analysis):
         return group_scores(result, self.by, self.min_rows), ()
 
 
-def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def _final_outputs(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Yield each kind of model, together with its outputs on the test samples, the samples' indices and their clients.
 
     The outputs have the shape ``[N, k]``, and the indices and the clients have the shape ``[N]``.
@@ -99,7 +99,7 @@ def predictions(result: Result) -> pa.Table:
     is no horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
-    for kind, outputs, index, owner in _final(result):
+    for kind, outputs, index, owner in _final_outputs(result):
         y, z = data.y.cpu()[index], outputs.double()
         if data.task == "multilabel":
             targets = {
@@ -143,7 +143,7 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
     groups, subjects = groups_of(data, by), subjects_of(data)
     rows: list[GroupScore] = []
-    for kind, outputs, index, owner in _final(result):
+    for kind, outputs, index, owner in _final_outputs(result):
         y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
         for name, members in groups.items():
             inside = members.cpu()[index]
@@ -152,8 +152,8 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
                 count = int(some.sum())
                 rows.append((client, kind, name, SAMPLES_FIGURE, float(count)))
                 units = None if subjects is None else subjects[index[some]]
-                counts = row_counts(data.task, y[some], job.oracle.task.outputs, units).sum(0)
-                if enough(counts, least):
+                counts = row_kind_counts(data.task, y[some], job.oracle.task.outputs, units).sum(0)
+                if has_enough_rows(counts, least):
                     scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
                     rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
     return group_table(rows)

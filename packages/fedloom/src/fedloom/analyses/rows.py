@@ -105,7 +105,7 @@ class ClientRows:
 
 def schema_of(data: Dataset) -> Schema:
     """Return the schema of a data set, which may be raw or prepared by a federation."""
-    table = _table_of(data)
+    table = _declared_table(data)
     width = data.x[0].numel() if len(data) else 0
     columns = Table.numeric(max(width, 1)).columns if table is None else table.columns
     targets = 1 if data.y.ndim == 1 else data.y.shape[1]
@@ -133,7 +133,7 @@ def client_rows(
     def fetch(some: Tensor) -> Tensor:
         return fed.fetch(rows[some].to(fed.device))
 
-    return _rows_of(fed.data, rows, part, fetch, client, models or {})
+    return _make_client_rows(fed.data, rows, part, fetch, client, models or {})
 
 
 def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
@@ -145,7 +145,9 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
     names = ("all",) if data.users is None else data.user_names
     places = {name: (owner == k).nonzero().flatten() for k, name in enumerate(names)}
     train = {name: torch.zeros(len(rows), dtype=torch.long) for name, rows in places.items()}
-    return {name: _rows_of(data, rows, train[name], None, k, {}) for k, (name, rows) in enumerate(places.items())}
+    return {
+        name: _make_client_rows(data, rows, train[name], None, k, {}) for k, (name, rows) in enumerate(places.items())
+    }
 
 
 def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
@@ -157,26 +159,26 @@ def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Sche
     x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))
     columns, unagreed = list[TableColumn](), list[str]()
     for k, column in enumerate(schema.columns):
-        if not column.levels and column.range is None and (pair := _range(x[:, k])) is not None:
+        if not column.levels and column.range is None and (pair := _column_range(x[:, k])) is not None:
             columns.append(column.with_(range=pair))
             unagreed.append(column.name)
         else:
             columns.append(column)
-    ranges = [pair or _range(y[:, k]) for k, pair in enumerate(schema.target_ranges)]
+    ranges = [pair or _column_range(y[:, k]) for k, pair in enumerate(schema.target_ranges)]
     return replace(schema, columns=tuple(columns), target_ranges=tuple(ranges)), unagreed
 
 
-def _range(values: Tensor) -> Range | None:
+def _column_range(values: Tensor) -> Range | None:
     finite = values[values.isfinite()]
     return (float(finite.min()), float(finite.max())) if len(finite) else None
 
 
-def _table_of(data: Dataset) -> Table | None:
+def _declared_table(data: Dataset) -> Table | None:
     table = data.prepare if data.fitted is None else data.fitted.table
     return table if isinstance(table, Table) else None
 
 
-def _rows_of(
+def _make_client_rows(
     data: Dataset,
     rows: Tensor,
     part: Tensor,
@@ -185,7 +187,7 @@ def _rows_of(
     models: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> ClientRows:
     raw = data.x if data.fitted is None else data.fitted.raw
-    table = _table_of(data)
+    table = _declared_table(data)
     x = raw[rows.to(raw.device)].cpu().double().flatten(1) if raw.ndim > 1 else raw[rows][:, None].double()
     if table is not None:
         x = table.unmarked(x)

@@ -368,7 +368,7 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     Raises:
         ConfigError: see `analyze`.
     """
-    schema, rows, notes = _as_given(clients, analysis)
+    schema, rows, notes = _read_given_clients(clients, analysis)
     analysis.check(schema, clients.job.setting if isinstance(clients, Result) else None)
     schema, unagreed = fill_ranges(schema, rows)
     if unagreed:
@@ -380,7 +380,7 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     return schema, rows, notes
 
 
-def _as_given(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+def _read_given_clients(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
     if isinstance(clients, Result):
         from fedloom.analyses.models import models_by_client
 

@@ -89,12 +89,12 @@ class ScriptedAnalysis(Analysis):
         return Transcript(self, state.terms, (*state.totals, (total, info)))
 
     def result(self, state: Transcript) -> pa.Table:
-        return _conclusion(state)[0]
+        return _find_conclusion(state)[0]
 
     def model(self, state: Transcript) -> nn.Module | None:
-        return _conclusion(state)[1]
+        return _find_conclusion(state)[1]
 
 
-def _conclusion(state: Transcript) -> tuple[pa.Table, nn.Module | None]:
+def _find_conclusion(state: Transcript) -> tuple[pa.Table, nn.Module | None]:
     assert not isinstance(state.outcome, Question)
     return state.outcome

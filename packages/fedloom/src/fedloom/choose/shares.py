@@ -61,9 +61,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
                 rule="shares-need-groups",
                 fix="set {client_weights = 'samples'}",
             )
-        masses = _alike(fed.groups.cpu())
+        masses = _equal_group_masses(fed.groups.cpu())
     elif column is not None:
-        masses = _alike(_levels(column, fed))
+        masses = _equal_group_masses(_client_levels(column, fed))
     elif weights == "uniform" or uses_clusters(weights):
         masses = torch.ones(fed.n, dtype=torch.float64)
     else:
@@ -78,12 +78,12 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     return (masses / masses.sum())[:, None]
 
 
-def _alike(groups: Tensor) -> Tensor:
+def _equal_group_masses(groups: Tensor) -> Tensor:
     """Return masses ``[n]`` with which all groups have equal weights, as do all clients within a group."""
     return 1 / torch.bincount(groups)[groups].double()
 
 
-def _levels(column: str, fed: Federation) -> Tensor:
+def _client_levels(column: str, fed: Federation) -> Tensor:
     """Return the level ``[n]`` of a column at each client. All training samples of a client must have the same level.
 
     Raises:
@@ -111,7 +111,7 @@ def _levels(column: str, fed: Federation) -> Tensor:
     return torch.tensor(levels)
 
 
-def described(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
+def describing_activations(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
     """Return the mean activations ``[m, k]`` that clients send after they trained a model ``[d]`` for one round."""
     activations = EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
     return activations if attack is None else attack.disguised(activations, work.ids, attackers)
@@ -122,7 +122,7 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
 
     Args:
         clusters: C. If None, the number is estimated.
-        activations: activations of all clients ``[n, k]`` (`described`).
+        activations: activations of all clients ``[n, k]`` (`describing_activations`).
         ctx: context of all clients, in the round that starts with these shares or before round 1.
 
     Raises:
@@ -189,7 +189,7 @@ def cluster_shares(
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):
         work = Work(oracle, ids, ctx.weight[ids].to(x0), ctx.local, seed=ctx.seed, round=1)
-        answers.append(described(x0, work, attack, attackers))
+        answers.append(describing_activations(x0, work, attack, attackers))
         counts[:3] += torch.stack([work.counts.backward, work.counts.forward, work.counts.steps]).sum(1)
     vectors = torch.cat(answers)
     k, d, item = vectors.shape[1], len(x0), x0.element_size()

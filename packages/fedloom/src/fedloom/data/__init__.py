@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedloom.data.dataset import Dataset, Prepare, Task
 from fedloom.data.federation import DATA_PARTS, Federation, Split
-from fedloom.data.order import plan
+from fedloom.data.order import plan_batches
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
 from fedloom.lazy import lister
@@ -21,7 +21,7 @@ __all__ = [
     "Split",
     "Task",
     "load",
-    "plan",
+    "plan_batches",
     "source",
 ]
 

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from fedloom.data.survey.conversions import conversion, is_fahrenheit
+from fedloom.data.survey.conversions import find_conversion, is_fahrenheit
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, ColumnProfile
 from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 MIN_CLASS_ROWS = 5
 """Minimum number of rows inside and outside a class for measuring how well a column predicts this class."""
-UNIT_RATIO_NOTED = 4.0
+MIN_NOTED_UNIT_RATIO = 4.0
 """Minimum ratio between medians at two sites that is reported even if no known unit conversion explains it."""
 SAME_UNIT_RATIO = 1.5
 """Maximum ratio between medians at two sites at which the sites are assumed to use the same unit. The factors of all
@@ -41,15 +41,15 @@ class SingleColumnScore(NamedTuple):
 
 
 def score_column(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
-    """Return how well a single column predicts the target (see `score`)."""
+    """Return how well a single column predicts the target (see `score_groups`)."""
     y = target.values
     if task != "regression":
         present = np.isin(target.cells, [*target.odd, ""], invert=True)
         y = np.where(present, np.unique(target.cells.astype(str), return_inverse=True)[1], np.nan)
-    return score(column.groups, column.values if column.kind == "number" else None, y, task)
+    return score_groups(column.groups, column.values if column.kind == "number" else None, y, task)
 
 
-def score(
+def score_groups(
     groups: NDArray[np.int64],
     numbers: NDArray[np.float64] | None,
     y: NDArray[np.float64],
@@ -79,7 +79,7 @@ def score(
     if task == "regression":
         if y.std() == 0:
             return SingleColumnScore(0.0, "")
-        value = float(1 - ((y - _across(groups, y)) ** 2).mean() / y.var())
+        value = float(1 - ((y - _cross_fitted_means(groups, y)) ** 2).mean() / y.var())
         if observed.sum() > len(y) / 2 and np.ptp(x[observed]) > 0 and np.ptp(y[observed]) > 0:
             value = max(value, float(np.corrcoef(x[observed], y[observed])[0, 1] ** 2))
             ranks = float(np.corrcoef(rankdata(x[observed]), rankdata(y[observed]))[0, 1] ** 2)
@@ -93,7 +93,7 @@ def score(
     enough = enough[-1:] if len(codes) == 2 else enough
     for code in enough:
         here = y == code
-        best = _auroc(rankdata(_across(groups, here.astype(float))), here)
+        best = _auroc(rankdata(_cross_fitted_means(groups, here.astype(float))), here)
         if MIN_CLASS_ROWS <= here[observed].sum() <= observed.sum() - MIN_CLASS_ROWS:
             one, share = _auroc(ranks, here[observed]), float(observed.mean())
             best = max(best, share * max(one, 1 - one) + (1 - share) / 2)
@@ -113,7 +113,7 @@ def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
     return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
-def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cross_fitted_means(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return, for each row, the mean target of its group over the half of the rows that does not contain the row."""
     codes = np.unique(groups, return_inverse=True)[1]
     order = numpy_generator(0, purpose="halves").permutation(len(y))
@@ -126,13 +126,13 @@ def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.flo
     return out
 
 
-def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
+def count_classes_by_site(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
     """Return the number of rows of each class at each site, as ``{site: {class: rows}}``."""
     classes = [name for name in target.levels if name not in target.odd]
     return {site: {name: int((target.cells[here] == name).sum()) for name in classes} for site, here in rows.items()}
 
 
-def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
+def note_site_differences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """Yield a sentence for each difference in a column between sites."""
     missing = np.isnan(column.values) if column.kind == "number" else column.cells == ""
     shares = {site: float(missing[here].mean()) for site, here in rows.items()}
@@ -145,10 +145,10 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
         elif shares[most] - shares[least] >= MISSING_SHARE_DIFFERENCE:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
-        yield from _units(column, rows)
+        yield from note_unit_differences(column, rows)
 
 
-def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
+def single_site_with_values(column: ColumnProfile, rows: Rows) -> str | None:
     """Return the only site with values in this column, or None if several sites or none have values."""
     present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT_COLUMN_SHARE]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
@@ -171,33 +171,33 @@ class Shift(NamedTuple):
     units: str
 
 
-def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
+def find_site_shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
     """Return the sites whose median and spread both differ from those at other sites by the same factor.
 
     Columns that contain numbers of 0 or less are skipped, because no factor can explain the differences between them.
     Such columns contain standardized values, logarithms or changes, so that the ratio of medians is meaningless. Row
     numbers, patient numbers and codes are skipped, because they have no units.
     """
-    figures = _figures(column, rows)
+    figures = _medians_and_ranges(column, rows)
     if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= MAX_FEW_LEVELS:
         return {}
-    middle, spread = _usual(figures)
+    middle, spread = _typical_median_and_range(figures)
     shifted = {}
     for site, (median, width) in figures.items():
         ratio = middle / median
-        near = conversion(column.name, ratio)
+        near = find_conversion(column.name, ratio)
         if min(width, spread) <= 0 or not 1 / MAX_SPREAD_RATIO_GAP <= ratio * width / spread <= MAX_SPREAD_RATIO_GAP:
             continue
         if is_fahrenheit(column.name, median, middle) or is_fahrenheit(column.name, middle, median):
             shifted[site] = Shift(median, middle, None, "degrees Fahrenheit and Celsius")
         elif near is not None and max(ratio, 1 / ratio) > SAME_UNIT_RATIO:
             shifted[site] = Shift(median, middle, *near)
-        elif max(ratio, 1 / ratio) >= UNIT_RATIO_NOTED:
+        elif max(ratio, 1 / ratio) >= MIN_NOTED_UNIT_RATIO:
             shifted[site] = Shift(median, middle, None, "")
     return shifted
 
 
-def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
+def _medians_and_ranges(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
     """Return the median and interquartile range of a column at each site that has enough numbers."""
     figures = {}
     for site, here in rows.items():
@@ -208,14 +208,14 @@ def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]
     return figures
 
 
-def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+def _typical_median_and_range(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
     """Return the median and range that are considered typical because they are similar to those at most sites."""
-    return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
+    return max(figures.values(), key=lambda one: sum(_are_same_unit(one[0], other[0]) for other in figures.values()))
 
 
-def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
+def note_unit_differences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """Yield a sentence about sites that seem to use a different unit than the other sites."""
-    if not (shifted := shifts(column, rows)):
+    if not (shifted := find_site_shifts(column, rows)):
         return
     first = next(iter(shifted.values()))
     shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in shifted.items())
@@ -230,6 +230,6 @@ def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
         yield f"{sentence}. Check the units. No known conversion is close, so the draft proposes none"
 
 
-def _alike(a: float, b: float) -> bool:
+def _are_same_unit(a: float, b: float) -> bool:
     """Return True if two positive medians are similar enough to be in the same unit."""
     return max(a, b) < SAME_UNIT_RATIO * min(a, b)

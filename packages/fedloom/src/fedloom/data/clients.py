@@ -11,7 +11,7 @@ import numpy as np
 from fedloom.data.dataset import Dataset
 from fedloom.data.partitions import Natural
 from fedloom.data.samples import find_pair
-from fedloom.data.sides import are_many, batches_given, common_classes, join_roles, refuse_unlike, side_of
+from fedloom.data.sides import are_many, batches_error, join_roles, merge_class_names, read_sample_set, refuse_unlike
 from fedloom.data.sources.rereading import Rereading
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
@@ -89,12 +89,13 @@ def as_federation(
         )
     both = split[next(iter(named))]
     for who, client in named.items():
-        for side in _sides(client, split[who]):
+        for side in _split_sample_sets(client, split[who]):
             if isinstance(side, list) and are_many(side):
-                raise batches_given(f"{name}: client {who}", side)
+                raise batches_error(f"{name}: client {who}", side)
     last: Any = options.pop("channels_last", None)
     places = {who: f"{name}: client {who}" for who in named}
-    sides = [[side_of(side, None, None, None, places[who]).placed(last, places[who]) for side in _sides(client, both)]
+    sides = [[read_sample_set(side, None, None, None, places[who]).placed(last, places[who])
+              for side in _split_sample_sets(client, both)]
              for who, client in named.items()]  # fmt: skip
     for who, parts in zip(named, sides, strict=True):
         for part in parts:
@@ -113,8 +114,8 @@ def as_federation(
     width = len(str(len(named)))
     owners = [f"{place:0{width}}" for k in range(len(sides[0]))
               for place, parts in enumerate(sides) for _ in range(len(parts[k].x))]  # fmt: skip
-    classes = common_classes(side for parts in sides for side in parts)
-    in_order = [_sides(client, both)[k] for k in range(len(sides[0])) for client in named.values()]
+    classes = merge_class_names(side for parts in sides for side in parts)
+    in_order = [_split_sample_sets(client, both)[k] for k in range(len(sides[0])) for client in named.values()]
     options = {**join_roles(in_order, name), **options}
     options = {"clients": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
     data = Dataset.create(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
@@ -164,7 +165,7 @@ def _is_values(side: object) -> bool:
     return isinstance(side, tuple | list) and not (len(side) == 2 and all(hasattr(part, "__len__") for part in side))
 
 
-def _sides(client: Any, split: bool) -> Sequence[Any]:
+def _split_sample_sets(client: Any, split: bool) -> Sequence[Any]:
     if not split:
         return [client]
     return [client["train"], client["test"]] if isinstance(client, Mapping) else [*client]

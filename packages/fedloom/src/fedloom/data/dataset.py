@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.text import wrong_labels, wrong_range, wrong_tokens
+from fedloom.data.text import label_errors, label_range_errors, token_errors
 from fedloom.errors import DataError, NoSamples, direction_in
 from fedloom.hints import nearest
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fedloom.data.subjects.design import Design
-    from fedloom.data.tables import Fitted
+    from fedloom.data.tables import FittedTable
 
 Task = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 CLASS_TASKS = ("classification", "binary")
 """Tasks in which targets are classes."""
 MISSING_LEVEL = ""
 """Level of a kept column that represents rows without a value."""
-MOST_CLASSES = 2**16
+MAX_CLASSES = 2**16
 """Maximum number of classes in a data set. Larger class numbers are likely to be measurements or errors in the data."""
-TOO_MANY = (
-    f"at most {MOST_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
+TOO_MANY_CLASSES_TEXT = (
+    f"at most {MAX_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
 
 
@@ -134,7 +134,7 @@ class Dataset:
     users: Tensor | None = None
     user_names: tuple[str, ...] = ()
     prepare: Prepare | None = None
-    fitted: Fitted | None = None
+    fitted: FittedTable | None = None
     ready: Tensor | None = None
     centre: float = 0.0
     unit: float = 1.0
@@ -152,21 +152,21 @@ class Dataset:
             raise NoSamples(f"{self.name} contains no samples. A data set needs at least one")
         if self.task not in get_args(Task):
             raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
-        if len(self.classes) > MOST_CLASSES:
-            raise DataError(f"{self.name}: {len(self.classes):,} classes; {TOO_MANY}")
+        if len(self.classes) > MAX_CLASSES:
+            raise DataError(f"{self.name}: {len(self.classes):,} classes; {TOO_MANY_CLASSES_TEXT}")
         problems = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
         problems += [] if self.design is None else self.design.wrong(n)
         for what, codes, names in self._coded():
             if len(codes) != n:
                 problems.append(f"{what} has {len(codes)} codes for {n} samples. Pass one code per sample")
-            problems += _outside(what, codes, len(names))
+            problems += _outside_range_problem(what, codes, len(names))
         named = {"classes": self.classes, "columns": [*self.columns], "users": self.user_names, **self.levels}
         problems += [f"{what}: {wrong}" for what, names in named.items() if (wrong := direction_in(*names))]
         if self.test is not None:
-            problems += _outside("the test set", self.test, n)
+            problems += _outside_range_problem("the test set", self.test, n)
         if self.ready is not None and (self.ready.dtype != torch.bool or self.ready.shape != (n,)):
             problems.append(f"ready must be bool [{n}], got {self.ready.dtype} {list(self.ready.shape)}")
-        refuse(self.name, problems)
+        raise_data_problems(self.name, problems)
 
     @classmethod
     @default_to_cpu()
@@ -303,7 +303,7 @@ class Dataset:
 
     def _wrong_x(self) -> Iterator[str]:
         if self.vocabulary:
-            yield from wrong_tokens(self.x, self.vocabulary)
+            yield from token_errors(self.x, self.vocabulary)
             return
         if self.x.dtype == torch.uint8:
             return
@@ -329,17 +329,17 @@ class Dataset:
             if self.task == "binary" and len(self.classes) != 2:
                 yield f"a binary task has 2 classes, got {len(self.classes)}"
             if self.each and self.vocabulary:
-                yield from wrong_labels(self.x, self.y, len(self.classes))
+                yield from label_errors(self.x, self.y, len(self.classes))
             elif self.each and self.positions:
-                yield from wrong_range(self.y, len(self.classes))
+                yield from label_range_errors(self.y, len(self.classes))
             else:
-                yield from _outside("labels", self.y, len(self.classes))
+                yield from _outside_range_problem("labels", self.y, len(self.classes))
         elif self.y.ndim != 2 or not self.y.dtype.is_floating_point:
             yield f"targets of a {self.task} must be float [N, k], got {self.y.dtype}"
         elif not bool(torch.isfinite(self.y).all()):
             yield "NaN or Inf in the targets. Remove or repair those samples"
         else:
-            yield from _wrong_numbers(self.task, self.y)
+            yield from _number_problems(self.task, self.y)
             if self.task == "multilabel" and not 1 < len(self.classes) == self.y.shape[1]:
                 yield (
                     f"a multilabel task has at least two labels, with a name each: got {self.y.shape[1]} labels, "
@@ -357,7 +357,7 @@ class Dataset:
                 yield f"std must be > 0, got {values.tolist()}"
 
 
-def refuse(where: str, problems: Sequence[str]) -> None:
+def raise_data_problems(where: str, problems: Sequence[str]) -> None:
     """Raise a single error that lists all problems with the data. If there are no problems, nothing happens.
 
     Raises:
@@ -369,7 +369,7 @@ def refuse(where: str, problems: Sequence[str]) -> None:
         raise DataError(f"{where}: {len(problems)} problems" + "".join(f"\n  - {problem}" for problem in problems))
 
 
-def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
+def _number_problems(task: Task, y: Tensor) -> Iterator[str]:
     """Yield the problems found in times and events, in labels, or in counts."""
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
@@ -395,7 +395,7 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
             )
 
 
-def _outside(what: str, codes: Tensor, count: int) -> Iterator[str]:
+def _outside_range_problem(what: str, codes: Tensor, count: int) -> Iterator[str]:
     if codes.dtype != torch.int64 or codes.ndim != 1:
         yield f"{what} must be int64 of one dimension, got {codes.dtype} {codes.ndim}-d"
     elif len(codes) and (int(codes.min()) < 0 or int(codes.max()) >= count):

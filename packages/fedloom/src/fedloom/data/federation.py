@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.subjects.cut import mixed_subjects
+from fedloom.data.subjects.cut import find_shared_subject
 from fedloom.errors import DataError, PartitionError, direction_in, write_singular
 from fedloom.hints import unknown
 
@@ -127,7 +127,7 @@ class Federation:
         parts = {part: self.parts[part].index.cpu().numpy() for part in DATA_PARTS}
         if self.test is not None:
             parts["test"] = np.concatenate([parts["test"], self.test.cpu().numpy()])
-        if (mixed := mixed_subjects(design, parts)) is not None:
+        if (mixed := find_shared_subject(design, parts)) is not None:
             first, second, row = mixed
             raise DataError(
                 f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in "

@@ -23,7 +23,7 @@ BOUND_PATTERN = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?
 COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
 ROUNDING_TOLERANCE = 1e-6
-MOST_LEVELS = 20
+MAX_GROUP_LEVELS = 20
 """Maximum number of levels in a column for which every level forms a group."""
 
 
@@ -59,7 +59,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
             )
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
-            if len(levels) > MOST_LEVELS:
+            if len(levels) > MAX_GROUP_LEVELS:
                 raise ConfigError(
                     f"groups: {name!r} has {len(levels)} levels",
                     rule="groups-too-many",
@@ -105,7 +105,7 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
     return names
 
 
-def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
+def publishable_groups(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
     """Return the groups for which a site may publish results without revealing a set of rows that is too small.
 
     A site publishes sums over all rows and over the rows of each published group. The sum over a set of rows can then
@@ -123,7 +123,7 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
             minimum number of rows, such as a class, and is 1 for the rows of this kind.
         least: minimum number of rows of each kind in a set.
     """
-    is_open = [not bool(group.any()) or enough(counts[group].sum(0), least) for group in members]
+    is_open = [not bool(group.any()) or has_enough_rows(counts[group].sum(0), least) for group in members]
     patterns, place = members.T.unique(dim=0, return_inverse=True)
     groups, alike = patterns.T.double(), torch.eye(len(patterns), dtype=torch.float64)
     weights = torch.zeros(len(patterns), counts.shape[1], dtype=torch.float64).index_add(0, place, counts.double())
@@ -136,13 +136,13 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
         for j in shown:
             sets += [overlap for k in shown for overlap in (groups[j] * groups[k], groups[j] * (1 - groups[k]))]
         basis = torch.cat([everything, groups[shown]])
-        small = (rows for rows in sets if bool(rows.any()) and not enough(rows @ weights, least))
-        exposed = next((rows for rows in small if not bool(rows.all()) and _follows(rows, basis)), None)
+        small = (rows for rows in sets if bool(rows.any()) and not has_enough_rows(rows @ weights, least))
+        exposed = next((rows for rows in small if not bool(rows.all()) and _is_combination_of(rows, basis)), None)
         if exposed is None:
             return is_open
         by_size = sorted(shown, key=lambda k: float(groups[k] @ weights[:, 0]))
         rest = {k: torch.cat([everything, groups[[j for j in shown if j != k]]]) for k in by_size}
-        is_open[next((k for k in by_size if not _follows(exposed, rest[k])), by_size[0])] = False
+        is_open[next((k for k in by_size if not _is_combination_of(exposed, rest[k])), by_size[0])] = False
 
 
 def subjects_of(data: Dataset) -> Tensor | None:
@@ -154,7 +154,7 @@ def subjects_of(data: Dataset) -> Tensor | None:
     return None if design is None or design.subject is None else torch.from_numpy(design.units)
 
 
-def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
+def row_kind_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
     """Return 1 for each row, and 1 for each kind (class, event or label) to which the row belongs.
 
     Rows with a given label and rows without this label form two different kinds.
@@ -191,7 +191,7 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
     return counts / of_subject.index_add(0, units, counts)[units].clamp(min=1)
 
 
-def enough(counts: Tensor, least: int) -> bool:
+def has_enough_rows(counts: Tensor, least: int) -> bool:
     """Return True if there are enough rows of every kind.
 
     Rounding errors may cause the sum of a subject's fractions to differ from 1.
@@ -199,13 +199,13 @@ def enough(counts: Tensor, least: int) -> bool:
     return bool((counts >= least - ROUNDING_TOLERANCE).all())
 
 
-def _follows(rows: Tensor, basis: Tensor) -> bool:
+def _is_combination_of(rows: Tensor, basis: Tensor) -> bool:
     """Return True if the indicator of a set of rows is a linear combination of the indicators in a basis."""
     solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
     return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
 
 
-def keeping(source: Source, groups: Sequence[str]) -> Source:
+def keep_group_columns(source: Source, groups: Sequence[str]) -> Source:
     """Return the source with an option that keeps the columns of these groups.
 
     Raises:

@@ -11,17 +11,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.data.dataset import CLASS_TASKS, Dataset, Task, default_to_cpu, refuse
+from fedloom.data.dataset import CLASS_TASKS, Dataset, Task, default_to_cpu, raise_data_problems
 from fedloom.data.federation import Federation, Split
-from fedloom.data.partitions.changes import prepared
+from fedloom.data.partitions.changes import fit_preparation
 from fedloom.data.partitions.deal import Dealt
 from fedloom.data.partitions.parts import cut_parts
 from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
-from fedloom.data.subjects.cut import Quota
+from fedloom.data.subjects.cut import PartSizes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
-from fedloom.data.text import NO_LABEL, UNKNOWN_TOKEN, recoded, wrong_tokens
+from fedloom.data.text import NO_LABEL, UNKNOWN_TOKEN, recode_tokens, token_errors
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value, has_type
@@ -32,7 +32,7 @@ NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for users whose samples are not in a table."""
 
 
-def compared(data: InputSpec | Dataset) -> dict[str, Any]:
+def comparable_facts(data: InputSpec | Dataset) -> dict[str, Any]:
     """Return the `COMPARED_FACTS` of the data as values that JSON can represent."""
     values = {name: getattr(data, name) for name in COMPARED_FACTS}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -200,7 +200,7 @@ class InputSpec(Value):
         strange = [token for token in vocabulary_used if token not in self.vocabulary]
         if strange and self.vocabulary[1:2] != (UNKNOWN_TOKEN,):
             raise DataError(f"{data.name}: token {strange[0]!r} is not in the vocabulary of the model's training data")
-        x = recoded(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
+        x = recode_tokens(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
         return self.samples(x, data.name, data.original_dtype)
 
     def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
@@ -220,7 +220,7 @@ class InputSpec(Value):
                 expected instead.
         """
         if self.vocabulary:
-            refuse(name, [*wrong_tokens(x, self.vocabulary)])
+            raise_data_problems(name, [*token_errors(x, self.vocabulary)])
             if x.shape[1] > self.shape[0]:
                 raise DataError(
                     f"{name}: sequences have {x.shape[1]} tokens, but the model accepts at most {self.shape[0]}"
@@ -286,11 +286,11 @@ class InputSpec(Value):
             lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
             raise DataError(f"{data.name}: {lacks}. The model was trained on the columns {', '.join(wanted)}")
         pairs = [(old, places[old.name][1], data.x[:, places[old.name][0]]) for old in table.columns]
-        x = torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
+        x = torch.stack([_recode_levels(old, new, values, data.name) for old, new, values in pairs], 1)
         return x if set(table.missing) <= set(data.prepare.missing) else table.unmarked(x)
 
 
-def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
+def single_client_federation(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
     """Return a federation in which a single client owns all samples.
 
     The columns of a table are scaled with the client's training part.
@@ -308,14 +308,14 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
         raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()
-    cut = cut_parts(dealt, y, Quota(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)
+    cut = cut_parts(dealt, y, PartSizes(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)
     if data.prepare is not None:
-        data = prepared(data, dealt, cut["train"])
+        data = fit_preparation(data, dealt, cut["train"])
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
     return Federation(data, parts, ("new",), seed=seed)
 
 
-def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
+def _recode_levels(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
     """Return a column's values, with the codes of levels that were used in the training data."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}

@@ -11,7 +11,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
 from fedloom.data.sources import SOURCES, Source, source
 from fedloom.data.sources._base import SampleSource
-from fedloom.data.sources.detect import BY_ENDING, detect
+from fedloom.data.sources.detect import SOURCES_BY_ENDING, detect
 from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.table.levels import Factors
@@ -94,7 +94,7 @@ class NewData(NamedTuple):
         if not isinstance(data, str | Path):
             return new_rows(facts, data, "rows", users, factors, keep, self.options.get("days_since"))
         if facts.vocabulary and Path(data).suffix == ".txt":
-            return new_rows(facts, _lines(Path(data)), str(data))
+            return new_rows(facts, _read_header_lines(Path(data)), str(data))
         reader = self.source(data, facts)
         if keep and not isinstance(reader, TableSource):
             raise DataError(f"{data} is not a table, so {keep[0]!r} cannot be kept")
@@ -121,7 +121,7 @@ class NewData(NamedTuple):
         kind = detect(Path(data).expanduser())
         if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
             kind = named
-        if kind is not (named or BY_ENDING.get(Path(name).suffix.lower())):
+        if kind is not (named or SOURCES_BY_ENDING.get(Path(name).suffix.lower())):
             options = {k: v for k, v in options.items() if k not in FILE_OPTIONS}
         tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
         chosen = {
@@ -134,7 +134,7 @@ class NewData(NamedTuple):
         return kind(**{**(chosen if tables or named in (None, kind) else {}), "path": str(data)})
 
 
-def _lines(file: Path) -> list[str]:
+def _read_header_lines(file: Path) -> list[str]:
     try:
         lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

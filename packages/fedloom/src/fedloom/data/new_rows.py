@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset, default_to_cpu, refuse
+from fedloom.data.dataset import Dataset, default_to_cpu, raise_data_problems
 from fedloom.data.input_spec import NO_TABLE, InputSpec
-from fedloom.data.samples import features_alone
-from fedloom.data.sources.array_data import as_features, plain
-from fedloom.data.sources.table.cells import Piece, Problems, is_missing
+from fedloom.data.samples import stack_unlabelled_samples
+from fedloom.data.sources.array_data import as_features, convert_to_plain_array
+from fedloom.data.sources.table.cells import ColumnPiece, Problems, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
-from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, unapplied
-from fedloom.data.sources.table.reading import Raw
-from fedloom.data.tables import level
-from fedloom.data.text import UNKNOWN_TOKEN, encoded
+from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, unapplied_factor_notes
+from fedloom.data.sources.table.reading import RawTable
+from fedloom.data.tables import level_name
+from fedloom.data.text import UNKNOWN_TOKEN, encode_texts
 from fedloom.errors import DataError, NoSamples, write_singular
 
 REPAIR_HINT = "repair the cell, or train with impute = true, which fills missing cells"
@@ -60,11 +60,13 @@ def new_rows(
 
     Args:
         facts: description of the model's training data.
-        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas, pyarrow or polars table, a dict
-            of columns, or an array ``[N, *shape]``. If a table contains no text, it may also be given as an array of
+        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.RawTable`), a pandas, pyarrow or polars table, a
+            dict of columns, or an array ``[N, *shape]``. If a table contains no text, it may also be given as an array
+            of
             its columns. A model of sequences accepts texts or tokens ``[N, length]``. Columns that the model does not
             use are ignored. Samples may also be a list of arrays, tensors or pictures, a torch data set, or a data set
-            from the hub (see `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`).
+            from the hub (see `fedloom.data.samples.stack_unlabelled_samples` and, for bytes and floats,
+            `InputSpec.samples`).
         name: name by which messages refer to the data.
         users: column that contains the client of each row, or None.
         factors: factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`).
@@ -82,14 +84,16 @@ def new_rows(
     if isinstance(rows, Dataset):
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
-    if isinstance(rows, Raw):
+    if isinstance(rows, RawTable):
         new = _read_columns(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
         names, problems = frame_names(rows), Problems(name, first=0)
         cells = _replace_dates(names, frame_cells(rows), problems, days_since, facts)
         new = _read_columns(facts, names, cells, problems, users, factors, keep)
     elif isinstance(rows, Mapping):
-        arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
+        arrays = {
+            str(c): convert_to_plain_array(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()
+        }
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
             raise DataError(f"{name}: column {single[0]!r} must be a list with one cell per row, even for a single row")
         columns = {c: values.tolist() for c, values in arrays.items()}
@@ -98,12 +102,12 @@ def new_rows(
                 f"{name}: columns have different lengths: {', '.join(f'{len(v)} ({c})' for c, v in columns.items())}"
             )
         names, problems = list(columns), Problems(name, first=0)
-        cells = _replace_dates(names, (Piece(0, c, v) for c, v in columns.items()), problems, days_since, facts)
+        cells = _replace_dates(names, (ColumnPiece(0, c, v) for c, v in columns.items()), problems, days_since, facts)
         new = _read_columns(facts, names, cells, problems, users, factors, keep)
     elif facts.vocabulary:
-        new = _sequences(facts, plain(rows, name), name)
+        new = _read_sequences(facts, convert_to_plain_array(rows, name), name)
     else:
-        new = _array(facts, *features_alone(rows, name), name, factors)
+        new = _read_array(facts, *stack_unlabelled_samples(rows, name), name, factors)
     if keep and not new.kept:
         raise DataError(f"{name} has no column names, so {keep[0]!r} cannot be kept")
     if not len(new.x):
@@ -113,11 +117,11 @@ def new_rows(
 
 def _replace_dates(
     names: Sequence[str],
-    cells: Iterator[Piece],
+    cells: Iterator[ColumnPiece],
     problems: Problems,
     days_since: Mapping[str, str] | None,
     facts: InputSpec,
-) -> Iterator[Piece]:
+) -> Iterator[ColumnPiece]:
     """Replace dates in cells by numbers of days, in the same way as for training."""
     if not days_since or facts.table is None:
         return cells
@@ -128,7 +132,7 @@ def _replace_dates(
 def _read_columns(
     facts: InputSpec,
     names: Sequence[str],
-    cells: Iterable[Piece],
+    cells: Iterable[ColumnPiece],
     problems: Problems,
     users: str | None,
     factors: Factors | None = None,
@@ -152,15 +156,15 @@ def _read_columns(
     kept: dict[str, list[str]] = {column: [] for column in keep}
     for piece in cells:
         if piece.column in kept:
-            kept[piece.column] += ["" if cell is None else level(cell) for cell in piece.cells]
+            kept[piece.column] += ["" if cell is None else level_name(cell) for cell in piece.cells]
         if piece.column != users and piece.column not in agreed:
             continue
         missing = is_missing(piece.cells, table.missing)
         if piece.column == users:
-            sites += ["" if out else level(cell) for cell, out in zip(piece.cells, missing, strict=True)]
+            sites += ["" if out else level_name(cell) for cell, out in zip(piece.cells, missing, strict=True)]
         if piece.column in agreed:
             parts[piece.column].append(agreed[piece.column].read(piece, missing, problems))
-    refuse(where, problems.sentences())
+    raise_data_problems(where, problems.sentences())
     columns = {name: np.concatenate(blocks) if blocks else np.empty(0) for name, blocks in parts.items()}
     for column, by_row in factors_by_client(factors or {}, sites):
         if column in columns and users in names:
@@ -172,11 +176,11 @@ def _read_columns(
         if one.unknown
     ]
     x = torch.from_numpy(np.stack(list(columns.values()), 1))
-    notes += [] if users in names else unapplied(factors or {}, users, None)
+    notes += [] if users in names else unapplied_factor_notes(factors or {}, users, None)
     return NewRows(x, sites if users in names else None, tuple(map(write_singular, notes)), kept=kept)
 
 
-def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
+def _read_sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
     """Return texts ``[N]`` or tokens ``[N, length]`` as rows for a model of sequences."""
     if rows.dtype.kind != "U":
         wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
@@ -187,13 +191,13 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
         return NewRows(facts.samples(wide.to(torch.int64), name))
     if facts.vocabulary[1:2] != (UNKNOWN_TOKEN,):
         raise DataError(f"{name} contains texts, but the model was trained on tokens given as numbers. Pass numbers")
-    x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
+    x = encode_texts([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
     note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
     return NewRows(x.long(), notes=(write_singular(note),) if strange else ())
 
 
-def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:
+def _read_array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:
     table = facts.table
     if x.dtype.kind not in "uifb":
         raise DataError(f"{name} must contain numbers, got {x.dtype}. A table with text needs column names")
@@ -202,7 +206,7 @@ def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, fac
             raise DataError(f"{name}: the model was trained on text columns. Pass a table with column names")
         if x.ndim != 2 or x.shape[1] != len(table.columns):
             raise DataError(f"{name} has shape {x.shape}, but expected [rows, {len(table.columns)}]")
-        cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
+        cells = (ColumnPiece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
         return _read_columns(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
     if x.ndim == 4 and x.shape[1] == 1 and x.shape[2:] == facts.shape:  # a sequence of a torch data set
         x = x[:, 0]

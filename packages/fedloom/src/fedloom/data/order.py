@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.seeds import Purpose, generator, states
 
 
-def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | None) -> Tensor:
+def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Generator | None) -> Tensor:
     """Return the positions of the samples in one client's batches.
 
     Each epoch is a new permutation that is divided into ceil(size / batch_size) batches. The last batch of an epoch may
@@ -53,15 +53,17 @@ MAX_PERMUTATION_SAMPLES = 1 << 27
 
 @cache
 def matches_torch() -> bool:
-    """Return True if `plans` draws the same permutations as PyTorch, even beyond the words that a generator stores."""
+    """Return True if `plan_many_batches` permutes as PyTorch does, even beyond the words that a generator stores."""
     size, one = 700, torch.tensor([1])
-    return torch.equal(plans(size * one, size, one, 0, 0, [0], "")[0], plan(size, size, 1, generator(0, 0, 0, "")))
+    return torch.equal(
+        plan_many_batches(size * one, size, one, 0, 0, [0], "")[0], plan_batches(size, size, 1, generator(0, 0, 0, ""))
+    )
 
 
-def plans(
+def plan_many_batches(
     sizes: Tensor, batch_size: int, steps: Tensor, seed: int, round: int, clients: Sequence[int], purpose: Purpose
 ) -> Tensor:
-    """Return the batches of many clients, drawn by one compiled loop: each client's `plan`, padded to the same width.
+    """Return the batches of many clients, drawn by a compiled loop: each client's `plan_batches`, padded to one width.
 
     The result is valid only if `matches_torch` is True and every client has fewer than `MAX_PERMUTATION_SAMPLES`
     samples.

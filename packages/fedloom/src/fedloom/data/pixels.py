@@ -71,11 +71,11 @@ def refuse_other_numbers(
         raise DataError(
             f"{name}: the model was trained on bytes. It accepts bytes (uint8), which it divides by "
             f"255, or floats from 0 to 1, but got {dtype} values from {low:.9g} to {high:.9g}; "
-            f"{_cure_of_range(x, dtype, low, high)}"
+            f"{_range_advice(x, dtype, low, high)}"
         )
 
 
-def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
+def _range_advice(x: Tensor, dtype: str, low: float, high: float) -> str:
     """Return advice on samples that are neither bytes nor floats from 0 to 1, if the model was trained on bytes."""
     if dtype == "bool":
         return "pass x.astype('float32'), in which True is white, or bytes"

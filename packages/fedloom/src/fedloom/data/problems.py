@@ -19,7 +19,7 @@ from fedloom.seeds import numpy_generator
 Floats = NDArray[np.float64]
 
 
-class _Equal(Source):
+class _EqualClientsSource(Source):
     """Base class of the problems, which creates clients of equal size from features and targets."""
 
     clients: int = Field(default=10, ge=1, description="number of clients m")
@@ -43,7 +43,7 @@ class _Equal(Source):
         )
 
 
-class LinearRegression(_Equal):
+class LinearRegression(_EqualClientsSource):
     """Federated linear regression of FLAME, section V-D and appendix B: y = X_i theta_i + z with X_i' X_i = N b I.
 
     After one round of exact steps from 0, client i sends its least squares solution multiplied by q, where q = 1 for
@@ -92,7 +92,7 @@ class LinearRegression(_Equal):
         return self._dataset("linear-regression", self.truth()[1], self.targets(0))
 
 
-class SparseLogistic(_Equal):
+class SparseLogistic(_EqualClientsSource):
     """Sparse logistic regression: mean logistic loss + penalty * ||w||_1. A tenth of the features are relevant."""
 
     samples: int = Field(default=50, ge=1, description="N, number of samples per client")
@@ -111,7 +111,7 @@ class SparseLogistic(_Equal):
         return self._dataset("sparse-logistic", x, y.astype(np.float64), "binary")
 
 
-class LowRank(_Equal):
+class LowRank(_EqualClientsSource):
     """Low-rank matrix regression: mean squared error + penalty * ||W||_*, where y = W x + noise and W has low rank."""
 
     samples: int = Field(default=50, ge=1, description="N, number of samples per client")

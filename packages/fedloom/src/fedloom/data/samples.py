@@ -12,8 +12,15 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.array_data import as_array, has_channels_last, plain
-from fedloom.data.sources.rereading import REREAD_SAMPLES, ChangedSamples, Reader, is_picture, read_at_random, steady
+from fedloom.data.sources.array_data import as_array, convert_to_plain_array, has_channels_last
+from fedloom.data.sources.rereading import (
+    REREAD_SAMPLES,
+    ChangedSamples,
+    Reader,
+    check_reread_samples,
+    is_picture,
+    read_at_random,
+)
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
 from fedloom.seeds import preserve_rng
 
@@ -34,7 +41,7 @@ TARGET_READINGS = 8
 """Number of times that a few samples are read in order to check that their targets do not change."""
 
 
-class Stack(NamedTuple):
+class StackedSamples(NamedTuple):
     """Stacked samples.
 
     Attributes:
@@ -61,7 +68,7 @@ def find_pair(obj: Any) -> tuple[Any, Any] | None:
     return next(((obj[x], obj[y]) for x, y in pairs), None)
 
 
-def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
+def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> StackedSamples:
     """Return samples as stacked features and a list of targets, without ever holding two copies of the features.
 
     Args:
@@ -76,7 +83,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
     y: list[Any] = []
     first, pictures = "", False
     for value, label in samples:
-        numbers, picture = _numbers(value), is_picture(value)
+        numbers, picture = _sample_array(value), is_picture(value)
         if numbers.dtype.kind not in "uifb":
             raise DataError(f"{name}: sample {len(y)} is {numbers.dtype}, but a sample must be an image or numbers")
         if x is None:
@@ -98,10 +105,10 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
         raise NoSamples(f"{name} contains no samples")
-    return Stack(x.done(), y, first, pictures)
+    return StackedSamples(x.done(), y, first, pictures)
 
 
-def _numbers(value: object) -> NDArray[Any]:
+def _sample_array(value: object) -> NDArray[Any]:
     """Return a sample as an array. In pictures, the channels come first, and colors replace a palette."""
     array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
@@ -109,7 +116,7 @@ def _numbers(value: object) -> NDArray[Any]:
     return array[None] if array.ndim == 2 else array
 
 
-def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
+def stack_torch_dataset(obj: TorchDataset[Any], name: str, labelled: bool = True) -> StackedSamples:
     """Return the stacked samples of a torch data set.
 
     If samples change at random, return one version of the samples and a function that reads further versions.
@@ -128,24 +135,29 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
     """
 
     def pairs(places: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
-        return paired(_samples(obj, name, places), name, labelled, places)
+        return iterate_pairs(_iterate_user_dataset(obj, name, places), name, labelled, places)
 
     again = None if isinstance(obj, IterableDataset) else pairs
     try:
-        return stacked(steady(pairs(), again, lambda: pairs(), name), name)
+        return stack_samples(check_reread_samples(pairs(), again, lambda: pairs(), name), name)
     except ChangedSamples:
         if again is None or not labelled or not hasattr(obj, "__getitem__"):
             raise
         count = len(obj)  # type: ignore[arg-type]  # checked by _samples
         with preserve_rng():
             some = range(min(count, REREAD_SAMPLES))
-            targets = {plain(stacked(pairs(some), name).y, name).tobytes() for _ in range(TARGET_READINGS)}
+            targets = {
+                convert_to_plain_array(stack_samples(pairs(some), name).y, name).tobytes()
+                for _ in range(TARGET_READINGS)
+            }
         if len(targets) > 1:
             raise
-    drawn = read_at_random(lambda places: stacked(pairs(places), name), lambda stack: stack.x.tobytes(), count, name)
+    drawn = read_at_random(
+        lambda places: stack_samples(pairs(places), name), lambda stack: stack.x.tobytes(), count, name
+    )
 
     def read(places: Sequence[int]) -> NDArray[Any]:
-        new = stacked(pairs(places), name)
+        new = stack_samples(pairs(places), name)
         if (new.x.dtype, new.x.shape[1:]) != (drawn.x.dtype, drawn.x.shape[1:]):
             raise DataError(
                 f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but when first read, "
@@ -157,7 +169,7 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
     return drawn._replace(reader=read)
 
 
-def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = None) -> Iterator[Any]:
+def _iterate_user_dataset(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = None) -> Iterator[Any]:
     """Yield the samples of a user-defined data set, whose code may raise errors."""
     count: Any = 0
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
@@ -176,7 +188,7 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
         raise DataError(f"{name}: sample {count} cannot be read: {cause_of(error)}") from error
 
 
-def paired(
+def iterate_pairs(
     samples: Iterable[object], name: str, labelled: bool = True, places: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of features and target from samples in any accepted form.
@@ -209,7 +221,9 @@ def paired(
             )
 
 
-def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, name: str) -> tuple[Stack, list[str]]:
+def stack_hub_columns(
+    obj: Any, x_name: str, y_name: str | None, users: str | None, name: str
+) -> tuple[StackedSamples, list[str]]:
     """Return the stacked features and targets from two columns of a Hugging Face data set, and the client of each row.
 
     Args:
@@ -220,7 +234,7 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
         name: name of the data set in messages.
 
     Raises:
-        DataError: `stacked` rejects the samples, or a row changes when it is read again, for example because of
+        DataError: `stack_samples` rejects the samples, or a row changes when it is read again, for example because of
             ``set_transform``.
     """
     image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
@@ -244,10 +258,10 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
         return pairs(obj[place] for place in places)
 
     frozen = f"[(row[{x_name!r}], {'0' if y_name is None else f'row[{y_name!r}]'}) for row in d]"
-    return stacked(steady(pairs(rows()), again, lambda: (), name, frozen=frozen), name), owners
+    return stack_samples(check_reread_samples(pairs(rows()), again, lambda: (), name, frozen=frozen), name), owners
 
 
-def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
+def stack_unlabelled_samples(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     """Return samples ``[N, ...]`` that need no targets, and the numpy name of their original type.
 
     Args:
@@ -270,30 +284,30 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
         raise ConfigError(f"{name} is a {type(rows).__name__}. Pass its .dataset")
     stack = None
     if isinstance(rows, TorchDataset):
-        stack = stacked_torch(rows, name, labelled=False)
+        stack = stack_torch_dataset(rows, name, labelled=False)
     elif hasattr(rows, "column_names") and hasattr(rows, "features"):
         column = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
         if column is None:
             raise ConfigError(
                 f"{name} contains no column of arrays or pictures. Its columns: {', '.join(rows.column_names)}"
             )
-        stack, _ = stacked_hub(rows, column, None, None, name)
+        stack, _ = stack_hub_columns(rows, column, None, None, name)
     elif is_picture(rows):
         raise ConfigError(f"{name} is a single picture. Pass a list of pictures")
     elif isinstance(rows, list) and rows and isinstance(rows[0], torch.Tensor):
-        stack = stacked(((value, 0) for value in rows), name)
-    return arrayed(rows, name)[:2] if stack is None else (stack.x, stack.dtype)
+        stack = stack_samples(((value, 0) for value in rows), name)
+    return stack_features(rows, name)[:2] if stack is None else (stack.x, stack.dtype)
 
 
-def arrayed(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
-    """Return features ``[N, ...]``, the numpy name of their type, and whether samples were pictures (see `stacked`).
+def stack_features(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
+    """Return features ``[N, ...]``, the numpy name of their type, and whether they were pictures (see `stack_samples`).
 
     Raises:
         DataError: samples differ in shape, or some samples are bytes and others are numbers on a different scale.
     """
     samples = values if isinstance(values, list | tuple) else ()
     if any(map(is_picture, samples)):
-        stack = stacked(((value, 0) for value in samples), name)
+        stack = stack_samples(((value, 0) for value in samples), name)
         return stack.x, stack.dtype, stack.pictures
     dtypes = {k: str(v.dtype) for k, v in enumerate(samples) if getattr(v, "ndim", 0) and hasattr(v, "dtype")}
     first = {dtype.endswith("uint8"): k for k, dtype in reversed(dtypes.items())}
@@ -303,7 +317,7 @@ def arrayed(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
             f"{name}: sample {places[0]} is bytes (uint8), but sample {places[1]} is "
             f"{dtypes[places[1]]}. All samples must have the same type"
         )
-    array = plain(values, name)
+    array = convert_to_plain_array(values, name)
     return array, array.dtype.name, False
 
 

@@ -20,15 +20,15 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.samples import (
     FEATURE_TARGET_NAMES,
-    Stack,
-    arrayed,
+    StackedSamples,
     find_pair,
-    paired,
-    stacked,
-    stacked_hub,
-    stacked_torch,
+    iterate_pairs,
+    stack_features,
+    stack_hub_columns,
+    stack_samples,
+    stack_torch_dataset,
 )
-from fedloom.data.sources.array_data import channels_first, plain
+from fedloom.data.sources.array_data import channels_first, convert_to_plain_array
 from fedloom.data.sources.rereading import Reader
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
 from fedloom.data.subjects.design import SAMPLE_ROLES
@@ -41,7 +41,7 @@ ACCEPTED_FORMS = (
 )
 
 
-class Side(NamedTuple):
+class SampleSet(NamedTuple):
     """Training or test set: features, targets, clients of the samples, declared classes and columns, and notes.
 
     `dtype` is the numpy name of the type of individual samples, or empty if the set was an array. `pictures` is True if
@@ -59,21 +59,21 @@ class Side(NamedTuple):
     reader: Reader | None = None
 
     @classmethod
-    def create(cls, x: object, y: object, name: str, users: object = None) -> Side:
+    def create(cls, x: object, y: object, name: str, users: object = None) -> SampleSet:
         """Create a set from a user's features and targets."""
         refuse_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
-        owners = None if users is None else plain(users, name)
-        array, dtype, pictures = arrayed(x, name)
-        return cls(array, plain(y, name), owners, columns=columns, dtype=dtype, pictures=pictures)
+        owners = None if users is None else convert_to_plain_array(users, name)
+        array, dtype, pictures = stack_features(x, name)
+        return cls(array, convert_to_plain_array(y, name), owners, columns=columns, dtype=dtype, pictures=pictures)
 
     @classmethod
-    def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
+    def stacked(cls, stack: StackedSamples, name: str, **more: Any) -> SampleSet:
         """Create a set from stacked samples."""
         more |= {"dtype": stack.dtype, "pictures": stack.pictures}
-        return cls(stack.x, plain(stack.y, name), reader=stack.reader, **more)
+        return cls(stack.x, convert_to_plain_array(stack.y, name), reader=stack.reader, **more)
 
-    def placed(self, channels_last: bool | None, place: str) -> Side:
+    def placed(self, channels_last: bool | None, place: str) -> SampleSet:
         """Return the set after moving the channels of images to the first axis (see `channels_first`)."""
         read = self.reader
         if self.pictures:
@@ -87,7 +87,7 @@ class Side(NamedTuple):
         return self._replace(x=x, reader=None if read is None else placed)
 
 
-def common_classes(sides: Iterable[Side]) -> tuple[str, ...]:
+def merge_class_names(sides: Iterable[SampleSet]) -> tuple[str, ...]:
     """Return the classes of sets with consistent numbering, taken from the set that declares most classes."""
     return max((side.classes for side in sides), key=len)
 
@@ -107,7 +107,7 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
-def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:
+def refuse_unlike(name: str, sides: Mapping[str, SampleSet], tokens: bool = False) -> None:
     """Raise an error if sets cannot be joined without changing the meaning of at least one of them.
 
     Args:
@@ -168,26 +168,28 @@ def refuse_order(x: object, y: object, name: str) -> None:
         )
 
 
-def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
+def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name: str) -> SampleSet:
     """Return a training or test set, in any form that `Dataset.create` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name} already contains targets. Omit `target`, or pass only the features")
     if is_hub(obj):
-        return _hub_side(obj, target, column, users, name)
+        return _read_hub_sample_set(obj, target, column, users, name)
     if pair:
-        return Side.create(*pair, name, obj.get("clients", obj.get("users")))._replace(notes=_unread(obj, name))
+        return SampleSet.create(*pair, name, obj.get("clients", obj.get("users")))._replace(
+            notes=_note_unread_entries(obj, name)
+        )
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name} has {len(obj.tensors)} tensors, but expected features and targets")
-        return Side.create(*obj.tensors, name)._replace(classes=_classes(obj))
+        return SampleSet.create(*obj.tensors, name)._replace(classes=_declared_classes(obj))
     if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
         raise ConfigError(
             f"{name}: two data sets are not a pair (x, y). Pass {{'train': one, 'test': other}}, or "
             "pass the data sets of clients to fl.Federation.create"
         )
     if isinstance(obj, tuple) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
-        return Side.create(obj[0], obj[1], name)
+        return SampleSet.create(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
             f"{name}: {len(obj)} pairs of features and labels, each with many samples, look like the "
@@ -196,7 +198,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         )
     pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
-        return Side.stacked(stacked(paired(obj, name), name), name)
+        return SampleSet.stacked(stack_samples(iterate_pairs(obj, name), name), name)
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)) or _is_array(obj):
         if target is None or isinstance(target, str):
             parts = obj if isinstance(obj, tuple) else ()
@@ -212,9 +214,9 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
                 cure = "pandas.DataFrame(x), whose columns also have names"
             raise ConfigError(f"{name}: features without targets. Pass {cure}")
-        return Side.create(obj, target, name)
+        return SampleSet.create(obj, target, name)
     if isinstance(obj, TorchDataset):
-        return Side.stacked(stacked_torch(obj, name), name, classes=_classes(obj))
+        return SampleSet.stacked(stack_torch_dataset(obj, name), name, classes=_declared_classes(obj))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table cannot be a client. Join the tables, with a column that names the "
@@ -241,7 +243,7 @@ def _is_array(obj: object) -> bool:
     return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
 
-def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
+def _declared_classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
     return tuple(str(c) for c in getattr(obj, "classes", ()))
 
 
@@ -256,7 +258,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
     return 0 < len(shapes) == len(pairs) and whole and any(y[0] > 1 for _, y in shapes)
 
 
-def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
+def batches_error(place: str, batches: Sequence[Any]) -> ConfigError:
     """Return the error for batches that were passed instead of a data set."""
     return ConfigError(
         f"{place} is a list of {len(batches)} batches. Pass the data set from which the batches came, "
@@ -264,7 +266,7 @@ def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
     )
 
 
-def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def _note_unread_entries(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return a note on entries of a dictionary that have one value per sample but are not read.
 
     If the entry is a test set, an error is raised instead.
@@ -281,17 +283,17 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
             f"{name}: fedloom would ignore {tests[0]!r} beside {x!r} and {y!r}. Pass {{'train': (x, "
             "y), 'test': (x, y)}"
         )
-    beside = [repr(key) for key in unused if _rows(obj[key]) == _rows(obj[x])]
+    beside = [repr(key) for key in unused if _count_samples(obj[key]) == _count_samples(obj[x])]
     return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
 
 
-def _rows(values: object) -> int | None:
+def _count_samples(values: object) -> int | None:
     """Return the number of samples in an array, tensor, table or list, or None for any other object."""
     shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
     return shape[0] if shape else None
 
 
-def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> Side:
+def _read_hub_sample_set(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> SampleSet:
     names: list[str] = list(obj.column_names)
     y_name = next((n for n in TARGET_NAMES if n in names), None) if target is None else target
     features = [n for n in names if n not in (y_name, users)]
@@ -305,7 +307,7 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
             )
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
-    stack, owners = stacked_hub(obj, str(x_name), str(y_name), users, name)
-    return Side.stacked(
+    stack, owners = stack_hub_columns(obj, str(x_name), str(y_name), users, name)
+    return SampleSet.stacked(
         stack, name, users=np.array(owners) if owners else None, classes=class_names(obj, y_name), notes=notes
     )

@@ -33,7 +33,7 @@ TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 """Truth values as text, in lower case. They are read as numbers in every table."""
 
 
-def level(cell: object) -> str:
+def level_name(cell: object) -> str:
     """Return the name of a level, which is the same for all file types: 1, 1.0, "1", "1.0" and " 1" become "1".
 
     >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
@@ -76,7 +76,7 @@ def is_number(cell: Any) -> bool:
     return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
 
-class Markers:
+class MissingMarkers:
     """Missing-value codes, compared by value: -9 matches the number -9 and the texts "-9", " -9" and "-9.0".
 
     Args:
@@ -99,10 +99,10 @@ class Markers:
         return False
 
 
-markers_of = lru_cache(maxsize=64)(Markers)
+markers_of = lru_cache(maxsize=64)(MissingMarkers)
 
 
-FITTED_NUMBERS = 5
+VALUES_PER_COLUMN = 5
 """Number of values that are fitted for a column at a client."""
 MAX_RANGE_WIDTHS = 0.5
 """Distance from the training range, as a multiple of its width, beyond which even a single number is reported."""
@@ -193,9 +193,11 @@ class Table(Value):
         self._check(x)
         fitted = [
             torch.stack([self._fit(c, x[rows, j], train[rows]) for j, c in enumerate(self.columns)])
-            for rows in _clients(owner)
+            for rows in _rows_by_client(owner)
         ]
-        return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED_NUMBERS, dtype=torch.float64)
+        return (
+            torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), VALUES_PER_COLUMN, dtype=torch.float64)
+        )
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
         """Return features [N, q] (float32) of samples x [N, p], given ``fitted [n, p, .]`` and clients ``owner [N]``.
@@ -207,7 +209,7 @@ class Table(Value):
         """
         self._check(x)
         out = torch.full((len(x), self.width), torch.nan, dtype=torch.float32)
-        for rows, statistics in zip(_clients(owner), fitted, strict=True):
+        for rows, statistics in zip(_rows_by_client(owner), fitted, strict=True):
             out[rows] = self.encoder(statistics)(x[rows])
         return out
 
@@ -226,7 +228,7 @@ class Table(Value):
             measured = fitted[:, k][~fitted[:, k, 0].isnan()]
             if column.levels and len(measured):
                 middle[k, :3] = torch.tensor([float(torch.bincount(measured[:, 0].long()).argmax()), 0.0, 1.0])
-            elif len(measured) and fitted.shape[2] == FITTED_NUMBERS:
+            elif len(measured) and fitted.shape[2] == VALUES_PER_COLUMN:
                 middle[k, 3:] = torch.stack([measured[:, 3].amin(), measured[:, 4].amax()])
         return middle
 
@@ -283,7 +285,7 @@ class Table(Value):
         """Return the expected range of a column's numbers, or None if it is unknown."""
         if column.range is not None:
             return column.range
-        if len(fitted) < FITTED_NUMBERS or bool(fitted.isnan().any()):
+        if len(fitted) < VALUES_PER_COLUMN or bool(fitted.isnan().any()):
             return None
         _, _, scale, low, high = fitted.tolist()
         margin = scale if column.scale else (high - low) / 2
@@ -297,7 +299,7 @@ class Table(Value):
         missing = values.isnan()
         observed = values[train & ~missing]
         if len(observed) < self.min_observed:
-            return torch.full((FITTED_NUMBERS,), torch.nan, dtype=torch.float64)
+            return torch.full((VALUES_PER_COLUMN,), torch.nan, dtype=torch.float64)
         if column.levels:
             common = torch.bincount(observed.long(), minlength=column.levels).argmax()
             return torch.tensor([float(common), 0.0, 1.0, 0.0, column.levels - 1.0], dtype=torch.float64)
@@ -310,7 +312,7 @@ class Table(Value):
         return torch.tensor([float(fill), centre, std if std > 0 else 1.0, *bounds], dtype=torch.float64)
 
 
-class Fitted(NamedTuple):
+class FittedTable(NamedTuple):
     """Table with the values that were fitted for each client ``[n, p, 5]`` (see `Table.fit`).
 
     Attributes:
@@ -363,7 +365,7 @@ class Encoder(nn.Module):
         return torch.cat(blocks, 1)[:, self.order].float()
 
 
-def _clients(owner: Tensor) -> list[Tensor]:
+def _rows_by_client(owner: Tensor) -> list[Tensor]:
     """Return the rows of each client in their original order."""
     order = torch.argsort(owner, stable=True)
     return list(order.split(torch.bincount(owner + 1).tolist()))[1:]

@@ -22,7 +22,7 @@ Level = Literal["character", "word"]
 _WORD_PATTERN = re.compile(r"[\w']+|[^\w\s]")
 
 
-def tokenised(text: str, level: Level) -> Sequence[str]:
+def tokenize_text(text: str, level: Level) -> Sequence[str]:
     """Return the tokens of a text. They are either characters, or words and punctuation marks in lower case.
 
     >>> tokenised("Don't go!", "word")
@@ -49,12 +49,12 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
     >>> vocabulary_of(["abba", "ac"], "character", least=2)
     ('<pad>', '<unk>', 'a', 'b')
     """
-    counts = Counter(chain.from_iterable(tokenised(text, level) for text in texts))
+    counts = Counter(chain.from_iterable(tokenize_text(text, level) for text in texts))
     ranked = sorted(((-count, token) for token, count in counts.items() if count >= least))
     return (PAD_TOKEN, UNKNOWN_TOKEN, *sorted(token for _, token in ranked[: None if most is None else most - 2]))
 
 
-def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
+def encode_texts(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
     """Return texts as tokens ``[N, length]`` (int32), with padding at the end and 1 for unknown tokens.
 
     Longer texts are shortened to their first words or their last characters. A text without tokens is represented by a
@@ -63,13 +63,13 @@ def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Ten
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
     for row, text in zip(out, texts, strict=True):
-        tokens = tokenised(text, level)
+        tokens = tokenize_text(text, level)
         tokens = (tokens[-length:] if level == "character" else tokens[:length]) or [UNKNOWN_TOKEN]
         row[: len(tokens)] = [code.get(token, 1) for token in tokens]
     return torch.from_numpy(out)
 
 
-def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
+def recode_tokens(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
     """Convert tokens of the vocabulary ``names`` to tokens of a different vocabulary.
 
     Tokens that the other vocabulary does not contain become 1.
@@ -79,7 +79,7 @@ def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tenso
     return x if tuple(names) == tuple(vocabulary) else code[x.long()]
 
 
-def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
+def token_errors(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
     """Yield sentences about invalid tokens in the samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
         yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}. Encode the text"
@@ -104,7 +104,7 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
             yield f"sample {int(bad.nonzero()[0])} {what}"
 
 
-def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
+def label_errors(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
     """Yield sentences about invalid labels of positions ``[N, length]``, where -1 means that there is no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
@@ -112,13 +112,13 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
             f"{[*y.shape]}. Give every position a label, or -1 for no label"
         )
         return
-    yield from wrong_range(y, classes)
+    yield from label_range_errors(y, classes)
     padded = ((y >= 0) & (x == 0)).any(1)
     if bool(padded.any()):
         yield f"sample {int(padded.nonzero()[0])} has a label on padding, token 0. Give -1 there"
 
 
-def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
+def label_range_errors(y: Tensor, classes: int) -> Iterator[str]:
     """Yield sentences about positions ``[N, length]`` whose label is not a class, and about samples without labels."""
     if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"

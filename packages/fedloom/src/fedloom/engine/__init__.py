@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter
+from fedloom.lazy import make_getattr
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting as Setting
 
 __all__ = ["Setting"]
 
-__getattr__ = getter(__name__)
+__getattr__ = make_getattr(__name__)

@@ -33,7 +33,7 @@ UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
 """Note that is added after the last round if no attacker ever participated."""
 
 
-class Resumed(NamedTuple):
+class ResumedRun(NamedTuple):
     """State of a run as described by its newest checkpoint.
 
     Attributes:
@@ -72,7 +72,7 @@ class RunCheckpoints:
         self._numbers = {**job.setting.numbers(), **job.replay.marks()}
         self._saved = time.monotonic()
 
-    def resume(self, start: State) -> Resumed:
+    def resume(self, start: State) -> ResumedRun:
         """Read the newest checkpoint. If there is no checkpoint, return ``start``."""
         resumed, ranks = self._resume(start), self._job.ranks
         if ranks.size == 1:
@@ -83,27 +83,27 @@ class RunCheckpoints:
         self._job.locations.begin()
         if ranks.rank > 0:
             state = start.restored(round, tensors, notes, start.times)
-        return Resumed(state, name and Stop[name], detail, diverged)
+        return ResumedRun(state, name and Stop[name], detail, diverged)
 
-    def _resume(self, start: State) -> Resumed:
+    def _resume(self, start: State) -> ResumedRun:
         if self._checkpoints is None:
-            return Resumed(start)
+            return ResumedRun(start)
         shorter = self._shorter(self._checkpoints)
         job = self._job if shorter is None else _replace_rounds(self._job, shorter)
         mark, numbers = (self._mark, self._numbers) if shorter is None else (fingerprint(job), job.setting.numbers())
         loaded = self._checkpoints.resume(mark, self._stores, {**numbers, **job.replay.marks()})
         if loaded is None:
-            return Resumed(start)
+            return ResumedRun(start)
         meta = loaded.meta
         times = Times.resumed(meta["seconds"], meta.get("firsts", [0]))
         state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
         if shorter is not None:  # what was measured and noted because that round was the last
             records = Records([r for r in state.records.items if r.round < shorter], state.records.ids)
             notes = tuple(note for note in state.notes if note != UNATTACKED_NOTE)
-            return Resumed(state.with_(records=records, notes=notes))
+            return ResumedRun(state.with_(records=records, notes=notes))
         stop = Stop[meta["stop"]] if meta["stop"] else None
         ended = None if stop is None or stop.resumable else stop
-        return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
+        return ResumedRun(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
         """Return the number of rounds of the shorter, finished run in the folder if this run can extend it, or None.

@@ -12,12 +12,12 @@ from fedloom.engine.job import Job
 from fedloom.engine.records import NEGLIGIBLE_STEP_UNITS, ROUNDING_UNITS, Divergence
 from fedloom.engine.round import run_round
 from fedloom.engine.state import State
-from fedloom.engine.virtual.advance import advance
+from fedloom.engine.virtual.advance import advance_to_server_step
 from fedloom.errors import GivenUp, RunStopped, Stop, write_singular
 from fedloom.processes.clients import Clients
 
 
-class End(NamedTuple):
+class RunEnd(NamedTuple):
     """Final state of a run and the reason why it ended.
 
     Attributes:
@@ -83,7 +83,7 @@ class Hooks:
         return {}
 
 
-def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
+def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> RunEnd:
     """Run the remaining rounds, and save the final state.
 
     If no upload was ever used, or if no loss changed, the run has trained nothing. A run that has trained nothing is
@@ -96,7 +96,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
         ClientError: the code of the method failed.
         CheckpointError: a checkpoint cannot be written.
     """
-    loop = _Loop(job, clients, checkpoints, hooks, state)
+    loop = _RunLoop(job, clients, checkpoints, hooks, state)
     saves = True
     try:
         stop, detail = loop.run()
@@ -120,17 +120,17 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
             state = state.with_(notes=(*state.notes, same))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
-    return End(state, stop, detail, diverged)
+    return RunEnd(state, stop, detail, diverged)
 
 
-class _Loop:
+class _RunLoop:
     """Run in progress. `state` is the most recent state after a completed round or evaluation."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
         self.state, self.divergence, self._begun = state, Divergence(robust=hooks.robust_losses), state.round
         self.divergence.read(state.records)
-        self._step = run_round if state.clock is None else advance
+        self._step = run_round if state.clock is None else advance_to_server_step
 
     def run(self) -> tuple[Stop, str]:
         """Run the remaining rounds. Return the reason why the run ended, together with details.

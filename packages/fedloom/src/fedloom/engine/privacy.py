@@ -38,7 +38,7 @@ Noise = GaussianNoise | PrivateMean
 """Source of Gaussian noise: either clients add the noise before they send, or the server adds it to the sum."""
 
 
-def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
+def find_accounted_noise(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
     """Return the Gaussian noise with a delta for which epsilon is recorded (preferably the clients' noise), or None."""
     noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
     return noises[0] if noises else None
@@ -69,7 +69,7 @@ def check_privacy(
                 rule="noise-misses-single-uploads",
                 fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
             )
-    noise = accounted(channel, aggregator)
+    noise = find_accounted_noise(channel, aggregator)
     if noise is None:
         return
     if find_spec("dp_accounting") is None:
@@ -104,10 +104,10 @@ def epsilon(channel: Noise, uploads: int) -> float:
     """
     assert channel.delta is not None
     multiplier = channel.sigma / (2 if channel.neighbours == "replace" else 1)
-    return composed(multiplier, uploads, channel.delta, channel.accountant)
+    return composed_epsilon(multiplier, uploads, channel.delta, channel.accountant)
 
 
-def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> float:
+def largest_epsilon(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> float:
     """Return the largest epsilon of any client after a round.
 
     Args:
@@ -121,7 +121,7 @@ def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> floa
 
 
 @cache
-def composed(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
+def composed_epsilon(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
     """Return the epsilon of ``times`` composed Gaussian mechanisms, that is, of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0

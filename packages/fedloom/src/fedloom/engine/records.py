@@ -260,7 +260,9 @@ class Divergence:
             )
 
 
-def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
+def unmeasured_metric_error(
+    model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]
+) -> ConfigError:
     """Return an error for a metric that was not measured.
 
     ``measured`` contains all measured combinations of model, part and metric.

@@ -58,7 +58,7 @@ class Replay:
                 cure = buffers if shapes.keys() <= self.initial.keys() else nearest(more[0], shapes)
                 raise ConfigError(f"initial: the model has no parameter {more[0]!r}; {cure}")
             values = {
-                name: _numbers(f"initial: parameter {name!r} must be numbers", value)
+                name: _convert_to_tensor(f"initial: parameter {name!r} must be numbers", value)
                 for name, value in self.initial.items()
             }
             for name, shape in shapes.items():
@@ -68,7 +68,7 @@ class Replay:
                     raise ConfigError(f"initial: parameter {name!r} must have shape {[*shape]}, got {size}")
             start = layout.flatten({name: values[name] for name in layout.names})
         else:
-            start = _numbers(f"initial must be a vector [{layout.d}] or a state dict", self.initial)
+            start = _convert_to_tensor(f"initial must be a vector [{layout.d}] or a state dict", self.initial)
         if start.shape != default.shape:
             raise ConfigError(f"initial must be a vector [{layout.d}] or a state dict, got shape {[*start.shape]}")
         start = start.detach().to(default)
@@ -118,19 +118,19 @@ class Replay:
             )
         n = len(sizes)
         if self.cohorts is not None:
-            _exactly("cohorts", "rounds", self.cohorts, rounds)
+            _check_entries("cohorts", "rounds", self.cohorts, rounds)
             for t, ids in enumerate(self.cohorts, 1):
-                _integers(f"cohorts: round {t}", "client ids", ids, n)
+                _check_integers(f"cohorts: round {t}", "client ids", ids, n)
         if self.batches is None:
             return
         if not isinstance(self.batches, Mapping):
-            _exactly("batches", "clients", self.batches, n)
+            _check_entries("batches", "clients", self.batches, n)
         clients = self.batches if isinstance(self.batches, Mapping) else dict(enumerate(self.batches))
-        _integers("batches", "client ids", list(clients), n)
+        _check_integers("batches", "client ids", list(clients), n)
         for i, rounds_of in clients.items():
-            _exactly(f"batches: client {i}", "rounds", rounds_of, rounds)
+            _check_entries(f"batches: client {i}", "rounds", rounds_of, rounds)
             size = int(sizes[i, 0])
-            self._read[i] = {t: _streams(i, t, ids, size) for t, ids in enumerate(rounds_of, 1)}
+            self._read[i] = {t: _batch_streams(i, t, ids, size) for t, ids in enumerate(rounds_of, 1)}
         for t in range(1, rounds + 1):
             cohort = self.cohort(t)
             missing = sorted(set(range(n) if cohort is None else cohort.tolist()) - set(self._read))
@@ -148,18 +148,18 @@ class Replay:
         for name in ("initial", "cohorts", "batches", "projection"):
             if getattr(self, name) is not None:
                 digest = hashlib.blake2b(digest_size=8)
-                _feed(digest, self._read if name == "batches" else getattr(self, name))
+                _update_digest(digest, self._read if name == "batches" else getattr(self, name))
                 digests[f"replay.{name}"] = digest.hexdigest()
         return digests
 
 
-def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
+def _batch_streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
     """Return a client's batches in one round, as arrays ``[steps, b]`` that are padded with -1, keyed by stream."""
     named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
     tables = {}
     for stream, steps in named.items():
         where = f"batches: client {client}, round {round}" + (f", stream {stream!r}" if stream != "local" else "")
-        drawn = [_integers(f"{where}, step {k}", "positions", b, size) for k, b in enumerate(steps, 1)]
+        drawn = [_check_integers(f"{where}, step {k}", "positions", b, size) for k, b in enumerate(steps, 1)]
         table = torch.full((len(drawn), max(map(len, drawn), default=1)), -1)
         for row, batch in zip(table, drawn, strict=True):
             row[: len(batch)] = batch
@@ -167,7 +167,7 @@ def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
     return tables
 
 
-def _numbers(rule: str, value: Any) -> Tensor:
+def _convert_to_tensor(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
@@ -180,13 +180,13 @@ def _numbers(rule: str, value: Any) -> Tensor:
         raise ConfigError(f"{rule}, got {type(value).__name__}") from None
 
 
-def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
+def _check_entries(where: str, what: str, entries: object, wanted: int) -> None:
     got = len(entries) if isinstance(entries, Sized) and getattr(entries, "shape", None) != () else f"{entries!r:.60}"
     if got != wanted:
         raise ConfigError(f"{where}: must have one entry for each of the {wanted} {what}, got {got}")
 
 
-def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
+def _check_integers(where: str, what: str, numbers: object, below: int) -> Tensor:
     """Check that ``numbers`` is a list of at least one integer and that all are between 0 and ``below`` - 1."""
     try:
         integers = torch.as_tensor(numbers)
@@ -194,24 +194,26 @@ def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
         integers = torch.empty(0)
     whole = not (integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool)
     if integers.dim() != 1 or not len(integers) or not whole:
-        raise ConfigError(f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short(numbers)}")
+        raise ConfigError(
+            f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short_repr(numbers)}"
+        )
     out = (integers < 0) | (integers >= below)
     if bool(out.any()):
         raise ConfigError(f"{where}: {what} must be from 0 to {below - 1}, got {int(integers[out][0])}")
     return integers.long()
 
 
-def _short(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _update_digest(digest: Any, value: Any) -> None:
     """Add the content of ``value`` to a digest."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             digest.update(repr(key).encode())
-            _feed(digest, part)
+            _update_digest(digest, part)
     elif isinstance(value, Tensor) or not isinstance(value, Sequence) or not value or not hasattr(value[0], "__len__"):
         tensor = torch.as_tensor(value).detach().cpu().contiguous()
         digest.update(f"{tensor.dtype}{[*tensor.shape]}".encode())
@@ -219,4 +221,4 @@ def _feed(digest: Any, value: Any) -> None:
     else:
         digest.update(f"[{len(value)}]".encode())
         for part in value:
-            _feed(digest, part)
+            _update_digest(digest, part)

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.engine.clients.scores import choose_model, line_of, pass_own, pass_shared, personal_models
+from fedloom.engine.clients.scores import choose_model, pass_own, pass_shared, personal_models, recalibration_lines
 from fedloom.engine.job import Job
-from fedloom.engine.records import not_measured
+from fedloom.engine.records import unmeasured_metric_error
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import FATE_COLUMN, LOG_COLUMNS, Clock, Fate
+from fedloom.engine.virtual.clock import FATE_COLUMN, LOG_COLUMNS, Clock, ReplyOutcome
 from fedloom.errors import ConfigError, Stop
-from fedloom.formats import as_pandas, folded
-from fedloom.lazy import display
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.formats import as_pandas, fold_repeated_notes
+from fedloom.lazy import import_display
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.local.rows import Fields, to_device
 from fedloom.metrics import SUMMARY_METRICS, leading
 from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe, running_statistics
 from fedloom.trained.model_source import MODEL_CHOICES
-from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
+from fedloom.trained.models import KIND_PREFERENCE, Models
 
 if TYPE_CHECKING:
     from altair import LayerChart
@@ -55,9 +55,9 @@ class Result:
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
         job = job.replace_shares(state.shares)
         self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
-        self.rounds, self.notes, self.status = state.round, folded(state.notes), stop.status
+        self.rounds, self.notes, self.status = state.round, fold_repeated_notes(state.notes), stop.status
         self.seconds, self.startup = state.times.steady_seconds(), state.times.startup()
-        self.models = Models(Live(job, state))
+        self.models = Models(LiveModels(job, state))
 
     def table(self) -> pa.Table:
         """Return a tidy table with the columns round, client (-1 is the federation), model, part, metric and value."""
@@ -96,22 +96,22 @@ class Result:
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         if metric not in names:
             measured = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
-            raise not_measured(model, metric, part, measured)
+            raise unmeasured_metric_error(model, metric, part, measured)
         return metric, model
 
     @property
     def used(self) -> str:
         """Model that a client would use, which is the most personal of the measured models."""
         measured = {r.model for r in self.state.records.items}
-        return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
+        return next((kind for kind in KIND_PREFERENCE if kind in measured), KIND_PREFERENCE[-1])
 
     def uploads(self) -> pa.Table:
         """Return a table with each training task in virtual time, in the order in which the tasks ended.
 
         Columns: ``client``. ``version`` is the number of server steps when the task was dispatched. ``round`` is the
         server step that used the result, or during which the task was abandoned. ``start``, ``end`` and ``busy`` are
-        times in seconds. ``fate`` tells how the task ended (see `fedloom.engine.virtual.clock.Fate`), and ``staleness``
-        is the number of server steps between the dispatch of the task and the use of its result.
+        times in seconds. ``fate`` tells how the task ended (see `fedloom.engine.virtual.clock.ReplyOutcome`), and
+        ``staleness`` is the number of server steps between the dispatch of the task and the use of its result.
 
         Raises:
             ConfigError: the run has no devices.
@@ -119,7 +119,7 @@ class Result:
         log = self._clock().history()
         columns: dict[str, Any] = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG_COLUMNS[:3])}
         columns |= {name: log[:, k] for k, name in enumerate(LOG_COLUMNS) if name in ("start", "end", "busy")}
-        fates = [Fate(int(code)).name.lower() for code in log[:, FATE_COLUMN]]
+        fates = [ReplyOutcome(int(code)).name.lower() for code in log[:, FATE_COLUMN]]
         return pa.table({**columns, "fate": fates, "staleness": columns["round"] - columns["version"] - 1})
 
     def time_to(
@@ -173,15 +173,15 @@ class Result:
         return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Draw a metric by round as an Altair chart (see `fedloom.lazy.display`)."""
-        chart: LayerChart = display().draw_curve(self.table(), metric, part)
+        """Draw a metric by round as an Altair chart (see `fedloom.lazy.import_display`)."""
+        chart: LayerChart = import_display().draw_curve(self.table(), metric, part)
         return chart
 
     plot = chart
 
     def _repr_html_(self) -> str:
         """Return a small table and a curve as HTML, for notebooks."""
-        page: str = display().notebook_page(self.table(), repr(self))
+        page: str = import_display().notebook_page(self.table(), repr(self))
         return page
 
     def __repr__(self) -> str:
@@ -196,7 +196,7 @@ class Result:
         return f"Result({', '.join(parts)})"
 
 
-class Live:
+class LiveModels:
     """Source of models that takes the models from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
@@ -225,13 +225,13 @@ class Live:
             if exists
         ]
 
-    @undisturbed()
+    @isolate_torch_settings()
     def shared(self) -> tuple[Tensor, Tensor]:
         row = self._job.algorithm.global_model(self._state.server)
         assert row is not None
         return row.cpu(), self._statistics(row, self._state.cohort)
 
-    @undisturbed()
+    @isolate_torch_settings()
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         job = self._job
         rows = personal_models(job, self._down, max(self._state.round, 1), ids)
@@ -246,7 +246,7 @@ class Live:
         """Download for all clients, which may be computed from all rows that the server stores."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
-    @undisturbed()
+    @isolate_torch_settings()
     def calibration(self, kind: str) -> Tensor | None:
         job, ids = self._job, torch.arange(len(self.names))
         part = job.setting.task.line_part
@@ -254,11 +254,11 @@ class Live:
             return None
         if kind == "personal":
             models = personal_models(job, self._down, max(self._state.round, 1), ids)
-            return line_of(job, pass_own(job, models, ids, part))
+            return recalibration_lines(job, pass_own(job, models, ids, part))
         row = job.algorithm.global_model(self._state.server)
         assert row is not None
         job.oracle.set_statistics(row.to(job.oracle.device), self._state.cohort)
-        return line_of(job, pass_shared(job, row.to(job.oracle.device), ids, part))
+        return recalibration_lines(job, pass_shared(job, row.to(job.oracle.device), ids, part))
 
     def takes_global(self) -> Tensor:
         records, part = self._state.records, self._job.setting.evaluate.select_on

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.clients.forging import forge
-from fedloom.engine.clients.regroup import regrouped
+from fedloom.engine.clients.regroup import recluster_if_due
 from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
@@ -28,10 +28,10 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         RunStopped: too few uploads are usable, or the server's state is not finite.
     """
     t = state.round + 1
-    job, state = regrouped(job, clients, state)
-    drawn, sampler, query_counts = sample(job, clients, state, t)
+    job, state = recluster_if_due(job, clients, state)
+    drawn, sampler, query_counts = draw_cohort(job, clients, state, t)
     cohort, times = drawn.unique(return_counts=True)
-    order = longest_first(job, cohort)
+    order = sort_by_samples(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
     if not job.setting.aggregation_weights.probes:
         shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
@@ -50,10 +50,10 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         task = TrainTask(t, forging, cohort[forging], shares[forging])
         honest, m = uploads.answers("models"), len(cohort)
         uploads.add(clients.call_once(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
-    return take(job, state, t, cohort, sampler, query_counts, uploads)
+    return update_server(job, state, t, cohort, sampler, query_counts, uploads)
 
 
-def take(
+def update_server(
     job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
     """Update the server with the uploads of a cohort ``[m]`` that ``sampler`` drew at the cost ``query_counts [7]``.
@@ -90,7 +90,7 @@ def _is_finite(values: Tensor) -> bool:
     return not values.numel() or all(math.isfinite(extreme) for extreme in values.detach().aminmax())
 
 
-def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
+def draw_cohort(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
     """Draw the cohort of a round.
 
     Return the clients, the sampler's new state, and the cost ``[7]`` of the sampler's queries.
@@ -101,23 +101,23 @@ def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fi
     info, cost = None, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     if job.setting.sampler.probes:
         with attribute_error("sampler", job.setting.sampler, f"round {t}"):
-            candidates = checked_ids(job.setting.sampler.query(state.sampler, ctx), job.n)
+            candidates = check_client_ids(job.setting.sampler.query(state.sampler, ctx), job.n)
         model = job.algorithm.global_model(state.server)
         assert model is not None  # or the sampler is refused
         answers = list(clients.ask(AskRequest(t, candidates, model)))
         info, cost = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
     with attribute_error("sampler", job.setting.sampler, f"round {t}"):
         cohort, sampler = job.setting.sampler.apply(state.sampler, info, ctx)
-        return checked_ids(cohort, job.n), sampler, cost
+        return check_client_ids(cohort, job.n), sampler, cost
 
 
-def checked_ids(ids: Tensor, n: int) -> Tensor:
+def check_client_ids(ids: Tensor, n: int) -> Tensor:
     """Check that client ids are valid, and return them."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
         raise ValueError(f"clients must be an int64 tensor [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
     return ids
 
 
-def longest_first(job: Job, cohort: Tensor) -> Tensor:
+def sort_by_samples(job: Job, cohort: Tensor) -> Tensor:
     """Return the order of a cohort by decreasing number of training samples (ties stay in order)."""
     return torch.from_numpy(np.argsort(-job.train_sizes.numpy()[cohort.numpy(), 0], kind="stable"))

@@ -13,14 +13,22 @@ from fedloom.algorithms import Algorithm
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.clients.scores import WORK_KEY, hybrid_scores
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted, spent
+from fedloom.engine.privacy import find_accounted_noise, largest_epsilon
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import FATE_COLUMN, ROUND_COLUMN, VERSION_COLUMN, Clock, Fate, upload_counts, use_of
+from fedloom.engine.virtual.clock import (
+    FATE_COLUMN,
+    ROUND_COLUMN,
+    VERSION_COLUMN,
+    Clock,
+    ReplyOutcome,
+    divide_client_time,
+    upload_counts,
+)
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import chunk_count
-from fedloom.local.rows import Fields, remade, rows_of, to_device
+from fedloom.local.rows import Fields, rebuild_rows, rows_of, to_device
 from fedloom.metrics import mutual_information
 from fedloom.processes.clients import CLIENT_COUNTS, Clients, ScoreRequest, Scores
 from fedloom.rundir import UPLOADS_FIGURE
@@ -38,7 +46,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     scores, t = scores_of(job, clients, state), state.round
     records = [*records_of(job, state, scores)]
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
-        figures = clients.call_once(job.ctx(t).ids, lambda: diagnose(job, state))
+        figures = clients.call_once(job.ctx(t).ids, lambda: compute_diagnostics(job, state))
         records += [Record.make_federation_record(t, "", "", name, figure) for name, figure in figures.items()]
     lost, notes = [*_find_lost_scores(job, scores)], list[str]()
     parts = job.setting.evaluate.parts
@@ -114,9 +122,11 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
         yield from _upload_records(t, state.clock, job.n, scored)
         if job.fleet is not None:
             yield from _time_records(t, state.clock, job.fleet, scored)
-    noise = accounted(job.setting.upload_transform, job.setting.aggregator)
+    noise = find_accounted_noise(job.setting.upload_transform, job.setting.aggregator)
     if noise is not None:
-        yield Record.make_federation_record(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
+        yield Record.make_federation_record(
+            t, "", "", "epsilon", largest_epsilon(noise, job.setting.sampler, state.uploads, t)
+        )
     if uses_clusters(job.setting.client_weights):
         yield Record.make_client_record(t, "", "", "share", job.alpha[scored, 0])
     labels = getattr(state.weigher, "labels", None)
@@ -134,7 +144,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
     """Yield records of the virtual time of a round, and of how long clients were busy, idle or absent."""
-    use = use_of(clock, fleet)
+    use = divide_client_time(clock, fleet)
     present = float((clock.now - use.absent).sum())
     yield Record.make_federation_record(t, "", "", "simulated_seconds", clock.now)
     yield Record.make_federation_record(
@@ -149,7 +159,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
     """Yield records of how many uploads of each client have arrived by a round, and of their staleness."""
     log, counts = clock.history(), upload_counts(clock, n)
     yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
-    used = log[log[:, FATE_COLUMN] == Fate.USED]
+    used = log[log[:, FATE_COLUMN] == ReplyOutcome.USED]
     if len(used):
         staleness = used[:, ROUND_COLUMN] - used[:, VERSION_COLUMN] - 1
         yield Record.make_federation_record(t, "", "", "staleness/mean", float(staleness.mean()))
@@ -158,7 +168,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
     yield Record.make_client_record(t, "", "", "staleness", counts.staleness[scored])
 
 
-def diagnose(job: Job, state: State) -> dict[str, float]:
+def compute_diagnostics(job: Job, state: State) -> dict[str, float]:
     """Compute the method's diagnostics after a round.
 
     The computation is not added to the recorded work of the method.
@@ -166,10 +176,10 @@ def diagnose(job: Job, state: State) -> dict[str, float]:
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):
-        return _figures(job, state, ctx, down)
+        return _diagnostic_figures(job, state, ctx, down)
 
 
-def _figures(job: Job, state: State, ctx: Ctx, down: Fields) -> dict[str, float]:
+def _diagnostic_figures(job: Job, state: State, ctx: Ctx, down: Fields) -> dict[str, float]:
     total: Fields | None = None
     for ids in ctx.ids.tensor_split(chunk_count(ctx.m, job.chunk)):
         rows = to_device(job.clients.read(ids), job.oracle.device)
@@ -177,5 +187,5 @@ def _figures(job: Job, state: State, ctx: Ctx, down: Fields) -> dict[str, float]
         part = job.algorithm.observe(to_device(rows_of(down, ids), job.oracle.device), rows, work)
         if part is not None:
             sums = [f.sum(0) for f in part]
-            total = remade(part, sums if total is None else [a + b for a, b in zip(total, sums, strict=True)])
+            total = rebuild_rows(part, sums if total is None else [a + b for a, b in zip(total, sums, strict=True)])
     return job.algorithm.diagnostics(state.server, total, ctx)

@@ -17,7 +17,7 @@ from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.engine.checks.moved import check_moved
 from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.tables import NamedMethod, SettingTable
-from fedloom.hints import Places, unknown
+from fedloom.hints import KeyPlaces, unknown
 from fedloom.local import LocalSGD
 from fedloom.models import MODEL_CLASSES, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregators import AGGREGATORS, Aggregator
@@ -126,7 +126,7 @@ class Engine(Value):
     norm_bound: float | None = Field(None, gt=0, description="maximum norm of an accepted upload")
 
 
-OF_DATA = (
+DATA_KEY_NAMES = (
     "target", "client_column", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
     "layout",
 )  # fmt: skip
@@ -269,7 +269,7 @@ class Setting(Value):
         cls,
         mapping: Mapping[str, Any],
         where: str = "",
-        places: Places | None = None,
+        places: KeyPlaces | None = None,
         base: Setting | None = None,
     ) -> Setting:
         """Create a setting from a mapping.
@@ -302,7 +302,7 @@ class Setting(Value):
         return make(cls if base is None else base.with_, chosen, where, cls.model_fields)
 
     @classmethod
-    def places(cls, algorithm: Any = None, **changes: Any) -> Places:
+    def places(cls, algorithm: Any = None, **changes: Any) -> KeyPlaces:
         """Return the keys that the Python interface accepts, and the place of every other key.
 
         Args:
@@ -324,8 +324,8 @@ class Setting(Value):
         names = (*cls.model_fields,)
         facts = {"plain": {*names} - {"algorithm"}, "keys": names, "method": algorithm is None}
         methods = {name: fields_of(one) for name, one in REGISTRY.items()}
-        facts |= {"tables": {**tables, "data": {"": OF_DATA}}, "methods": methods, "special": special}
-        return Places(**{**facts, **changes})
+        facts |= {"tables": {**tables, "data": {"": DATA_KEY_NAMES}}, "methods": methods, "special": special}
+        return KeyPlaces(**{**facts, **changes})
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:

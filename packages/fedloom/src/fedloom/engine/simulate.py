@@ -26,7 +26,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
 from fedloom.errors import ConfigError, Stop, entered, place_note
-from fedloom.local.oracles.precision import make_repeatable, undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
 from fedloom.processes.clients import (
@@ -56,7 +56,7 @@ Progress = Callable[[State], object]
 (see `fedloom.callbacks`)."""
 
 
-@undisturbed()
+@isolate_torch_settings()
 def simulate(
     algorithm: Algorithm | PresetMethod | Setting | str,
     fed: Federation | Sequence[Any] | Mapping[str, Any],
@@ -156,20 +156,20 @@ def simulate(
     check_ranks(job)
     rule = setting.early_stop  # its last round is not always its result
     calls: list[Progress] = [*callbacks, *([] if rule is None else [rule])]
-    result = _play(job, server, place, calls, pause, advance=advance)
+    result = _resume_and_run(job, server, place, calls, pause, advance=advance)
     best = None if rule is None or rule.result == "last" else rule.best_round(result.state.records)
     if best is not None and best < result.state.round and result.stop in (Stop.DONE, Stop.STOPPED):
         words = f"round {best} of {result.state.round} is the best one, and its models are the result"
         reason, place = "; ".join(filter(None, (result.detail, words))), None if place is None else place / BEST_FOLDER
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
         calls = [lambda state: reason if state.round == best else None]
-        result = _play(job, server, place, calls, pause, advance=advance)
+        result = _resume_and_run(job, server, place, calls, pause, advance=advance)
         result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
     result.notes[:0] = [place_note("data", note) for note in fed.remarks]
     return result
 
 
-def _play(
+def _resume_and_run(
     job: Job, server: Fields, place: Path | None, callbacks: Sequence[Progress], pause: int | None, *, advance: bool
 ) -> Result:
     """Resume a run from its folder, and train the remaining rounds unless ``advance`` is False."""
@@ -178,7 +178,7 @@ def _play(
     if not advance or resumed.stop is not None:
         result = Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
     else:
-        with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
+        with fix_arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
             hooks = _Simulation(job, clients, callbacks, interrupted, pause)
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
             result.notes += hooks.warnings
@@ -259,10 +259,14 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
-        train=_seeded(job, lambda shared, task: train_chunk(job.replace_shares(shared[2]), *shared[:2], task)),
-        compute=_seeded(job, lambda shared, task: flatten_results(compute_chunk(job, *shared, task))),
-        ask=_seeded(job, lambda model, task: ask_chunk(job, model, task)),
-        score=_seeded(job, lambda shared, task: score_chunk(job.replace_shares(shared[2]), *shared[:2], task)),
+        train=_seed_before_call(
+            job, lambda shared, task: train_chunk(job.replace_shares(shared[2]), *shared[:2], task)
+        ),
+        compute=_seed_before_call(job, lambda shared, task: flatten_results(compute_chunk(job, *shared, task))),
+        ask=_seed_before_call(job, lambda model, task: ask_chunk(job, model, task)),
+        score=_seed_before_call(
+            job, lambda shared, task: score_chunk(job.replace_shares(shared[2]), *shared[:2], task)
+        ),
     )
     if job.ranks.size > 1:
         yield LocalClients(handlers, RankPool(job.ranks, job.locations, up), job.chunk)
@@ -271,7 +275,7 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
         yield LocalClients(handlers, pool, job.chunk)
 
 
-def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
+def _seed_before_call(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
     """Return a function that seeds the global random generators (which user code may use) and then processes a chunk.
 
     The random draws do not depend on the number of workers, because the division into chunks does not depend on it.
@@ -287,7 +291,7 @@ def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
 
 
 @contextmanager
-def arithmetic(job: Job) -> Iterator[None]:
+def fix_arithmetic(job: Job) -> Iterator[None]:
     """Let torch use one thread, and deterministic operations on a GPU, so that results do not depend on the machine."""
-    with undisturbed(), make_repeatable(job.oracle.device, job.setting.engine.precision):
+    with isolate_torch_settings(), make_repeatable(job.oracle.device, job.setting.engine.precision):
         yield

@@ -14,7 +14,7 @@ from fedloom.engine.clients.uploads import first_sums
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.virtual.clock import Clock
-from fedloom.local.rows import F, Fields, group_of, name_tensors, remade
+from fedloom.local.rows import F, Fields, group_of, name_tensors, rebuild_rows
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
@@ -22,12 +22,12 @@ START_UP_BASELINE_ROUNDS = 5
 """Number of later rounds with which the first round of a process is compared to determine its one-time costs."""
 PACE_WINDOW_ROUNDS = 10
 """Number of recent rounds and evaluations whose median determines the time per round."""
-MOST_LATEST = 64
+MAX_TALLY_COHORTS = 64
 """Maximum number of cohorts that a tally collects before they are added up. Otherwise, the counts of all clients would
 be copied in each round."""
 
 
-class Tally(NamedTuple):
+class ParticipationTally(NamedTuple):
     """Number of times that each client has participated.
 
     Attributes:
@@ -38,10 +38,10 @@ class Tally(NamedTuple):
     before: Tensor
     latest: tuple[Tensor, ...] = ()
 
-    def plus(self, ids: Tensor) -> Tally:
+    def plus(self, ids: Tensor) -> ParticipationTally:
         """Return a tally that includes one more cohort."""
-        longer = Tally(self.before, (*self.latest, ids))
-        return longer if len(longer.latest) < MOST_LATEST else Tally(longer.counts())
+        longer = ParticipationTally(self.before, (*self.latest, ids))
+        return longer if len(longer.latest) < MAX_TALLY_COHORTS else ParticipationTally(longer.counts())
 
     def counts(self) -> Tensor:
         """Return the counts of all clients ``[n]``."""
@@ -145,7 +145,7 @@ class State:
     aggregator: dict[str, Tensor]
     sums: dict[str, Tensor]
     totals: Tensor
-    tally: Tally
+    tally: ParticipationTally
     cohort: Tensor
     trained: int = 0
     records: Records = field(default_factory=Records)
@@ -184,7 +184,7 @@ class State:
 
         def like(value: F, name: str) -> F:
             saved = group_of(tensors, name)
-            return remade(value, [saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
+            return rebuild_rows(value, [saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
 
         return State(
             round,
@@ -194,7 +194,7 @@ class State:
             group_of(tensors, "aggregator"),
             group_of(tensors, "sums"),
             tensors["totals"],
-            Tally(tensors["uploads"]),
+            ParticipationTally(tensors["uploads"]),
             tensors["cohort"],
             int(tensors.get("trained", round)),
             Records.read_tensors(group_of(tensors, "records")),
@@ -221,7 +221,7 @@ def initial_state(job: Job, server: Fields) -> State:
         aggregator,
         first_sums(job),
         totals,
-        Tally(torch.zeros(job.n, dtype=torch.long)),
+        ParticipationTally(torch.zeros(job.n, dtype=torch.long)),
         ctx.ids,
         records=records,
         notes=job.notes,

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod
 from fedloom.engine.checks.moved import find_moved_key
 from fedloom.errors import ConfigError
-from fedloom.hints import METHOD_FORM, Hint, Places, nearest, unknown
+from fedloom.hints import METHOD_FORM, Hint, KeyPlaces, nearest, unknown
 from fedloom.imports import find_maker, importable, is_path
 from fedloom.models import MODEL_CLASSES, MODELS, Import, ModelSpec, spec_of
-from fedloom.models.imported import Held, wrap_model
+from fedloom.models.imported import InProcessModel, wrap_model
 from fedloom.values import choose, fields_of, make, make_kind
 
 
@@ -37,7 +37,7 @@ class NamedMethod(NamedTuple):
 
     @classmethod
     def read(
-        cls, method: object, options: Mapping[str, Any], where: str = "", places: Places | None = None
+        cls, method: object, options: Mapping[str, Any], where: str = "", places: KeyPlaces | None = None
     ) -> NamedMethod:
         """Read a method together with its options.
 
@@ -62,7 +62,7 @@ class NamedMethod(NamedTuple):
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
             fixed = "the options of what a preset has made are fixed"
-            raise ConfigError(f"{_value_at(where)}{fixed}. Use the name of the preset")
+            raise ConfigError(f"{_value_prefix(where)}{fixed}. Use the name of the preset")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
@@ -80,7 +80,7 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
         return name or f"a composition of {kind.__name__}", presets.get(name or "", kind), method
     kind, built = (method, None) if isinstance(method, type) else (type(method), method)
     if not issubclass(kind, Algorithm):
-        raise ConfigError(f"{_value_at(where)}must be {METHOD_FORM}, got {method!r:.80}")
+        raise ConfigError(f"{_value_prefix(where)}must be {METHOD_FORM}, got {method!r:.80}")
     name = next((name for name, entry in REGISTRY.items() if entry is kind), None)
     return name or importable(kind) or kind.__qualname__, kind, built
 
@@ -120,7 +120,7 @@ class SettingTable:
         }
         return {"": kinds[self.default], **kinds} if self.default else kinds
 
-    def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
+    def read(self, choice: object, where: str = "", name: str = "", places: KeyPlaces | None = None) -> Any:
         """Read the value that a name or table describes.
 
         Args:
@@ -139,12 +139,13 @@ class SettingTable:
             try:
                 return wrap_model(choice)
             except ConfigError as error:
-                raise type(error)(f"{_value_at(where)}{error}") from None
+                raise type(error)(f"{_value_prefix(where)}{error}") from None
         options = {self.key: choice} if isinstance(choice, str) and self.kinds and not in_file else choice
         if not isinstance(options, Mapping):
             what = "a table" if in_file else f"a {self.base.__name__} or a table"
             raise ConfigError(
-                f"{_value_at(where)}must be {what}, got {choice!r}{f'; {self._form(choice, name)}' if in_file else ''}"
+                f"{_value_prefix(where)}must be {what}, got {choice!r}"
+                f"{f'; {self._form(choice, name)}' if in_file else ''}"
             )
 
         def hint(key: str, value: object) -> str:
@@ -155,9 +156,9 @@ class SettingTable:
         if self.default is None and (not options or options.get("kind") == "none"):
             return None
         if self.base is ModelSpec:
-            return _model(options, where, hint)
+            return _read_model_table(options, where, hint)
         if self.default is None and "kind" not in options:
-            raise ConfigError(f"{_value_at(where)}kind is missing. Allowed: {', '.join(self.kinds)}, none")
+            raise ConfigError(f"{_value_prefix(where)}kind is missing. Allowed: {', '.join(self.kinds)}, none")
         what = self.base.__name__.lower()
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
@@ -178,15 +179,15 @@ class SettingTable:
         return core_schema.no_info_plain_validator_function(self.read)
 
 
-def _value_at(where: str) -> str:
+def _value_prefix(where: str) -> str:
     return f"{where}: " if where else ""
 
 
-def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
+def _read_model_table(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
     """Return the model specification that a table describes by a kind, a name from a paper, or a path to user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
         raise ConfigError(
-            f"{_value_at(where)}this is a state dict. Load the state dict into a module, and pass the module"
+            f"{_value_prefix(where)}this is a state dict. Load the state dict into a module, and pass the module"
         )
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
@@ -197,11 +198,11 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
             import_options = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
             return make(Import, {**import_options, **common}, where, fields_of(Import), hint)
         return make_kind("model", MODELS, options, where, base=ModelSpec, hint=hint)
-    if kind == Held.kind and callable(rest.get("held")):
-        return make(Held, rest, where, fields_of(Held))
-    if kind == Held.kind and "digest" in rest:
+    if kind == InProcessModel.kind and callable(rest.get("held")):
+        return make(InProcessModel, rest, where, fields_of(InProcessModel))
+    if kind == InProcessModel.kind and "digest" in rest:
         raise ConfigError(
-            f"{_value_at(where)}the model {rest.get('name')!r} was passed as a Python object, and no "
+            f"{_value_prefix(where)}the model {rest.get('name')!r} was passed as a Python object, and no "
             "file refers to it. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in "
             "the same call of fl.compare"
         )

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from fedloom.engine.setting import Engine
 from fedloom.errors import Refused
-from fedloom.processes.pool import PER_CORE, cores, useful
+from fedloom.processes.pool import PROCESSES_PER_CORE, usable_cores, useful_processes
 
 if TYPE_CHECKING:
     from fedloom.engine.problem import JobFacts
 
-WORTH_FORKING = 2e11
+MIN_FORKING_WORK = 2e11
 """Number of multiply-adds in a run (about four seconds on one core) above which additional workers save time."""
 
 
@@ -29,7 +29,7 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
     on_cpu = engine.device == "cpu"
     if engine.workers == "auto":
         work = 3.0 * problem.setting.rounds * samples * problem.oracle.layout.d
-        return useful(cores(), problem.n) if on_cpu and work > WORTH_FORKING else 1
+        return useful_processes(usable_cores(), problem.n) if on_cpu and work > MIN_FORKING_WORK else 1
     if engine.workers > 1 and not on_cpu:
         raise Refused(
             f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork "
@@ -37,14 +37,15 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
             rule="workers-on-a-gpu",
             fix="omit {engine.workers}, or start one process per GPU with torchrun",
         )
-    return useful(engine.workers, problem.n)
+    return useful_processes(engine.workers, problem.n)
 
 
 def idle_workers(engine: Engine) -> list[str]:
     """Return a note if more worker processes are requested than the cores can use."""
-    if engine.workers == "auto" or engine.workers <= PER_CORE * cores():
+    if engine.workers == "auto" or engine.workers <= PROCESSES_PER_CORE * usable_cores():
         return []
     return [
-        f"engine.workers = {engine.workers}: at most {PER_CORE * cores()} processes start, {PER_CORE} "
-        f"for each of the {cores()} cores that this program may use, and no more than clients or runs"
+        f"engine.workers = {engine.workers}: at most {PROCESSES_PER_CORE * usable_cores()} processes start, "
+        f"{PROCESSES_PER_CORE} for each of the {usable_cores()} cores that this program may use, "
+        "and no more than clients or runs"
     ]

@@ -6,7 +6,7 @@ client does not depend on the other clients in its chunk.
 
 from fedloom.kernels.draws import shuffle
 from fedloom.kernels.linear import add_gradient, apply, backward, forward
-from fedloom.kernels.machine import compiled
+from fedloom.kernels.machine import compile_loop
 from fedloom.kernels.network import BLOCK_SAMPLES, add_gradients, descend
 from fedloom.kernels.samples import gather, pool, unpool
 
@@ -16,7 +16,7 @@ __all__ = [
     "add_gradients",
     "apply",
     "backward",
-    "compiled",
+    "compile_loop",
     "descend",
     "forward",
     "gather",

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.kernels.machine import compiled
+from fedloom.kernels.machine import compile_loop
 
 
-@compiled
+@compile_loop
 def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
     """Draw the batches of all clients. In each epoch, the order of samples is the order that `torch.randperm` draws.
 
@@ -34,7 +34,7 @@ def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
             step, column = first, 0
             for p in range(n):
                 if p < n - 1:
-                    drawn = _draw(words[c], at)
+                    drawn = _draw_word(words[c], at)
                     at = at + 1 if at < 623 else 0
                     q = p + drawn % (n - p)
                     order[p], order[q] = order[q], order[p]
@@ -47,8 +47,8 @@ def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
             first = step + 1 if column else step
 
 
-@compiled
-def _draw(words: Any, at: int) -> Any:
+@compile_loop
+def _draw_word(words: Any, at: int) -> Any:
     """Renew the word at position ``at`` of a Mersenne Twister, and return the 32 random bits that it yields."""
     after = np.int64(words[at + 1 if at < 623 else 0])
     both = (np.int64(words[at]) & 0x80000000) | (after & 0x7FFFFFFF)

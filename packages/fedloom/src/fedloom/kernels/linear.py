@@ -13,33 +13,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedloom.kernels.machine import compiled
+from fedloom.kernels.machine import compile_loop
 
 
-@compiled
+@compile_loop
 def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
     """Compute ``out <- x W' + b`` with x ``[m, b, i]`` and out ``[m, b, o]``."""
     for c in range(len(x)):
-        forward_one(w[c], at, bias, x[c], out[c])
+        forward_one_client(w[c], at, bias, x[c], out[c])
 
 
-@compiled
+@compile_loop
 def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
     """Compute `forward` for x ``[N, i]`` and out ``[N, o]``, where the rows of client c end before row ``ends[c]``."""
     start = 0
     for c in range(len(ends)):
-        forward_one(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])
+        forward_one_client(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])
         start = ends[c]
 
 
-@compiled
+@compile_loop
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
     """Compute ``out <- delta W`` with delta ``[m, b, o]`` and out ``[m, b, i]``."""
     for c in range(len(delta)):
-        backward_one(w[c], at, delta[c], out[c])
+        backward_one_client(w[c], at, delta[c], out[c])
 
 
-@compiled
+@compile_loop
 def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
     """Compute ``out <- beta out + alpha gradient + steady`` for the columns of a layer.
 
@@ -59,17 +59,17 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
     """
     for c in range(len(delta)):
         steady_row = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
-        add_gradient_one(out[c], at, bias, delta[c], x[c], beta[c], alpha, steady_row)
+        add_gradient_one_client(out[c], at, bias, delta[c], x[c], beta[c], alpha, steady_row)
 
 
-@compiled
-def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
+@compile_loop
+def forward_one_client(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
     """Compute ``out [b, o] <- x W' + b`` for one client with w ``[d]`` and x ``[b, i]``."""
     b, o = out.shape
     weights = w[at : at + o * x.shape[1]].reshape(o, x.shape[1])
     for q in range(0, o, 4):
         for p in range(0, b, 4):
-            _dots(x[p : p + 4], weights[q : q + 4], out[p : p + 4, q : q + 4])
+            _dot_four_rows(x[p : p + 4], weights[q : q + 4], out[p : p + 4, q : q + 4])
     if bias >= 0:
         offsets = w[bias : bias + o]
         for p in range(b):
@@ -77,36 +77,38 @@ def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
                 out[p, q] += offsets[q]
 
 
-@compiled
-def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
+@compile_loop
+def backward_one_client(w: Any, at: int, delta: Any, out: Any) -> None:
     """Compute ``out [b, i] <- delta W`` for one client with w ``[d]`` and delta ``[b, o]``."""
     o, i = delta.shape[1], out.shape[1]
     weights = w[at : at + o * i].reshape(o, i)
     out[:] = 0
     for p in range(0, len(out), 4):
-        _combine(out[p : p + 4], weights, delta[p : p + 4], out.dtype.type(1))
+        _add_combination_of_rows(out[p : p + 4], weights, delta[p : p + 4], out.dtype.type(1))
 
 
-@compiled
-def add_gradient_one(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
+@compile_loop
+def add_gradient_one_client(
+    out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any
+) -> None:
     """Compute `add_gradient` for one client with out ``[d]``, delta ``[b, o]``, x ``[b, i]``, steady ``[d]``."""
     b, o = delta.shape
     i = x.shape[1]
     weights = out[at : at + o * i].reshape(o, i)
     for q in range(0, o, 4):
         rows = weights[q : q + 4]
-        _prepare(rows.reshape(rows.size), beta, steady, at + q * i)
-        _combine(rows, x, delta[:, q : q + 4].T, alpha)
+        _scale_and_add_steady(rows.reshape(rows.size), beta, steady, at + q * i)
+        _add_combination_of_rows(rows, x, delta[:, q : q + 4].T, alpha)
     if bias >= 0:
         values = out[bias : bias + o]
-        _prepare(values, beta, steady, bias)
+        _scale_and_add_steady(values, beta, steady, bias)
         for p in range(b):
             for q in range(o):
                 values[q] += alpha * delta[p, q]
 
 
-@compiled
-def _prepare(values: Any, beta: Any, steady: Any, at: int) -> None:
+@compile_loop
+def _scale_and_add_steady(values: Any, beta: Any, steady: Any, at: int) -> None:
     """Compute ``values <- beta values + steady[at:]``."""
     if beta == 0:
         values[:] = 0
@@ -119,8 +121,8 @@ def _prepare(values: Any, beta: Any, steady: Any, at: int) -> None:
             values[k] *= beta
 
 
-@compiled
-def _dots(x: Any, w: Any, out: Any) -> None:
+@compile_loop
+def _dot_four_rows(x: Any, w: Any, out: Any) -> None:
     """Compute the scalar products ``out[p, q] <- <x[p], w[q]>`` for at most four rows of x and w."""
     zero = w.dtype.type(0)
     if len(x) == 4 and len(w) == 4:
@@ -170,8 +172,8 @@ def _dots(x: Any, w: Any, out: Any) -> None:
                 out[p, q] = s
 
 
-@compiled
-def _combine(target: Any, source: Any, factor: Any, alpha: Any) -> None:
+@compile_loop
+def _add_combination_of_rows(target: Any, source: Any, factor: Any, alpha: Any) -> None:
     """Compute ``target[p] += alpha sum_q factor[p, q] source[q]`` for at most four rows of ``target``."""
     n, i = source.shape
     whole = n - n % 4
@@ -179,10 +181,10 @@ def _combine(target: Any, source: Any, factor: Any, alpha: Any) -> None:
         t0, t1, t2, t3 = target[0], target[1], target[2], target[3]
         for q in range(0, whole, 4):
             s0, s1, s2, s3 = source[q], source[q + 1], source[q + 2], source[q + 3]
-            a0, a1, a2, a3 = _four(factor, 0, q, alpha)
-            b0, b1, b2, b3 = _four(factor, 1, q, alpha)
-            c0, c1, c2, c3 = _four(factor, 2, q, alpha)
-            d0, d1, d2, d3 = _four(factor, 3, q, alpha)
+            a0, a1, a2, a3 = _combine_four(factor, 0, q, alpha)
+            b0, b1, b2, b3 = _combine_four(factor, 1, q, alpha)
+            c0, c1, c2, c3 = _combine_four(factor, 2, q, alpha)
+            d0, d1, d2, d3 = _combine_four(factor, 3, q, alpha)
             for k in range(i):
                 e, f, g, h = s0[k], s1[k], s2[k], s3[k]
                 t = t0[k] + a0 * e + a1 * f + a2 * g + a3 * h
@@ -195,7 +197,7 @@ def _combine(target: Any, source: Any, factor: Any, alpha: Any) -> None:
             row = target[p]
             for q in range(0, whole, 4):
                 s0, s1, s2, s3 = source[q], source[q + 1], source[q + 2], source[q + 3]
-                a0, a1, a2, a3 = _four(factor, p, q, alpha)
+                a0, a1, a2, a3 = _combine_four(factor, p, q, alpha)
                 for k in range(i):
                     row[k] += a0 * s0[k] + a1 * s1[k] + a2 * s2[k] + a3 * s3[k]
     for q in range(whole, n):
@@ -206,6 +208,6 @@ def _combine(target: Any, source: Any, factor: Any, alpha: Any) -> None:
                 row[k] += a0 * s0[k]
 
 
-@compiled
-def _four(factor: Any, p: int, q: int, alpha: Any) -> tuple[Any, Any, Any, Any]:
+@compile_loop
+def _combine_four(factor: Any, p: int, q: int, alpha: Any) -> tuple[Any, Any, Any, Any]:
     return alpha * factor[p, q], alpha * factor[p, q + 1], alpha * factor[p, q + 2], alpha * factor[p, q + 3]

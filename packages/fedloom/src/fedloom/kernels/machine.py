@@ -24,7 +24,7 @@ MIN_FREE_BYTES = 64 << 20
 """Minimum number of bytes that must be free on a disk on which machine code is stored."""
 
 
-def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a loop, and store the machine code in the folder of the package or in the user's cache.
 
     If there is no home folder, as in some containers, the code is not stored, because numba would create a folder named
@@ -52,11 +52,11 @@ def _lock_cache(loop: Any) -> Callable[..., Any]:
         return loop  # type: ignore[no-any-return]
     stored = loop._cache
     for name in ("load_overload", "save_overload"):
-        setattr(stored, name, _locked(getattr(stored, name), stored.cache_path))
+        setattr(stored, name, _run_locked(getattr(stored, name), stored.cache_path))
     return loop  # type: ignore[no-any-return]
 
 
-def _locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
+def _run_locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
     @wraps(step)
     def locked(*args: Any) -> Any:
         with _lock_folder(folder):

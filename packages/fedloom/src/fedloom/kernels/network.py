@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.kernels.linear import add_gradient_one, backward_one, forward_one
-from fedloom.kernels.machine import compiled
+from fedloom.kernels.linear import add_gradient_one_client, backward_one_client, forward_one_client
+from fedloom.kernels.machine import compile_loop
 from fedloom.kernels.samples import gather
 
 BLOCK_SAMPLES = 128
@@ -21,7 +21,7 @@ whole batch passes through the network together.
 """
 
 
-@compiled
+@compile_loop
 def add_gradients(
     out: Any, w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, count: Any, total: Any,
     classes: Any, beta: Any, alpha: Any, steady: Any, room: Any, block: int,
@@ -63,7 +63,7 @@ def add_gradients(
     return touched
 
 
-@compiled
+@compile_loop
 def descend(
     w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, steps: Any, count: Any,
     factor: Any, classes: Any, beta: Any, alpha: Any, steady: Any, pulled: Any, rate: Any,
@@ -110,7 +110,7 @@ def descend(
         steady_row = steady[min(c, len(steady) - 1)] if len(steady) else w[c, :0]
         moved = velocity if len(velocity) else row
         velocity[:] = 0
-        _copy(w[c], row)
+        _copy_values(w[c], row)
         for k in range(steps[c]):
             b = count[k, c]
             touched |= _propagate(
@@ -118,12 +118,12 @@ def descend(
                 alpha, steady_row, room, b,
             )  # fmt: skip
             if len(velocity):
-                _move(row, velocity, pulled[c], rate)
-        _copy(row, w[c])
+                _move_parameters(row, velocity, pulled[c], rate)
+        _copy_values(row, w[c])
     return touched
 
 
-@compiled
+@compile_loop
 def _propagate(
     w: Any, out: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, share: Any, classes: Any,
     beta: Any, alpha: Any, steady: Any, room: Any, block: int,
@@ -145,34 +145,34 @@ def _propagate(
         for j in range(last + 1):
             at, bias, i, o = layers[j, 0], layers[j, 1], layers[j, 2], layers[j, 3]
             h = room[end : end + b * o]
-            forward_one(w, at, bias, room[start:end].reshape(b, i), h.reshape(b, o))
+            forward_one_client(w, at, bias, room[start:end].reshape(b, i), h.reshape(b, o))
             if layers[j, 4]:
                 _rectify(h, h)
             start, end = end, end + b * o
         delta = room[start:end]
-        _slopes(delta.reshape(b, layers[last, 3]), y, here, share, classes)
+        _softmax_slopes(delta.reshape(b, layers[last, 3]), y, here, share, classes)
         for j in range(last, -1, -1):
             at, bias, i, o = layers[j, 0], layers[j, 1], layers[j, 2], layers[j, 3]
             h = room[start - b * i : start]
             to = spare + (j % 2) * turn
             below = room[to : to + b * i] if j else h[:0]
             if j:
-                backward_one(w, at, delta.reshape(b, o), below.reshape(b, i))
+                backward_one_client(w, at, delta.reshape(b, o), below.reshape(b, i))
                 if layers[j - 1, 4]:
                     _rectify(below, h)
-            add_gradient_one(out, at, bias, delta.reshape(b, o), h.reshape(b, i), beta, alpha, steady)
+            add_gradient_one_client(out, at, bias, delta.reshape(b, o), h.reshape(b, i), beta, alpha, steady)
             delta, start = below, start - b * i
         beta, steady = w.dtype.type(1), steady[:0]
     return touched
 
 
-@compiled
-def _copy(values: Any, out: Any) -> None:
+@compile_loop
+def _copy_values(values: Any, out: Any) -> None:
     for k in range(len(values)):
         out[k] = values[k]
 
 
-@compiled
+@compile_loop
 def _rectify(values: Any, h: Any) -> None:
     """Replace values by 0 where ``h`` is not positive. NaN values remain NaN."""
     zero = values.dtype.type(0)
@@ -180,16 +180,16 @@ def _rectify(values: Any, h: Any) -> None:
         values[k] = zero if h[k] <= zero else values[k]
 
 
-@compiled
-def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
+@compile_loop
+def _move_parameters(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
     for q in range(len(w)):
         moved = velocity[q] + pulled * w[q]
         velocity[q] = moved
         w[q] -= rate * moved
 
 
-@compiled
-def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
+@compile_loop
+def _softmax_slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
     """Compute ``z [b, k] <-`` factor (softmax(z) - e_y), multiplied by the weight of class y."""
     for p in range(len(z)):
         scores, label = z[p], y[where[p]]

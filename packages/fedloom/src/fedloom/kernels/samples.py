@@ -9,10 +9,10 @@ import numba
 import numpy as np
 from numba import extending
 
-from fedloom.kernels.machine import compiled
+from fedloom.kernels.machine import compile_loop
 
 
-@compiled
+@compile_loop
 def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
     """Compute ``out[r] <- scale data[index[r]] + shift``.
 
@@ -45,25 +45,25 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
     return touched
 
 
-def _number(value: object) -> Any:
+def _read_number(value: object) -> Any:
     """Return a value as a number. An int16 value contains the bits of a bfloat16 number."""
     raise NotImplementedError  # compiled only
 
 
-@extending.overload(_number, strict=False)  # type: ignore[untyped-decorator]
-def _number_of(value: object) -> Callable[[Any], Any]:
+@extending.overload(_read_number, strict=False)  # type: ignore[untyped-decorator]
+def _write_number(value: object) -> Callable[[Any], Any]:
     if isinstance(value, numba.types.Integer):
         return lambda value: np.int32(np.int32(value) << 16).view(np.float32)
     return lambda value: value
 
 
-@compiled
-def _above(value: object, best: object) -> Any:
-    number = _number(value)
-    return number > _number(best) or number != number
+@compile_loop
+def _is_above(value: object, best: object) -> Any:
+    number = _read_number(value)
+    return number > _read_number(best) or number != number
 
 
-@compiled
+@compile_loop
 def pool(x: Any, out: Any, place: Any) -> None:
     """Compute ``out <- max(0, maximum of each 2x2 square of x)``. NaN values remain NaN.
 
@@ -84,18 +84,18 @@ def pool(x: Any, out: Any, place: Any) -> None:
                 to, where = out[s, i, j], place[s, i, j]
                 for k in range(channels):
                     best, corner = first[k], np.uint8(0)
-                    if _above(second[k], best):
+                    if _is_above(second[k], best):
                         best, corner = second[k], np.uint8(1)
-                    if _above(third[k], best):
+                    if _is_above(third[k], best):
                         best, corner = third[k], np.uint8(2)
-                    if _above(fourth[k], best):
+                    if _is_above(fourth[k], best):
                         best, corner = fourth[k], np.uint8(3)
-                    if _number(best) <= 0:
+                    if _read_number(best) <= 0:
                         best, corner = zero, np.uint8(4)
                     to[k], where[k] = best, corner
 
 
-@compiled
+@compile_loop
 def unpool(delta: Any, place: Any, out: Any) -> None:
     """Compute the gradient of the input of `pool`, ``out [b, h, w, c]``, from ``delta [b, h // 2, w // 2, c]``."""
     zero = delta.dtype.type(0)

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from fedloom.errors import printable
 from fedloom.formats import UNKNOWN_DASH, option, pair
-from fedloom.lab.report.naming import figure, within_line
-from fedloom.lab.report.tables import column_of, headline, measured
+from fedloom.lab.report.naming import describe_figure, lowercase_title
+from fedloom.lab.report.tables import column_of, headline_metrics, render_measured
 from fedloom.metrics import leading, metric
 
 MIN_COLUMN_WIDTH = 12
@@ -58,8 +58,8 @@ def print_texts(
     console = _Output()
     if not console.is_terminal:
         console.width = width
-    whole = _columns(titles, texts, range(len(titles)), right, names)
-    if _width(console, whole) <= console.width or not texts:
+    whole = _column_table(titles, texts, range(len(titles)), right, names)
+    if _table_width(console, whole) <= console.width or not texts:
         console.print(whole)
     elif names:
         longest = max(len(row[0]) for row in texts)
@@ -74,8 +74,8 @@ def print_texts(
         lead = lead or next((place for place, title in enumerate(titles) if title in right), 1) or 1
         places = list(range(lead))
         for place in range(lead, len(titles)):
-            wider = _columns(titles, texts, [*places, place], right)
-            if len(places) > lead and _width(console, wider) > console.width:
+            wider = _column_table(titles, texts, [*places, place], right)
+            if len(places) > lead and _table_width(console, wider) > console.width:
                 _print_block(console, titles, texts, places, right)
                 places = list(range(lead))
             places.append(place)
@@ -91,17 +91,17 @@ def _print_block(
     If a word in the last column, such as a path, would be broken, this column is instead printed below each row.
     """
     *first, last = places
-    room = console.width - _width(console, _columns(titles, rows, first, right)) - COLUMN_GAP
+    room = console.width - _table_width(console, _column_table(titles, rows, first, right)) - COLUMN_GAP
     longest = max(cell_len(word) for row in rows for word in [*row[last].split(), ""])
     if not first or titles[last] in right or longest <= room:
-        console.print(_columns(titles, rows, places, right))
+        console.print(_column_table(titles, rows, places, right))
         return
     for row in rows:
         names = "  ".join(row[place] for place in first)
         console.print(Text(f"{names}\n  {titles[last]}: {row[last]}"), soft_wrap=True)
 
 
-def _columns(
+def _column_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
     names: bool = False,
 ) -> Table:  # fmt: skip
@@ -116,7 +116,7 @@ def _columns(
     return shown
 
 
-def _width(console: Console, table: Table) -> int:
+def _table_width(console: Console, table: Table) -> int:
     """Return the width of a table in characters if nothing is wrapped."""
     return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
@@ -137,20 +137,25 @@ def print_results(table: pa.Table) -> None:
     """
     lead, rows = leading(table.column_names), table.to_pylist()
     figures = {
-        name: within_line(figure(name).title) for name in headline(lead) if column_of(name) in table.column_names
+        name: lowercase_title(describe_figure(name).title)
+        for name in headline_metrics(lead)
+        if column_of(name) in table.column_names
     }
     figures |= {lead: f"test {lead}"} if lead in figures else {}
     best = _best_place(rows, lead) if lead in figures else None
     titles, cells, right = _result_cells(rows, figures, best, ("seeds", "status"))
     console = _Output()
-    if console.is_terminal and _width(console, _columns(titles, cells, range(len(titles)), right)) > console.width:
+    if (
+        console.is_terminal
+        and _table_width(console, _column_table(titles, cells, range(len(titles)), right)) > console.width
+    ):
         short = {name: NARROW_TITLES.get(title, title) for name, title in figures.items()
                  if name == lead or name.endswith(NARROW_FIGURES)}  # fmt: skip
         more = () if all(row["status"] == "done" for row in rows) else ("status",)
         titles, cells, right = _result_cells(rows, short, best, more)
     print_texts(titles, cells, right=right)
     if best is not None and len(rows) > 1:
-        console.print(Text(f"{BEST_MARK} best mean test {within_line(figure(lead).title)}"))
+        console.print(Text(f"{BEST_MARK} best mean test {lowercase_title(describe_figure(lead).title)}"))
 
 
 def _result_cells(
@@ -165,7 +170,7 @@ def _result_cells(
         [
             f"{row['method']} {BEST_MARK}" if k == best else row["method"], row["model"],
             *(str(row[name]) for name in first),
-            *(_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in figures),
+            *(_figure_text(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in figures),
             *(row[name] for name in last),
         ]
         for k, row in enumerate(rows)
@@ -194,5 +199,5 @@ def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), 
     print_texts(columns, cells, right=numbers, width=width, lead=len(first))
 
 
-def _figure(name: str, mean: float | None, half: float | None) -> str:
-    return pair(*measured(name, math.nan if mean is None else mean, math.nan if half is None else half))
+def _figure_text(name: str, mean: float | None, half: float | None) -> str:
+    return pair(*render_measured(name, math.nan if mean is None else mean, math.nan if half is None else half))

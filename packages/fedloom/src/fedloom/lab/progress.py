@@ -23,7 +23,7 @@ NOTEBOOK_INTERVAL_SECONDS = 0.2
 """Minimum time in seconds between two updates of the line in a notebook."""
 
 
-def remark(line: str) -> None:
+def print_remark(line: str) -> None:
     """Write a line to standard error. If the stream is closed or full, or nobody reads it, the line is dropped."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
@@ -52,14 +52,14 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
     from rich.console import Console  # slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    runs, console = _Runs(rounds, after), Console(stderr=True)
+    runs, console = _RunsProgress(rounds, after), Console(stderr=True)
     if (display := notebook_display()) is not None:
         line = _NotebookLine(runs, display)
         yield line
         line.end()
         return
     if not console.is_terminal:
-        yield _Lines(runs)
+        yield _ProgressLines(runs)
         return
     columns = [
         TextColumn("{task.description}", markup=False),
@@ -76,12 +76,12 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
                 return
             key = event.label, event.seed
             if event.diverged:
-                bars.print(f"{_name(event)}: {event.diverged}", markup=False)
+                bars.print(f"{_run_name(event)}: {event.diverged}", markup=False)
             if event.status:
                 bars.remove_task(rows.pop(key)) if key in rows else None
             else:
                 if key not in rows:
-                    rows[key] = bars.add_task(_name(event), total=event.rounds, line="")
+                    rows[key] = bars.add_task(_run_name(event), total=event.rounds, line="")
                 left = runs.remaining_of(event)
                 words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
@@ -101,7 +101,7 @@ def notebook_display() -> Any:
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
 
-class _Runs:
+class _RunsProgress:
     """Progress and speed of several runs.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Runs:
             return False
         self.done[key] = event.rounds if event.status else event.round
         if event.figures:
-            self._measured[key] = max(event.figures), _latest(event)
+            self._measured[key] = max(event.figures), _latest_metrics(event)
         if key in self._measured:
             round, text = self._measured[key]
             self.figures[key] = f"{text} (round {round})" if text and round < event.round else text
@@ -168,10 +168,10 @@ class _Runs:
         return label if label in self.rounds else ""
 
 
-class _Lines:
+class _ProgressLines:
     """Progress as plain lines of text: one at the end of every run, and one every few seconds during long runs."""
 
-    def __init__(self, runs: _Runs) -> None:
+    def __init__(self, runs: _RunsProgress) -> None:
         self._runs, self._last = runs, time.monotonic()
         self._ended: set[tuple[str, int]] = set()
 
@@ -180,7 +180,7 @@ class _Lines:
         if not self._runs.take(event):
             return
         if event.diverged:
-            remark(f"{_name(event)}: {event.diverged}")
+            print_remark(f"{_run_name(event)}: {event.diverged}")
         end = event.round == event.rounds
         if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
             return
@@ -192,15 +192,15 @@ class _Lines:
             parts.append(f"about {duration(left / 60)} left")
         elif left_of_run is not None and not end:
             parts.append(f"about {duration(left_of_run / 60)} left of this run")
-        remark(f"{_name(event)}: {', '.join(filter(None, parts))}")
+        print_remark(f"{_run_name(event)}: {', '.join(filter(None, parts))}")
         if self._runs.after:
-            remark(self._runs.after)
+            print_remark(self._runs.after)
 
     def _waits(self, now: float) -> bool:
         return now - self._last < SECONDS_PER_LINE
 
 
-class Line:
+class NotebookOutput:
     """Output in a notebook, as HTML, or as plain text if the front end does not support HTML."""
 
     def __init__(self, markup: str, text: str) -> None:
@@ -219,7 +219,7 @@ class _NotebookLine:
     At the end, the line states the number of runs and the elapsed time.
     """
 
-    def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
+    def __init__(self, runs: _RunsProgress, display: Callable[..., Any]) -> None:
         self._runs, self._display = runs, display
         self._began, self._last = time.monotonic(), -math.inf
         self._handle: Any = None
@@ -231,41 +231,43 @@ class _NotebookLine:
         if not self._runs.take(event):
             return
         if event.diverged:
-            self._display(Line(escape(f"{_name(event)}: {event.diverged}"), f"{_name(event)}: {event.diverged}"))
+            self._display(
+                NotebookOutput(escape(f"{_run_name(event)}: {event.diverged}"), f"{_run_name(event)}: {event.diverged}")
+            )
         now = time.monotonic()
         if self._runs.after:
-            self._show(Line(escape(self._runs.after), self._runs.after))
+            self._show(NotebookOutput(escape(self._runs.after), self._runs.after))
         if now - self._last < NOTEBOOK_INTERVAL_SECONDS or self._runs.after:
             return
         self._last, left = now, self._runs.estimate_remaining()
         done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())
         words = [
-            f"{_name(event)}, round {event.round}/{event.rounds}",
+            f"{_run_name(event)}, round {event.round}/{event.rounds}",
             self._runs.figures.get((event.label, event.seed), ""),
         ]
         words += [] if left is None else [f"about {duration(left / 60)} left"]
         text = f"{done}/{total} rounds: {', '.join(filter(None, words))}"
-        self._show(Line(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
+        self._show(NotebookOutput(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
 
     def end(self) -> None:
         """Replace the progress bar by a summary."""
         count = len(self._runs.done)
         text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
         text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
-        self._show(Line(escape(text), text))
+        self._show(NotebookOutput(escape(text), text))
 
-    def _show(self, line: Line) -> None:
+    def _show(self, line: NotebookOutput) -> None:
         if self._handle is None:
             self._handle = self._display(line, display_id=True)
         else:
             self._handle.update(line)
 
 
-def _name(event: Event) -> str:
+def _run_name(event: Event) -> str:
     return f"{event.label}, seed {event.seed}"
 
 
-def _latest(event: Event) -> str:
+def _latest_metrics(event: Event) -> str:
     """Return the latest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):

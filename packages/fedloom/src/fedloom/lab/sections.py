@@ -6,9 +6,9 @@ point in the group ``fedloom.sections``, under the name of the kind of analysis.
 
 from fedloom.lab.report.comparison.contenders import contenders_of
 from fedloom.lab.report.comparison.gains import federated_leader, site_estimate, values_by_seed
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
-from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
+from fedloom.lab.report.naming import describe_figure, titled
 from fedloom.lab.report.numbers import Estimate, Row
 from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
@@ -22,13 +22,13 @@ __all__ = [
     "Section",
     "cell_text",
     "contenders_of",
-    "csv_of",
+    "describe_figure",
     "federated_leader",
-    "figure",
     "plain_section",
     "read_columns",
+    "render_csv",
+    "render_scrolling_table",
     "rows_where",
-    "scrolling",
     "site_estimate",
     "titled",
     "values_by_seed",

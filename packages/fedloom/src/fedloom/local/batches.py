@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.data.order import MAX_PERMUTATION_SAMPLES, matches_torch, plan, plans
+from fedloom.data.order import MAX_PERMUTATION_SAMPLES, matches_torch, plan_batches, plan_many_batches
 from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
@@ -134,9 +134,9 @@ def make_plan(
     names: list[int] = ids.tolist()
     many = fixed_batches is None and len(names) >= MIN_COMPILED_CLIENTS and int(sizes.max()) < MAX_PERMUTATION_SAMPLES
     if many and batch_size is not None and matches_torch():
-        position = plans(sizes, batch_size, steps, seed, round, names, stream)
+        position = plan_many_batches(sizes, batch_size, steps, seed, round, names, stream)
     else:
-        position = _position(names, sizes, steps, batch_size, seed, round, stream, fixed_batches)
+        position = _draw_positions(names, sizes, steps, batch_size, seed, round, stream, fixed_batches)
     samples = (position >= 0).sum(2, keepdim=True)
     widest: list[int] = samples.amax((1, 2)).tolist() if samples.numel() else []
     narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
@@ -144,7 +144,7 @@ def make_plan(
     return BatchPlan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
 
 
-def _position(
+def _draw_positions(
     names: list[int],
     sizes: Tensor,
     steps: Tensor,
@@ -166,7 +166,9 @@ def _position(
         width = max((d.shape[1] for d in drawn), default=0)
     else:
         drawn = [
-            plan(size, batch_size and width, count, None if batch_size is None else generator(seed, round, i, stream))
+            plan_batches(
+                size, batch_size and width, count, None if batch_size is None else generator(seed, round, i, stream)
+            )
             for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
         ]
     if len({d.shape for d in drawn}) == 1:
@@ -186,13 +188,13 @@ def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream
     return torch.empty(0, 1, dtype=torch.long) if indices is None else indices[:count]
 
 
-def placed(position: Tensor, places: Tensor) -> Tensor:
+def convert_positions(position: Tensor, places: Tensor) -> Tensor:
     """Convert positions ``[..., m, b]`` among the samples ``places [m, c]`` to positions in the whole training part."""
     places = places.expand(*position.shape[:-1], -1)
     return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
 
 
-def pieces(
+def iterate_pieces(
     ids: Tensor,
     sizes: Tensor,
     seed: int,
@@ -211,7 +213,7 @@ def pieces(
         m = int((sizes[:, 0] > start).nonzero().max()) + 1
         position = torch.arange(start, min(start + together, longest)).expand(m, -1)
         position = torch.where(position < sizes[:m], position, -1)
-        position = position if places is None else placed(position, places[:m])
+        position = position if places is None else convert_positions(position, places[:m])
         count = (position >= 0).sum(1, keepdim=True)
         draw = BatchKey(seed, round, tuple(ids[:m].tolist()), PASS_STREAM, start)
         where, full = locate(ids[:m], position), int(count.min()) == position.shape[1]

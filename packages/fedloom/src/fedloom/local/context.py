@@ -60,7 +60,7 @@ class Ctx(NamedTuple):
     @property
     def cohort_masses(self) -> Tensor:
         """Values of `masses` for the clients in the cohort, ``[m, 1]``."""
-        return self.weight[self.ids].double() / _largest(self.weight)
+        return self.weight[self.ids].double() / _largest_share(self.weight)
 
     @property
     def part(self) -> float:
@@ -81,7 +81,7 @@ class Ctx(NamedTuple):
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
         steps = [local.epochs * local.batches(size) if local.steps is None else local.steps for size in sizes]
-        lengths = [_length(k, *local.momenta) for k in steps]
+        lengths = [_momentum_path_length(k, *local.momenta) for k in steps]
         mean: float = sum(length * count for length, count in zip(lengths, counts, strict=True)) / len(self.sizes)
         unit = 1.0 if local.follows_gradient else self.layout.d**0.5
         return local.lr * max(mean, 1.0) * unit
@@ -91,7 +91,7 @@ class Ctx(NamedTuple):
         return generator(self.seed, self.round, purpose=("server", purpose))
 
 
-def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
+def _momentum_path_length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
     """Return how far SGD with momentum moves in ``steps`` steps of size 1 on a constant gradient of 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
@@ -101,7 +101,7 @@ def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> fl
 
 
 @lru_cache(maxsize=2)
-def _largest(shares: Tensor) -> Tensor:
+def _largest_share(shares: Tensor) -> Tensor:
     """Return the largest weight of all clients in double precision.
 
     The result is cached, so that it is not computed in every round.

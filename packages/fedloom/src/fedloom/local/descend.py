@@ -33,7 +33,7 @@ mu_j/2 (w_j - x_j)^2.
 ALL_ROWS = [slice(None)]
 
 
-class _Rows(NamedTuple):
+class _DescentRows(NamedTuple):
     w: Tensor
     velocity: Tensor | None
     pulled: Tensor | None
@@ -116,8 +116,8 @@ def descend(
     if work.oracle.minimise is not None and terms:
         raise Refused("a problem with an exact solution cannot have additional terms. Use local steps instead")
     if work.oracle.minimise is not None and prox is None:
-        steady = _steady(1.0, pull, shift, w)
-        best = _minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
+        steady = _constant_step_part(1.0, pull, shift, w)
+        best = _exact_minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
         return torch.where(per_client(work.steps if steps is None else steps, m, w) > 0, best, w)
     if prox is not None and not plain:
         raise Refused(
@@ -129,8 +129,8 @@ def descend(
     whole = plain and local.clip is None and moving == ALL_ROWS and decay == 1 and not terms and shrinks is None
     whole = whole and not (isinstance(pulled, Tensor) and pulled.shape[1] > 1)
     in_place = whole and not local.momentum
-    steady = _steady(-rate if in_place else 1.0, pull, shift, w)
-    rows = _Rows(
+    steady = _constant_step_part(-rate if in_place else 1.0, pull, shift, w)
+    rows = _DescentRows(
         w.clone(memory_format=torch.contiguous_format),
         torch.zeros_like(w, memory_format=torch.contiguous_format) if local.momentum else None,
         pulled if isinstance(pulled, Tensor) else None,
@@ -150,33 +150,33 @@ def descend(
     functions = [term.fn for term in terms]
     steppers = None if plain else Steppers(rows.w, work, stream, rate)
 
-    def step(rows: _Rows, work: Work, batch: Batch) -> _Rows:
+    def step(rows: _DescentRows, work: Work, batch: Batch) -> _DescentRows:
         w, factor = rows.w, pulled if rows.pulled is None else rows.pulled
         if steppers is not None:
             g = direction(rows, work, batch, factor)
-            left = None if reached is None else _Left.create(w, g, reached)
+            left = None if reached is None else _SavedParameters.create(w, g, reached)
             steppers.step_(w, g if rows.mask is None else g.mul_(rows.mask), work.slots)
             if left is not None:
                 left.put_back_(w)
         elif in_place:
-            work.addgrad_(w, w, _scaled(batch, rows), 1 - rate * factor, -rate, rows.steady)
+            work.addgrad_(w, w, _scale_batch(batch, rows), 1 - rate * factor, -rate, rows.steady)
         else:
             g = direction(rows, work, batch, factor)
             for part in moving:
                 w[:, part].sub_(g[:, part], alpha=rate * decay**work.k)
-        _hold_(rows)
+        _restore_masked_(rows)
         if prox is not None:
             centre = 0.0 if rows.centre is None else rows.centre
             to = prox[0].prox(w - centre, rate * decay**work.k, work.layout) + centre
             for part in moving:
                 w[:, part] = to[:, part]
-            _hold_(rows)
+            _restore_masked_(rows)
         return rows
 
-    def direction(rows: _Rows, work: Work, batch: Batch, factor: float | Tensor) -> Tensor:
+    def direction(rows: _DescentRows, work: Work, batch: Batch, factor: float | Tensor) -> Tensor:
         g = torch.empty_like(rows.w) if rows.velocity is None else rows.velocity
         if local.clip is None:
-            scaled, terms = _scaled(batch, rows), _unscaled(rows)
+            scaled, terms = _scale_batch(batch, rows), _unscale_terms(rows)
             work.addgrad_(g, rows.w, scaled, local.momentum, 1.0, rows.steady, functions, terms)
         else:
             clipped = work.clipped(rows.w, batch, functions, rows.terms)
@@ -195,7 +195,7 @@ def descend(
     return trained
 
 
-class _Left(NamedTuple):
+class _SavedParameters(NamedTuple):
     """Parameters that have no gradient. Their values are saved before an optimizer step that may change them.
 
     PyTorch optimizers skip parameters that have no gradient. In a row of all parameters, such a parameter has a
@@ -206,7 +206,7 @@ class _Left(NamedTuple):
     before: Tensor
 
     @classmethod
-    def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
+    def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _SavedParameters:
         """Save the parameters that have no gradient, given the rows ``w [m, d]`` and the directions ``g [m, d]``."""
         skipped = (reached == 0) & (g == 0)
         return cls(skipped, w[skipped])
@@ -216,7 +216,7 @@ class _Left(NamedTuple):
         w[self.skipped] = self.before
 
 
-def _hold_(rows: _Rows) -> None:
+def _restore_masked_(rows: _DescentRows) -> None:
     """Restore the coordinates outside the mask, which must not change."""
     if rows.mask is not None:
         rows.w.mul_(rows.mask)
@@ -224,17 +224,17 @@ def _hold_(rows: _Rows) -> None:
             rows.w.add_(rows.rest)
 
 
-def _scaled(batch: Batch, rows: _Rows) -> Batch:
+def _scale_batch(batch: Batch, rows: _DescentRows) -> Batch:
     return batch if rows.scale is None else batch.scaled(rows.scale)
 
 
-def _unscaled(rows: _Rows) -> Sequence[Bound]:
+def _unscale_terms(rows: _DescentRows) -> Sequence[Bound]:
     """Return the terms with weights that cancel the scaling of the batch."""
     scale = rows.scale
     return rows.terms if scale is None else [t._replace(weight=t.weight / scale) for t in rows.terms]
 
 
-def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
+def _constant_step_part(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
     """Return the constant part of a step, ``factor (shift - sum mu x)``, as ``[d]`` if all clients share it."""
     total: Tensor | None = None
     for mu, x in pull:
@@ -246,7 +246,7 @@ def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor
     return factor * shift if total is None else torch.add(total, shift, alpha=factor)
 
 
-def _minimum(
+def _exact_minimum(
     work: Work, w: Tensor, mu: float | Tensor, steady: Tensor | None, mask: Tensor | None, scale: Tensor | None
 ) -> Tensor:
     """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> for a problem that can be solved exactly."""

@@ -22,7 +22,7 @@ class Primal(NamedTuple):
     pi: Tensor
 
 
-class _Rows(NamedTuple):
+class _DualEpochRows(NamedTuple):
     theta: Tensor
     w: Tensor
     pi: Tensor
@@ -48,17 +48,17 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
         The variables after the steps of the round. For clients that take no step, they remain unchanged.
     """
 
-    def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
+    def step(r: _DualEpochRows, work: Work, batch: Batch) -> _DualEpochRows:
         velocity = work.local.momentum * r.velocity + work.grad(r.theta, batch) + lam * (r.theta - r.w)
         theta, ends, pull = r.theta - work.lr * velocity, work.ends("epoch"), lam * work.weight
         w = (pull * theta + rho * x - r.pi) / (pull + rho)
         pi = torch.where(ends, r.pi + rho * (w - x), r.pi)
-        return _Rows(theta, torch.where(ends, w, r.w), pi, velocity)
+        return _DualEpochRows(theta, torch.where(ends, w, r.w), pi, velocity)
 
-    return Primal(*iterate(step, _Rows(theta, w, pi, torch.zeros_like(theta)), work)[:3])
+    return Primal(*iterate(step, _DualEpochRows(theta, w, pi, torch.zeros_like(theta)), work)[:3])
 
 
-class _Solve(NamedTuple):
+class _ToleranceRows(NamedTuple):
     theta: Tensor
     g: Tensor
     w: Tensor
@@ -77,15 +77,15 @@ def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: floa
         most: maximum number of steps.
     """
 
-    def step(s: _Solve, work: Work) -> _Solve:
+    def step(s: _ToleranceRows, work: Work) -> _ToleranceRows:
         work.count_steps()
         theta = s.theta - work.lr * s.g
         return s._replace(theta=theta, g=work.full_grad(theta) + lam * (theta - s.w))
 
-    def close(s: _Solve, work: Work) -> Tensor:
-        return _square(work.weight * s.g) <= s.eps
+    def close(s: _ToleranceRows, work: Work) -> Tensor:
+        return _squared_norms(work.weight * s.g) <= s.eps
 
-    start = _Solve(theta, work.full_grad(theta) + lam * (theta - w), w, eps)
+    start = _ToleranceRows(theta, work.full_grad(theta) + lam * (theta - w), w, eps)
     steps = most * ((work.steps > 0) & ~close(start, work))
     return iterate(step, start, work, steps, batches=0, until=close).theta
 
@@ -103,11 +103,11 @@ def residuals_of(
 ) -> Residuals:  # fmt: skip
     """Compute the terms of the augmented Lagrangian (FLAME, Eq. 10), and the residuals."""
     gap, share = w - x, work.weight
-    decay = work.local.weight_decay / 2 * _square(theta)
-    envelope = work.loss(theta) + decay + lam / 2 * _square(theta - w)
-    lagrangian = share * envelope + (pi * gap).sum(1, keepdim=True) + rho / 2 * _square(gap)
-    return Residuals(lagrangian, _square(gap), _square(share * work.full_grad(theta) + pi))
+    decay = work.local.weight_decay / 2 * _squared_norms(theta)
+    envelope = work.loss(theta) + decay + lam / 2 * _squared_norms(theta - w)
+    lagrangian = share * envelope + (pi * gap).sum(1, keepdim=True) + rho / 2 * _squared_norms(gap)
+    return Residuals(lagrangian, _squared_norms(gap), _squared_norms(share * work.full_grad(theta) + pi))
 
 
-def _square(rows: Tensor) -> Tensor:
+def _squared_norms(rows: Tensor) -> Tensor:
     return rows.square().sum(1, keepdim=True)

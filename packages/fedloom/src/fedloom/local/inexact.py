@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.local.descend import descend
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client
-from fedloom.local.svrg import Solving, full_direction, iterate_solver, svrg, svrg_without_refresh
+from fedloom.local.svrg import SolverRows, full_direction, iterate_solver, svrg, svrg_without_refresh
 
 if TYPE_CHECKING:
     from fedloom.local.descend import Pull
@@ -65,7 +65,7 @@ def gradient_descent(
     """
     rate = work.lr if lr is None else lr
 
-    def step(rows: Solving, work: Work) -> Solving:
+    def step(rows: SolverRows, work: Work) -> SolverRows:
         work.count_steps()
         w = rows.w.sub(rows.direction, alpha=rate)
         return rows._replace(w=w, direction=full_direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
@@ -125,7 +125,7 @@ def inexact(
         return DescentResult(svrg_without_refresh(w, work, lr), work.steps, work.steps < 0)
     if most == 1:
         return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps, work.steps < 0)
-    end = _passes(w, work, pull, shift, limit, met, lr)
+    end = _run_passes(w, work, pull, shift, limit, met, lr)
     return DescentResult(end.w, end.done * work.steps, end.met)
 
 
@@ -140,7 +140,7 @@ def below(method: object, beta: float | None, smooth: float) -> list[str]:
     ]
 
 
-class _Pass(NamedTuple):
+class _PassRows(NamedTuple):
     w: Tensor
     start: Tensor
     done: Tensor
@@ -149,16 +149,16 @@ class _Pass(NamedTuple):
     shift: Tensor
 
 
-def _passes(
+def _run_passes(
     w: Tensor, work: Work, pull: tuple[float, Tensor], shift: Tensor, limit: Tensor, met: Until, lr: float | None
-) -> _Pass:
+) -> _PassRows:
     """Repeat the local steps of the round until the criterion holds."""
     beta, m = pull[0], work.m
 
-    def slope(rows: _Pass, work: Work) -> Tensor:
+    def slope(rows: _PassRows, work: Work) -> Tensor:
         return work.add_full_grad_(torch.add(rows.shift, rows.w - rows.y, alpha=beta), rows.w)
 
-    def run_pass(rows: _Pass, work: Work) -> _Pass:
+    def run_pass(rows: _PassRows, work: Work) -> _PassRows:
         stream = ("local", work.k) if work.k else "local"
         new = rows._replace(
             w=descend(rows.w, work, ((beta, rows.y),), rows.shift, stream=stream, lr=lr), done=rows.done + 1
@@ -166,7 +166,7 @@ def _passes(
         return new._replace(met=met(slope(new, work), rows.start))
 
     zero = torch.zeros(m, 1, dtype=torch.long, device=w.device)
-    first = _Pass(w, torch.zeros_like(w), zero, zero > 0, each_client(pull[1], m), each_client(shift, m))
+    first = _PassRows(w, torch.zeros_like(w), zero, zero > 0, each_client(pull[1], m), each_client(shift, m))
     first = first._replace(start=slope(first, work))
     return iterate(run_pass, first, work, limit, batches=0, until=lambda rows, _work: rows.met)
 

@@ -46,13 +46,15 @@ def iterate(
     count = work.counted_steps(steps, batches)
     order = torch.argsort(count, descending=True, stable=True)
     if bool((order[1:] > order[:-1]).all()):
-        return _sorted(step, rows, work, count, batches, stream, until)
+        return _iterate_sorted(step, rows, work, count, batches, stream, until)
     back = torch.argsort(order)
-    out = _sorted(step, map_rows(lambda r: r[order], rows), work.take(order), count[order], batches, stream, until)
+    out = _iterate_sorted(
+        step, map_rows(lambda r: r[order], rows), work.take(order), count[order], batches, stream, until
+    )
     return map_rows(lambda r: r[back], out)
 
 
-def _sorted(
+def _iterate_sorted(
     step: Callable[..., R],
     rows: R,
     work: Work,

@@ -96,7 +96,7 @@ class OptimizerStates:
         return state
 
 
-def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def make_optimizer_factory(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """Return a function that creates the optimizer for given parameters.
 
     If the parameters are rows, the optimizer steps all of them in one call.
@@ -104,19 +104,19 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
         options["weight_decay"] = local.weight_decay
-    if elementwise(local) and not options.keys() & {"foreach", "fused", "capturable", "differentiable"}:
+    if is_elementwise(local) and not options.keys() & {"foreach", "fused", "capturable", "differentiable"}:
         options["fused" if local.optimizer_class in FUSED_OPTIMIZERS else "foreach"] = True
     return partial(local.optimizer_class, lr=lr, **options)
 
 
-def elementwise(local: LocalSGD) -> bool:
+def is_elementwise(local: LocalSGD) -> bool:
     """Return True if each parameter is a client's row and not a tensor of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
-def views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
+def parameter_views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
     """Return the parameters of a client as views of its row ``[d]``."""
-    return [row] if elementwise(local) else [*layout.tree(row).values()]
+    return [row] if is_elementwise(local) else [*layout.tree(row).values()]
 
 
 @cache
@@ -142,10 +142,10 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
             stored.
     """
     try:
-        parameters = [nn.Parameter(view.clone()) for view in views(local, layout, like)]
+        parameters = [nn.Parameter(view.clone()) for view in parameter_views(local, layout, like)]
         for p in parameters:
             p.grad = torch.zeros_like(p)
-        optimizer = maker(local, local.lr)(parameters)
+        optimizer = make_optimizer_factory(local, local.lr)(parameters)
         with torch.no_grad():
             optimizer.step()
     except ConfigError:

@@ -64,17 +64,17 @@ def name_tensors(tree: object, prefix: str = "") -> dict[str, Tensor]:
     Raises:
         AssertionError: the tree contains something else.
     """
-    return dict(_walk(tree, prefix))
+    return dict(_walk_tree(tree, prefix))
 
 
-def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
+def _walk_tree(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, tuple | dict):
         fields = list(tree) if isinstance(tree, dict) else getattr(tree, "_fields", range(len(tree)))
         tree = tree.values() if isinstance(tree, dict) else tree
         for field, part in zip(fields, tree, strict=True):
-            yield from _walk(part, f"{name}.{field}" if name else str(field))
+            yield from _walk_tree(part, f"{name}.{field}" if name else str(field))
     elif tree is not None:
         raise AssertionError(f"{name or 'a state'} must contain tensors in NamedTuples, got {type(tree).__name__}")
 
@@ -117,19 +117,19 @@ def each_client(value: Tensor, m: int) -> Tensor:
     return value.expand(m, -1)
 
 
-def remade(like: F, fields: Iterable[Any]) -> F:
+def rebuild_rows(like: F, fields: Iterable[Any]) -> F:
     """Return a NamedTuple of the same type with other values."""
     return type(like)(*fields)
 
 
 def to_device(rows: F, device: torch.device) -> F:
     """Move a NamedTuple of tensors to a device."""
-    return remade(rows, (r.to(device) for r in rows))
+    return rebuild_rows(rows, (r.to(device) for r in rows))
 
 
 def for_everyone(message: F, n: int) -> F:
     """Expand one client's message, whose fields are ``[d]`` or ``[1, .]``, to all clients without a copy."""
-    return remade(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
+    return rebuild_rows(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
 
 
 def rows_of(message: F, where: slice | Tensor) -> F:
@@ -137,4 +137,4 @@ def rows_of(message: F, where: slice | Tensor) -> F:
 
     Fields ``[m, .]`` are indexed, and fields ``[d]`` are shared by all clients.
     """
-    return remade(message, (f[where] if f.dim() > 1 else f for f in message))
+    return rebuild_rows(message, (f[where] if f.dim() > 1 else f for f in message))

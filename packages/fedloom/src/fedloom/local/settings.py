@@ -35,7 +35,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _checked_optimizer(name: str) -> str:
+def _check_optimizer(name: str) -> str:
     if is_path(name):
         find_class(name, "optimizer", torch.optim.Optimizer)
     elif name not in OPTIMIZERS:
@@ -73,7 +73,7 @@ class LocalSGD(Value):
     steps: int | None = Field(
         None, ge=0, description="number of steps per round, the same for every client (used instead of epochs)"
     )
-    optimizer: Annotated[str, AfterValidator(_checked_optimizer)] = Field(
+    optimizer: Annotated[str, AfterValidator(_check_optimizer)] = Field(
         "sgd", description="sgd, adam, adamw, or the import path of a class such as torch.optim:RMSprop"
     )
     optimizer_options: dict[str, Any] = Field(

@@ -21,7 +21,7 @@ MAX_SMOOTHNESS_RATIO = 100.0
 """Maximum accepted constant of a client, as a multiple of the median over clients."""
 
 
-class _Power(NamedTuple):
+class _PowerIterationRows(NamedTuple):
     v: Tensor
     size: Tensor
     w: Tensor
@@ -44,13 +44,13 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
     v = torch.stack(draws).to(w)
     h = torch.finfo(w.dtype).eps ** (1 / 3) * (1 + norm(w))
 
-    def power(rows: _Power, work: Work) -> _Power:
+    def power(rows: _PowerIterationRows, work: Work) -> _PowerIterationRows:
         ahead, behind = (work.full_grad(rows.w + side * rows.h * rows.v) for side in (1, -1))
         change = (ahead - behind) / (2 * rows.h)
         size = norm(change)
         return rows._replace(v=torch.where(size > 0, change / size, rows.v), size=size)
 
-    start = _Power(v / norm(v), torch.zeros_like(h), w, h)
+    start = _PowerIterationRows(v / norm(v), torch.zeros_like(h), w, h)
     return iterate(power, start, work, iterations, batches=0).size
 
 

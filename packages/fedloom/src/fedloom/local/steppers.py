@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.optimizer import elementwise, maker, views
+from fedloom.local.optimizer import is_elementwise, make_optimizer_factory, parameter_views
 
 if TYPE_CHECKING:
     from fedloom.local.work import Work
@@ -27,11 +27,11 @@ class Steppers:
     def __init__(self, w: Tensor, work: Work, stream: Purpose, lr: float) -> None:
         self._local, self._layout, self._memory = work.local, work.layout, work.memory
         self._name = "" if work.memory is None else work.memory.call(stream)
-        slots, make = work.slots.tolist(), maker(work.local, lr)
+        slots, make = work.slots.tolist(), make_optimizer_factory(work.local, lr)
         self._parameters = {
             slot: [nn.Parameter(v) for v in self._views(row)] for slot, row in zip(slots, w, strict=True)
         }
-        if elementwise(work.local):
+        if is_elementwise(work.local):
             self._optimizers = dict.fromkeys(
                 slots, make([p for parameters in self._parameters.values() for p in parameters])
             )
@@ -70,4 +70,4 @@ class Steppers:
                     memory.part(self._name)[slot] = memory.pack(state)
 
     def _views(self, row: Tensor) -> list[Tensor]:
-        return views(self._local, self._layout, row)
+        return parameter_views(self._local, self._layout, row)

@@ -34,7 +34,7 @@ class SvrgResult(NamedTuple):
     met: Tensor
 
 
-class Solving(NamedTuple):
+class SolverRows(NamedTuple):
     """Points ``w [m, d]`` of the clients, directions at these points and at the start, and iterations ``done [m, 1]``.
 
     ``mu`` (``[m, 1]`` or ``[m, d]``) and ``steady [m, d]`` are results of `pull_terms`.
@@ -48,7 +48,7 @@ class Solving(NamedTuple):
     steady: Tensor
 
 
-class _Inner(NamedTuple):
+class _InnerLoopRows(NamedTuple):
     w: Tensor
     snapshot: Tensor
     keep: Tensor
@@ -92,18 +92,18 @@ def svrg(
     """
     rate = work.lr if lr is None else lr
 
-    def sweep(rows: Solving, work: Work) -> Solving:
+    def sweep(rows: SolverRows, work: Work) -> SolverRows:
         count = work.epochs(1).clamp(min=2) if inner is None else torch.full((work.m, 1), inner)
         draws = zip(count[:, 0].tolist(), work.rng((str(stream), work.k, "option II")), strict=True)
         pick = torch.stack([torch.randint(int(c), (1,), generator=g) for c, g in draws])
         v, shrunk = rows.w, rate * rows.mu
         rest = torch.addcmul(-rate * rows.direction, v, shrunk)
-        start = _Inner(v.clone(), v, 1 - shrunk, rest)
+        start = _InnerLoopRows(v.clone(), v, 1 - shrunk, rest)
         snapshot = iterate(step, start, work, pick.to(w.device), stream=(str(stream), work.k)).w
         now = full_direction(snapshot, work, rows.mu, rows.steady)
         return rows._replace(w=snapshot, direction=now, done=rows.done + 1)
 
-    step = _variance_reduced(rate)
+    step = _make_variance_reduced_step(rate)
     return SvrgResult(*iterate_solver(sweep, w, work, pull, shift, outer, until))
 
 
@@ -127,14 +127,14 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
     passes, longest = work.passes()[:, 0].tolist(), work.batches()[:, 0].tolist()
     drawn = zip(passes, longest, work.rng((str(stream), "lengths")), strict=True)
     steps = torch.stack([torch.randint(1, b + 1, (p,), generator=g).sum() for p, b, g in drawn])
-    first = _Inner(where_moved(work, v + steady, v), v, torch.ones_like(v[:, :1]), steady)
-    return iterate(_variance_reduced(rate), first, work, steps[:, None].to(v.device), stream=stream).w
+    first = _InnerLoopRows(where_moved(work, v + steady, v), v, torch.ones_like(v[:, :1]), steady)
+    return iterate(_make_variance_reduced_step(rate), first, work, steps[:, None].to(v.device), stream=stream).w
 
 
-def _variance_reduced(rate: float) -> Callable[[_Inner, Work, Batch], _Inner]:
+def _make_variance_reduced_step(rate: float) -> Callable[[_InnerLoopRows, Work, Batch], _InnerLoopRows]:
     """Return a function that takes the step ``w <- keep w - rate (g(w) - g(snapshot)) + steady``."""
 
-    def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
+    def step(rows: _InnerLoopRows, work: Work, batch: Batch) -> _InnerLoopRows:
         step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
         step_(rows.w, work, batch, -rate, at=rows.snapshot)
         return rows
@@ -143,7 +143,7 @@ def _variance_reduced(rate: float) -> Callable[[_Inner, Work, Batch], _Inner]:
 
 
 def iterate_solver(
-    step: Callable[[Solving, Work], Solving],
+    step: Callable[[SolverRows, Work], SolverRows],
     w: Tensor,
     work: Work,
     pull: Sequence[Pull],
@@ -158,7 +158,7 @@ def iterate_solver(
     w = each_client(w, work.m)
     mu, steady = pull_terms(w, pull, shift)
     first = full_direction(w, work, mu, steady)
-    rows = Solving(w, first, first, torch.zeros(work.m, 1, dtype=torch.long, device=w.device), mu, steady)
+    rows = SolverRows(w, first, first, torch.zeros(work.m, 1, dtype=torch.long, device=w.device), mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
     end = iterate(step, rows, work, most, batches=0, until=stop)
     met = torch.zeros_like(end.done, dtype=torch.bool) if until is None else until(end.direction, end.start)

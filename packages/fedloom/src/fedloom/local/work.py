@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.local.batches import Batch, BatchPlan, FixedBatches, make_plan, pieces, placed
+from fedloom.local.batches import Batch, BatchPlan, FixedBatches, convert_positions, iterate_pieces, make_plan
 from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles.base import Features, Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
@@ -351,7 +351,7 @@ class Work:
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
         if self.places is None:
             return plan
-        position = placed(plan.position, self.places)
+        position = convert_positions(plan.position, self.places)
         return plan._replace(position=position, where=self.oracle.locate(self.ids, position))
 
     def idle(self) -> Work:
@@ -385,4 +385,4 @@ class Work:
         Batches omit clients at the end that have no samples left.
         """
         together = int(self.sizes.max()) if self.oracle.whole else None
-        return pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)
+        return iterate_pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)

@@ -15,7 +15,7 @@ from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import MIXING, Mixture, log_probabilities
 from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPER_NETWORKS, preset_class
-from fedloom.models.parts import head_prefixes, penultimate
+from fedloom.models.parts import head_prefixes, penultimate_layer
 from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM, Transformer
 from fedloom.models.spec import ModelSpec
@@ -80,7 +80,7 @@ __all__ = [
     "head_prefixes",
     "log_probabilities",
     "merge_adapters",
-    "penultimate",
+    "penultimate_layer",
     "spec_of",
     "thin",
 ]

@@ -48,7 +48,7 @@ class Adapted(nn.Module):
 
     def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
         super().__init__()
-        outputs, inputs = matrix(layer).shape
+        outputs, inputs = weight_matrix(layer).shape
         self.wrapped, self.scale = layer, scale
         self.down = nn.Parameter(torch.empty(rank, inputs))
         self.up = nn.Parameter(torch.zeros(outputs, rank))
@@ -97,11 +97,11 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
             f"adapters on {adapters.on!r}: {type(module).__name__} contains no such linear layer ({elsewhere})"
         )
     for name in chosen:
-        if adapters.rank > min(matrix(linear[name]).shape):
-            shape = "x".join(map(str, matrix(linear[name]).shape))
+        if adapters.rank > min(weight_matrix(linear[name]).shape):
+            shape = "x".join(map(str, weight_matrix(linear[name]).shape))
             raise ConfigError(
                 f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}, so its rank is at "
-                f"most {min(matrix(linear[name]).shape)}. Use a smaller rank"
+                f"most {min(weight_matrix(linear[name]).shape)}. Use a smaller rank"
             )
     for p in module.parameters():
         p.requires_grad = False
@@ -129,7 +129,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
     return module
 
 
-def matrix(layer: nn.Module) -> Tensor:
+def weight_matrix(layer: nn.Module) -> Tensor:
     """Return the weights ``[outputs, inputs]`` of a linear layer."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight if isinstance(layer, nn.Linear) else weight.mT

@@ -55,7 +55,7 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
     thin = copy.deepcopy(module).eval()
     ranks: dict[str, int] = {}
     for name, layer in list(thin.named_modules()):
-        matrix = _matrix(layer)
+        matrix = _layer_matrix(layer)
         if matrix is None or not name:
             continue
         u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -65,8 +65,8 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
             continue
         root = s[:r].sqrt()
         ranks[name] = r
-        thin.set_submodule(name, _pair(layer, u[:, :r] * root, root[:, None] * vh[:r]))
-    return Factorised(thin, _count(thin), _count(module), ranks)
+        thin.set_submodule(name, _factor_layers(layer, u[:, :r] * root, root[:, None] * vh[:r]))
+    return Factorised(thin, _count_parameters(thin), _count_parameters(module), ranks)
 
 
 def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
@@ -82,15 +82,17 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
     thinned = copy.deepcopy(module).eval()
     layers = dict(thinned.named_modules())
     for name, rank in ranks.items():
-        matrix = _matrix(layers[name]) if name in layers else None
+        matrix = _layer_matrix(layers[name]) if name in layers else None
         if matrix is None:
             raise ConfigError(f"thin: {name!r} is not a linear or convolutional layer of {type(module).__name__}")
         rows, columns = matrix.shape
-        thinned.set_submodule(name, _pair(layers[name], matrix.new_zeros(rows, rank), matrix.new_zeros(rank, columns)))
+        thinned.set_submodule(
+            name, _factor_layers(layers[name], matrix.new_zeros(rows, rank), matrix.new_zeros(rank, columns))
+        )
     return thinned
 
 
-def _matrix(layer: nn.Module) -> Tensor | None:
+def _layer_matrix(layer: nn.Module) -> Tensor | None:
     """Return the matrix ``[rows, columns]`` of a layer that can be replaced, or None for any other layer."""
     if type(layer) is nn.Linear:
         return layer.weight.detach()
@@ -102,7 +104,7 @@ def _matrix(layer: nn.Module) -> Tensor | None:
     return None
 
 
-def _pair(layer: nn.Module, left: Tensor, right: Tensor) -> nn.Sequential:
+def _factor_layers(layer: nn.Module, left: Tensor, right: Tensor) -> nn.Sequential:
     """Return two layers that replace ``layer``, whose product is ``left [rows, r] right [r, columns]``."""
     r = left.shape[1]
     first: nn.Linear | nn.Conv2d
@@ -131,5 +133,5 @@ def _pair(layer: nn.Module, left: Tensor, right: Tensor) -> nn.Sequential:
     return nn.Sequential(first, second).eval()
 
 
-def _count(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
 from fedloom.errors import Refused
-from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
+from fedloom.models.parts import POSITIONS_REASON, Construction, MultiBodyNetwork, split_at_head
 
 EMBEDDING, CONDITION = "embedding.weight", "condition"
 """Names of parameters of a guided model: the class embeddings, and the two conditions of its valve."""
 
 
-class Valve(nn.Module):
+class ConditionalValve(nn.Module):
     """Layer that scales and shifts features z by a condition c: relu((gamma(c) + 1) z + beta(c)).
 
     Args:
@@ -35,7 +35,7 @@ class Valve(nn.Module):
         return torch.relu(z * (self.gamma(condition) + 1)[:, None] + self.beta(condition)[:, None])
 
 
-class Guided(Bodied):
+class Guided(MultiBodyNetwork):
     """Network with a valve below its head and with an embedding of each class (GPFL).
 
     It predicts from the features under the second condition, which is personal. The embeddings do not influence
@@ -55,10 +55,10 @@ class Guided(Bodied):
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.body, head = parted(network)
+        self.body, head = split_at_head(network)
         width = head.in_features
         self.embedding = nn.Embedding(max(2, head.out_features), width)
-        self.valve = Valve(width)
+        self.valve = ConditionalValve(width)
         self.condition = nn.Parameter(torch.zeros(2, width))
         self.guidance = nn.Identity()
         self.head = head

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, cause_of
 from fedloom.models.imported import try_out
-from fedloom.models.sequences import OfTokens, Pick
+from fedloom.models.sequences import HeadInputSelection, TokenModelSpec
 
 
-class Hub(OfTokens):
+class Hub(TokenModelSpec):
     """Model of the transformers library, with a linear head on its last hidden states.
 
     It needs the extra ``hub`` of fedloom.
@@ -60,15 +60,15 @@ class Hub(OfTokens):
                 f"model hub: {what!r} knows {tokens} tokens, but the data contain {vocabulary} "
                 "tokens. Use the tokenizer of the model"
             )
-        module = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
+        module = HubNetwork(body.float(), outputs, HeadInputSelection(each, self.pool == "last"))
         try_out(module, (length,), outputs, what, (vocabulary, each))
         return module
 
 
-class Headed(nn.Module):
+class HubNetwork(nn.Module):
     """Network that is built by `Hub`."""
 
-    def __init__(self, body: Any, outputs: int, pick: Pick) -> None:
+    def __init__(self, body: Any, outputs: int, pick: HeadInputSelection) -> None:
         super().__init__()
         body.config.use_cache = False
         if getattr(body, "pooler", None) is not None:

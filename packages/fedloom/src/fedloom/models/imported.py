@@ -30,7 +30,7 @@ PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
 """Types of the attributes for which it is noticed if a forward pass changes them."""
-OF_TORCH = {*vars(nn.Module())}
+MODULE_ATTRIBUTES = {*vars(nn.Module())}
 """Attributes that every module has."""
 
 
@@ -68,10 +68,10 @@ class Import(_UserModel):
         make = find_maker(self.path, "model", nn.Module)
         if not callable(make):
             raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(make).__name__}")
-        return _build(make, self.options, self.path, shape, outputs, tokens)
+        return _build_module(make, self.options, self.path, shape, outputs, tokens)
 
 
-class Held(_UserModel):
+class InProcessModel(_UserModel):
     """A module, class or function in this process without an import path, e.g. one defined in a notebook cell.
 
     A module is copied with its weights, which are the initial values for all seeds. A class or function is called in
@@ -87,7 +87,7 @@ class Held(_UserModel):
 
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
-            return _build(self.held, {}, self.name, shape, outputs, tokens)
+            return _build_module(self.held, {}, self.name, shape, outputs, tokens)
         try:
             module = deepcopy(self.held).cpu()
         except RuntimeError as error:
@@ -96,7 +96,7 @@ class Held(_UserModel):
                 "torch.nn.utils.prune.remove. Instead of torch.nn.utils.weight_norm, use "
                 "torch.nn.utils.parametrizations.weight_norm"
             ) from error
-        return _build(lambda: module, {}, self.name, shape, outputs, tokens)
+        return _build_module(lambda: module, {}, self.name, shape, outputs, tokens)
 
 
 def describe_model(model: object) -> ModelSpec | None:
@@ -104,7 +104,8 @@ def describe_model(model: object) -> ModelSpec | None:
 
     Args:
         model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a
-            module. If the object has an import path, the specification is an `Import`. Otherwise, it is a `Held`.
+            module. If the object has an import path, the specification is an `Import`. Otherwise, it is a
+            `InProcessModel`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -123,7 +124,7 @@ def describe_model(model: object) -> ModelSpec | None:
         for name, value in model.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return Held(name=type(model).__name__, digest=digest.hexdigest(), held=model)
+        return InProcessModel(name=type(model).__name__, digest=digest.hexdigest(), held=model)
     if isinstance(model, type) and issubclass(model, ModelSpec):
         return model()
     if not callable(model) or isinstance(model, ModelSpec):
@@ -131,7 +132,9 @@ def describe_model(model: object) -> ModelSpec | None:
     path, name = importable(model), getattr(model, "__qualname__", type(model).__qualname__)
     if path is not None:
         return Import(path=path)
-    return Held(name=name, digest=hashlib.blake2b(text_of(model).encode(), digest_size=8).hexdigest(), held=model)
+    return InProcessModel(
+        name=name, digest=hashlib.blake2b(text_of(model).encode(), digest_size=8).hexdigest(), held=model
+    )
 
 
 def wrap_model(model: object) -> ModelSpec:
@@ -149,7 +152,7 @@ def wrap_model(model: object) -> ModelSpec:
     return spec
 
 
-def _build(
+def _build_module(
     make: Callable[..., Any],
     options: Mapping[str, object],
     name: str,
@@ -183,7 +186,7 @@ def _build(
     if tokens == (0, True) and len(shape) > 2:
         module.register_forward_hook(_flatten_pixels)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
-    with nullcontext() if lazy else unchanged(module):  # a pass gives lazy modules their attributes
+    with nullcontext() if lazy else restore_module_values(module):  # a pass gives lazy modules their attributes
         try_out(module.float(), shape, outputs, name, tokens)
     return module
 
@@ -199,7 +202,7 @@ def batch_norm_layers(module: nn.Module) -> list[str]:
     return [name for name, m in layers if m.running_mean is None]
 
 
-def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
+def _shape_advice(module: nn.Module, shape: tuple[int, ...]) -> str:
     """Return advice for a module that fails on samples of the given shape."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
@@ -245,7 +248,7 @@ def try_out(
         raise ConfigError(
             f"model {path!r} fails on samples of shape {shape}: {cause_of(errors[0])}",
             rule="model-fails",
-            fix=_shape_cure(module, shape),
+            fix=_shape_advice(module, shape),
         ) from errors[0]
     if names := batch_norm_layers(module):
         try:
@@ -286,7 +289,7 @@ def try_out(
         )
     graded = isinstance(output, Tensor) and output.requires_grad
     trains = any(parameter.requires_grad for parameter in module.parameters())
-    if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
+    if trains and not (graded or torch.is_inference_mode_enabled() or _has_gradient(module, samples)):
         raise ConfigError(
             f"model {path!r} returns outputs without a gradient in any parameter, for example after "
             "detach(), no_grad() or round(). Compute the outputs from the parameters with "
@@ -294,7 +297,7 @@ def try_out(
         )
 
 
-def _trains(module: nn.Module, samples: Tensor) -> bool:
+def _has_gradient(module: nn.Module, samples: Tensor) -> bool:
     """Return True if the outputs have a gradient in training mode.
 
     True is also returned if the module fails in training mode. Training mode is tested, because some modules do not
@@ -311,13 +314,13 @@ def values_of(module: nn.Module) -> dict[str, object]:
     """Return the buffers of a module, except batch statistics, and its attributes of `CHANGEABLE_TYPES`, by name."""
     values: dict[str, object] = {}
     for owner, m in module.named_modules():
-        plain = {k: v for k, v in vars(m).items() if isinstance(v, CHANGEABLE_TYPES) and k not in OF_TORCH}
+        plain = {k: v for k, v in vars(m).items() if isinstance(v, CHANGEABLE_TYPES) and k not in MODULE_ATTRIBUTES}
         buffers = {} if isinstance(m, BATCH_STATISTICS) else m._buffers
         values |= {f"{owner}.{name}" if owner else name: value for name, value in {**plain, **buffers}.items()}
     return values
 
 
-def put(owner: nn.Module, name: str, value: object) -> None:
+def put_value(owner: nn.Module, name: str, value: object) -> None:
     """Set an attribute or buffer to a copy of a value. A buffer keeps its device and type."""
     before = owner._buffers.get(name)
     if value is ABSENT_VALUE:
@@ -343,23 +346,23 @@ def copy_of(value: object) -> Any:
     return same
 
 
-class Mark(NamedTuple):
+class ValueRecord(NamedTuple):
     """Record of a value: the value itself, the version of a tensor, or the records of the items in a container."""
 
     value: object
     version: int
-    parts: tuple[Mark, ...]
+    parts: tuple[ValueRecord, ...]
 
     @classmethod
-    def record(cls, value: object) -> Mark:
+    def record(cls, value: object) -> ValueRecord:
         """Record the current state of a value."""
         version = value._version if isinstance(value, Tensor) else 0
-        return cls(value, version, tuple(map(cls.record, _parts(value))))
+        return cls(value, version, tuple(map(cls.record, _value_parts(value))))
 
     def is_same(self, now: object) -> bool:
         """Return True if a value has not changed since it was recorded."""
         if isinstance(now, (*CONTAINER_TYPES, tuple)):
-            parts = _parts(now)
+            parts = _value_parts(now)
             alike = type(now) is type(self.value) and len(parts) == len(self.parts)
             return alike and all(mark.is_same(part) for mark, part in zip(self.parts, parts, strict=True))
         if now is self.value:
@@ -369,18 +372,18 @@ class Mark(NamedTuple):
         return now == self.value or (now != now and self.value != self.value)
 
 
-def _parts(value: object) -> list[object]:
+def _value_parts(value: object) -> list[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
     return [*value] if isinstance(value, (*CONTAINER_TYPES, tuple)) else []
 
 
-class Values:
+class ModuleValues:
     """Record of the values of a module (see `values_of`), by which later changes are detected."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: Mark.record(value) for name, value in values_of(module).items()}
+        self._before = {name: ValueRecord.record(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
         """Return the names of the values that have been replaced or changed in place since then."""
@@ -390,13 +393,13 @@ class Values:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def restore_module_values(module: nn.Module) -> Iterator[None]:
     """After the block, restore all values of a module that were changed by a forward pass."""
-    values = Values(module)
+    values = ModuleValues(module)
     copies = {name: copy_of(value) for name, value in values_of(module).items()}
     try:
         yield
     finally:
         for place in values.changed():
             owner, _, name = place.rpartition(".")
-            put(module.get_submodule(owner), name, copies.get(place, ABSENT_VALUE))
+            put_value(module.get_submodule(owner), name, copies.get(place, ABSENT_VALUE))

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from fedloom.errors import Refused
 from fedloom.models.mixture import log_probabilities
-from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
+from fedloom.models.parts import POSITIONS_REASON, Construction, MultiBodyNetwork, split_at_head
 
 KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
-"""Names of parameters of a model with a memory, which are the parameters of `Recall`."""
+"""Names of parameters of a model with a memory, which are the parameters of `StoredSampleMemory`."""
 
 MIN_CLASS_PROBABILITY = 1e-12
 """Minimum probability of a class, so that its logarithm is finite."""
 
 
-class Recall(nn.Module):
+class StoredSampleMemory(nn.Module):
     """Representations and labels of stored samples, and the rule by which they are used for predictions.
 
     A place that contains no sample has no label.
@@ -47,7 +47,7 @@ class Recall(nn.Module):
         return recalled(z, self.keys, self.labels, self.rule[1], self.rule[2])
 
 
-class WithMemory(Bodied):
+class WithMemory(MultiBodyNetwork):
     """Network whose class probabilities are mixed with the probabilities of the nearest stored samples (kNN-Per).
 
     In training, and as long as the weight of the memory is 0, predictions come only from the network.
@@ -62,8 +62,8 @@ class WithMemory(Bodied):
 
     def __init__(self, network: nn.Module, places: int) -> None:
         super().__init__()
-        self.body, head = parted(network)
-        self.memory = Recall(places, head.in_features, max(2, head.out_features))
+        self.body, head = split_at_head(network)
+        self.memory = StoredSampleMemory(places, head.in_features, max(2, head.out_features))
         self.head = head
 
     def bodies(self) -> dict[str, nn.Module]:

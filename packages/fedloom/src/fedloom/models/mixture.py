@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from fedloom.errors import Refused
-from fedloom.models.parts import Bodied, Construction
+from fedloom.models.parts import Construction, MultiBodyNetwork
 
 MIXING = "mixing"
 """Name of the parameter that contains the logarithms of the weights in a mixture, up to a constant."""
@@ -27,7 +27,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return torch.cat([logsigmoid(-logits), logsigmoid(logits)], -1)
 
 
-class Mixture(Bodied):
+class Mixture(MultiBodyNetwork):
     """Networks whose class probabilities are mixed with weights that are the same for all samples.
 
     The outputs are the logits of the mixed probabilities, so that a mixture can be evaluated, saved and exported like

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.dropout import Dropout
-from fedloom.models.spec import ACTIVATIONS, ModelSpec, image
+from fedloom.models.spec import ACTIVATIONS, ModelSpec, image_shape
 
 T = TypeVar("T")
 Activation = Literal["relu", "tanh", "sigmoid", "gelu", "silu", "elu"]
@@ -38,7 +38,7 @@ class MLP(ModelSpec):
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
-        _dense(layers, prod(shape), self.hidden, outputs, self.activation, self.dropout)
+        _append_dense_layers(layers, prod(shape), self.hidden, outputs, self.activation, self.dropout)
         return nn.Sequential(layers)
 
 
@@ -76,21 +76,23 @@ class CNN(ModelSpec):
                 raise ValueError(
                     f"{name} needs one value, or {count} values (one per entry of channels), got {len(value)}"
                 )
-        if min(_each(self.padding, count)) < 0:
+        if min(_repeat_setting(self.padding, count)) < 0:
             raise ValueError(f"padding must be >= 0, got {self.padding}")
         if self.norm == "group" and any(width % self.groups for width in self.channels):
             raise ValueError(f"groups must divide every entry of channels {self.channels}, got {self.groups}")
         return self
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        width, high, wide = image(shape, "cnn")
+        width, high, wide = image_shape(shape, "cnn")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         count = len(self.channels)
-        settings = zip(self.channels, *(_each(v, count) for v in (self.kernel, self.padding, self.pool)), strict=True)
+        settings = zip(
+            self.channels, *(_repeat_setting(v, count) for v in (self.kernel, self.padding, self.pool)), strict=True
+        )
         for i, (channels, kernel, padding, pool) in enumerate(settings, start=1):
             layers[f"conv{i}"] = nn.Conv2d(width, channels, kernel, padding=padding)
             if self.norm != "none":
-                layers[f"norm{i}"] = _norm(self.norm, channels, self.groups)
+                layers[f"norm{i}"] = _norm_layer(self.norm, channels, self.groups)
             layers[f"act{i}"] = ACTIVATIONS[self.activation]()
             high, wide = high + 2 * padding - kernel + 1, wide + 2 * padding - kernel + 1
             if pool:
@@ -105,21 +107,21 @@ class CNN(ModelSpec):
         layers["flatten"] = nn.Flatten()
         if self.dropout:
             layers["drop"] = Dropout(self.dropout)
-        _dense(layers, width * high * wide, self.hidden, outputs, self.activation, self.dropout_hidden)
+        _append_dense_layers(layers, width * high * wide, self.hidden, outputs, self.activation, self.dropout_hidden)
         return nn.Sequential(layers)
 
 
-def _each(value: T | tuple[T, ...], count: int) -> tuple[T, ...]:
+def _repeat_setting(value: T | tuple[T, ...], count: int) -> tuple[T, ...]:
     return value if isinstance(value, tuple) else (value,) * count
 
 
-def _norm(kind: str, channels: int, groups: int) -> nn.Module:
+def _norm_layer(kind: str, channels: int, groups: int) -> nn.Module:
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     return nn.GroupNorm(1 if kind == "layer" else groups, channels)
 
 
-def _dense(
+def _append_dense_layers(
     layers: OrderedDict[str, nn.Module], width: int, hidden: tuple[int, ...], outputs: int, activation: str, p: float
 ) -> None:
     """Append the hidden linear layers and the head."""

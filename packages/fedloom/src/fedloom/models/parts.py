@@ -54,7 +54,7 @@ class Construction(Value):
         """
 
 
-class Bodied(nn.Module, ABC):
+class MultiBodyNetwork(nn.Module, ABC):
     """Network that consists of bodies, all of which receive the samples, and a part that combines their outputs."""
 
     @abstractmethod
@@ -89,17 +89,17 @@ def head_prefixes(module: nn.Module) -> tuple[str, ...]:
     >>> head_prefixes(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2.',)
     """
-    return (f"{_head(module)}.",)
+    return (f"{_head_layer(module)}.",)
 
 
-def penultimate(module: nn.Module) -> str:
+def penultimate_layer(module: nn.Module) -> str:
     """Return the name of the submodule whose output, after its activation, is the representation below the head.
 
     It is the module that the attribute ``penultimate`` names if the attribute is a string. Otherwise, it is the last
     submodule without children that was registered before the head. Dropout and identity layers are skipped, because
     they do nothing in evaluation mode. If the model has no hidden layer, the representation is the flattened input. If
     a module applies an activation as a function, the representation is the input of the head
-    (`fedloom.local.oracles.forward.representing`).
+    (`fedloom.local.oracles.forward.find_representation`).
 
     Raises:
         ConfigError: there is no such submodule, or the attribute names a submodule that does not exist.
@@ -107,10 +107,10 @@ def penultimate(module: nn.Module) -> str:
     >>> penultimate(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     '1'
     """
-    named = _declared(module, "penultimate")
+    named = _declared_part(module, "penultimate")
     if named is not None:
         return named
-    last = _head(module)
+    last = _head_layer(module)
     before: list[str] = []
     for name, part in module.named_modules():
         if name == last:
@@ -127,7 +127,7 @@ def penultimate(module: nn.Module) -> str:
     return before[-1]
 
 
-def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
+def split_at_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     """Split a network into the part below its last linear layer, and this layer.
 
     The network must not be used after that.
@@ -135,7 +135,7 @@ def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     Raises:
         ConfigError: the network does not end with a linear layer that comes after other layers.
     """
-    name = _head(module)
+    name = _head_layer(module)
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Linear) or not name:
         raise ConfigError(
@@ -147,8 +147,8 @@ def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     return module, layer
 
 
-def _head(module: nn.Module) -> str:
-    named = _declared(module, "head")
+def _head_layer(module: nn.Module) -> str:
+    named = _declared_part(module, "head")
     if named is not None:
         return named
     linear: list[str] = [name for name, part in module.named_modules() if name and isinstance(part, nn.Linear)]
@@ -165,7 +165,7 @@ def _head(module: nn.Module) -> str:
     return linear[-1]
 
 
-def _declared(module: nn.Module, part: str) -> str | None:
+def _declared_part(module: nn.Module, part: str) -> str | None:
     name = getattr(module, part, None)
     if not isinstance(name, str):
         return None

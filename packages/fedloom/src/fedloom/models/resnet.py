@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedloom.errors import ConfigError
-from fedloom.models.spec import ModelSpec, image
+from fedloom.models.spec import ModelSpec, image_shape
 
 RESNET_WIDTHS = (64, 128, 256, 512)
 
@@ -41,7 +41,7 @@ class ResNet18(ModelSpec):
         return self
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        channels, high, wide = image(shape, "resnet18")
+        channels, high, wide = image_shape(shape, "resnet18")
         if min(high, wide) < 8:
             raise ConfigError(
                 f"model resnet18: samples must be at least 8x8 pixels, got {high}x{wide}. Use 'cnn' or 'mlp'"

@@ -19,7 +19,7 @@ from fedloom.models.dropout import Dropout
 from fedloom.models.spec import ModelSpec
 
 
-class OfTokens(ModelSpec):
+class TokenModelSpec(ModelSpec):
     """Model that accepts only tokens."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -29,7 +29,7 @@ class OfTokens(ModelSpec):
         )
 
 
-class LSTM(OfTokens):
+class LSTM(TokenModelSpec):
     """Embedding, LSTM layers, and a linear head (LEAF's model for Shakespeare: widths 8 and 256, 2 layers).
 
     A label for the whole sequence is predicted at its last token.
@@ -41,10 +41,10 @@ class LSTM(OfTokens):
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after the embedding and every layer")
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return Recurrent(self, outputs, vocabulary, each)
+        return LSTMNetwork(self, outputs, vocabulary, each)
 
 
-class Transformer(OfTokens):
+class Transformer(TokenModelSpec):
     """Attention and two linear layers, each after a normalization (Vaswani et al. 2017; Xiong et al. 2020).
 
     Positions are encoded by fixed sines and cosines. A label for the whole sequence is predicted at the last token if
@@ -75,31 +75,33 @@ class Transformer(OfTokens):
         return self
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return Attentive(self, length, outputs, vocabulary, each)
+        return TransformerNetwork(self, length, outputs, vocabulary, each)
 
 
-class Recurrent(nn.Module):
+class LSTMNetwork(nn.Module):
     """Network that is built by `LSTM`."""
 
     def __init__(self, spec: LSTM, outputs: int, vocabulary: int, each: bool) -> None:
         super().__init__()
         widths = [spec.embedding, *[spec.hidden] * spec.layers]
         self.embedding = nn.Embedding(vocabulary, spec.embedding)
-        self.layers = nn.ModuleList(Recurrence(before, after, batch_first=True) for before, after in pairwise(widths))
+        self.layers = nn.ModuleList(
+            TorchLSTMLayer(before, after, batch_first=True) for before, after in pairwise(widths)
+        )
         self.drops = nn.ModuleList(Dropout(spec.dropout) for _ in widths)
-        self.pick = Pick(each, last=True)
+        self.pick = HeadInputSelection(each, last=True)
         self.head = nn.Linear(spec.hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits for tokens ``[b, L]``."""
         h = self.drops[0](self.embedding(x))
         for layer, drop in zip(self.layers, list(self.drops)[1:], strict=True):
-            assert isinstance(layer, Recurrence)
+            assert isinstance(layer, TorchLSTMLayer)
             h = drop(layer.compute_equations(h) if layer.plain else layer(h)[0])
         return self.head(self.pick(h, x))  # type: ignore[no-any-return]
 
 
-class Recurrence(nn.LSTM):
+class TorchLSTMLayer(nn.LSTM):
     """LSTM layer that is computed by torch.
 
     If ``plain`` is True, it is computed by plain operations, which `torch.vmap` supports.
@@ -124,7 +126,7 @@ class Recurrence(nn.LSTM):
         return torch.stack(states, 1)
 
 
-class Attentive(nn.Module):
+class TransformerNetwork(nn.Module):
     """Network that is built by `Transformer`."""
 
     positions: Tensor
@@ -132,14 +134,14 @@ class Attentive(nn.Module):
 
     def __init__(self, spec: Transformer, length: int, outputs: int, vocabulary: int, each: bool) -> None:
         super().__init__()
-        self.register_buffer("positions", sines(length, spec.width), persistent=False)
+        self.register_buffer("positions", sine_positions(length, spec.width), persistent=False)
         pairs = torch.ones(length, length, dtype=torch.bool)
         self.register_buffer("before", pairs.tril() if spec.causal else pairs, persistent=False)
         self.embedding = nn.Embedding(vocabulary, spec.width)
         self.drop = Dropout(spec.dropout)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(spec) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.width)
-        self.pick = Pick(each, last=spec.causal)
+        self.pick = HeadInputSelection(each, last=spec.causal)
         self.head = nn.Linear(spec.width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ class Attentive(nn.Module):
         return self.head(self.pick(self.norm(h), x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and two linear layers, each with a residual connection."""
 
     def __init__(self, spec: Transformer) -> None:
@@ -193,7 +195,7 @@ class SelfAttention(nn.Module):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Pick(nn.Module):
+class HeadInputSelection(nn.Module):
     """Selection of the input of the head: each position, the last token of a sequence, or the mean over its tokens."""
 
     def __init__(self, each: bool, last: bool) -> None:
@@ -210,7 +212,7 @@ class Pick(nn.Module):
         return (h * (pooled / pooled.sum(1, keepdim=True))[..., None]).sum(1)
 
 
-def sines(length: int, width: int) -> Tensor:
+def sine_positions(length: int, width: int) -> Tensor:
     """Return positions encoded as sines and cosines ``[length, width]`` (Vaswani et al. 2017, Section 3.5)."""
     rate = torch.exp(-math.log(10_000.0) * torch.arange(0, width, 2) / width)
     angle = torch.arange(length)[:, None] * rate

@@ -25,7 +25,7 @@ from fedloom.models.memory import MemoryOption
 from fedloom.models.mixture import MixtureOption
 from fedloom.models.parts import Construction
 from fedloom.seeds import as_global, generator
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.values import Value
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -108,7 +108,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             load_weights(module, self.init_from)
         if self.adapters is None:
             return module
-        with _drawing(seed, "adapters"):
+        with _seed_initial_draws(seed, "adapters"):
             return add_adapters(module, self.adapters)
 
     def _draw_model(
@@ -116,7 +116,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
     ) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
-        with _drawing(seed, "model"):
+        with _seed_initial_draws(seed, "model"):
             try:
                 for one in self.constructions:
                     value = getattr(self, one.option)
@@ -171,7 +171,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
 
 
 @contextmanager
-def _drawing(seed: int, purpose: str) -> Iterator[None]:
+def _seed_initial_draws(seed: int, purpose: str) -> Iterator[None]:
     """Within the block, seed the global random generator for a purpose, and create new parameters as float32."""
     with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
         before = torch.get_default_dtype()
@@ -214,7 +214,7 @@ def weights_content(weights: str) -> bytes:
     """
     file, _, wanted = weights.partition(DIGEST_MARK)
     try:
-        content = regular(Path(file).expanduser()).read_bytes()
+        content = check_regular_file(Path(file).expanduser()).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"model weights {file}: this is not a readable safetensors file ({error}). Use a different file"
@@ -225,7 +225,7 @@ def weights_content(weights: str) -> bytes:
     return content
 
 
-def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
+def image_shape(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
     """Return the shape of images as (channels, height, width).
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
+from fedloom.outputs.kinds import FILE_KINDS, FileKind, never_own
 from fedloom.outputs.paths import LOCK_FILE, check_output_file, check_output_folder, draft_of, is_run_directory
 
 __all__ = [
@@ -13,5 +13,5 @@ __all__ = [
     "check_output_folder",
     "draft_of",
     "is_run_directory",
-    "never",
+    "never_own",
 ]

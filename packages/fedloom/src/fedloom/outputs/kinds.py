@@ -37,6 +37,6 @@ class FileKind(NamedTuple):
     is_own: Callable[[Path], bool]
 
 
-def never(_path: Path) -> bool:
+def never_own(_path: Path) -> bool:
     """Return False, because a file of a kind that people edit is never replaced."""
     return False

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.errors import ConfigError, capitalize, check_folder
-from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
+from fedloom.outputs.kinds import FILE_KINDS, FileKind, never_own
 
 LOCK_FILE = ".lock"
 """File that a process locks while it is using a run directory."""
@@ -28,7 +28,7 @@ def check_output_file(
     kind: FileKind,
     inputs: Iterable[object] = (),
     *,
-    owns: Callable[[Path], bool] = never,
+    owns: Callable[[Path], bool] = never_own,
     force: bool | None = False,
 ) -> Path:
     """Check that a file may be written, and return its path.
@@ -65,8 +65,8 @@ def check_output_file(
     exists = path.exists()
     if exists and not path.is_file():
         raise ConfigError(f"{path} is not a regular file. Give the path of a regular file")
-    for name, read in _existing(inputs):
-        if _same(path, read) or _same(draft_of(path), read):
+    for name, read in _existing_inputs(inputs):
+        if _are_same_file(path, read) or _are_same_file(draft_of(path), read):
             raise ConfigError(f"{path} would overwrite {name}, which this call reads. Choose another path")
         if exists and _lies_in(path, read) and not kind.is_own(path):
             raise ConfigError(f"{path} is a file of {name}, which this call reads. Choose another path")
@@ -77,7 +77,7 @@ def check_output_file(
         return path
     option = "" if force is None else "add --force"
     if exists and not kind.is_own(path):
-        why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
+        why = "" if kind.is_own is never_own else f", and is not {kind.what} that fedloom wrote"
         replace = f"{option} to replace this file, or " if option else ""
         raise ConfigError(f"{path} already exists{why}. {capitalize(f'{replace}choose another path')}")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
@@ -94,7 +94,7 @@ def check_output_folder(
     inputs: Iterable[object] = (),
     *,
     entries: Collection[str] | None = None,
-    owns: Callable[[Path], bool] = never,
+    owns: Callable[[Path], bool] = never_own,
 ) -> Path:
     """Check that files may be written to a folder, and return the path of the folder.
 
@@ -119,8 +119,10 @@ def check_output_folder(
     check_folder(folder)
     whole = folder.resolve()
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)
-    for name, read in _existing(inputs):
-        if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
+    for name, read in _existing_inputs(inputs):
+        if _lies_in(read, folder) and _fold_path_case(read).relative_to(_fold_path_case(folder)).parts[0] in (
+            entries or ()
+        ):
             raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}. Move {name}")
     return folder
 
@@ -191,7 +193,7 @@ def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], 
             )
 
 
-def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
+def _existing_inputs(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
     """Yield the inputs that exist as files or folders."""
     for one in inputs:
         with suppress(OSError, ValueError):  # a name that no path can have
@@ -199,19 +201,19 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
                 yield one, path
 
 
-def _same(path: Path, other: Path) -> bool:
+def _are_same_file(path: Path, other: Path) -> bool:
     """Return True if two paths refer to the same file.
 
     Case and the encoding of accents are ignored, because some disks ignore them.
     """
     if path.exists() and other.exists() and path.samefile(other):
         return True
-    return _folded(path) == _folded(other)
+    return _fold_path_case(path) == _fold_path_case(other)
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    return folder.is_dir() and _folded(folder) in _folded(path).parents
+    return folder.is_dir() and _fold_path_case(folder) in _fold_path_case(path).parents
 
 
-def _folded(path: Path) -> Path:
+def _fold_path_case(path: Path) -> Path:
     return Path(unicodedata.normalize("NFC", str(path.resolve())).casefold())

@@ -15,7 +15,7 @@ MIN_SHARED_BYTES = 1 << 14
 itself."""
 
 
-class Buffer:
+class SharedBuffer:
     """Memory that is shared by forked processes. The large tensors of a message are written into it, one after another.
 
     Args:
@@ -31,7 +31,7 @@ class Buffer:
 
         The message is valid until `pack` is called again.
         """
-        return packed(value, self._map)
+        return pack_message(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
         """Return the value in a message that `pack` has created.
@@ -75,12 +75,12 @@ class _Unpacker(pickle.Unpickler):
         return view.clone() if self._copy else view
 
 
-def unpacked(message: bytes) -> Any:
+def unpack_message(message: bytes) -> Any:
     """Return the value of a message that uses no shared memory."""
     return _Unpacker(io.BytesIO(message), None, copy=True).load()
 
 
-def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
+def pack_message(value: object, memory: mmap.mmap | None = None) -> bytes:
     """Pack a value into a message. If there is shared memory and large tensors fit into it, they are written there."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)

@@ -244,15 +244,15 @@ class LocalClients:
 
     def _tasks(self, request: TrainRequest) -> list[TrainTask]:
         rows = (request.place, request.ids, request.share, *(() if request.steps is None else (request.steps,)))
-        pieces = zip(*(_split(row, self._chunk) for row in rows), strict=True)
+        pieces = zip(*(_split_into_chunks(row, self._chunk) for row in rows), strict=True)
         return [TrainTask(request.round, *piece) for piece in pieces]
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        tasks = [AskTask(request.round, ids, request.describes) for ids in _split(request.ids, self._chunk)]
+        tasks = [AskTask(request.round, ids, request.describes) for ids in _split_into_chunks(request.ids, self._chunk)]
         return self._workers.map(self._handlers.ask, request.model, tasks)
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        pieces = enumerate(_split(request.ids, max(self._chunk, 8)))
+        pieces = enumerate(_split_into_chunks(request.ids, max(self._chunk, 8)))
         tasks = [ScoreTask(request.round, ids, request.cohort, common=k == 0) for k, ids in pieces]
         return self._workers.map(self._handlers.score, (request.down, request.model, request.alpha), tasks)
 
@@ -264,7 +264,7 @@ class LocalClients:
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 
 
-def _split(rows: Tensor, most: int) -> Sequence[Tensor]:
+def _split_into_chunks(rows: Tensor, most: int) -> Sequence[Tensor]:
     """Split rows of clients into chunks.
 
     The chunks depend only on the number of rows and on the maximum size of a chunk.

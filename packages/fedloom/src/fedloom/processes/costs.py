@@ -1,7 +1,8 @@
 """Estimate of the time of a round for any number of ranks, machines and clients, from measurements with one process.
 
 The estimate is ``fixed + n client + (cohort / ranks) share slowed + chunks result + trips trip + bytes / rate``, where
-``fixed``, ``client``, ``share`` and ``result`` are fields of `Costs`, and ``trip`` and ``rate`` are fields of `Link`.
+``fixed``, ``client``, ``share`` and ``result`` are fields of `MethodCosts`, and ``trip`` and ``rate`` are fields of
+`MachineLink`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fedloom.local.oracles import chunk_count
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.clients import ChunkResult
 from fedloom.processes.pool import Workers
-from fedloom.processes.rank_pool import owner
+from fedloom.processes.rank_pool import rank_of_task
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -57,9 +58,9 @@ class MeasuredWorkers:
             (result,) = self.workers.map(handler, shared, [task])
             done = time.perf_counter()
             text, tensors = parcel.encode_value(result)
-            packed = parcel.pack(text, tensors)
-            for text, data in parcel.unpack(packed):
-                parcel.decode_value(text, parcel.cut(data.clone(), parcel.forms(text)))
+            packed = parcel.pack_tensors(text, tensors)
+            for text, data in parcel.unpack_tensors(packed):
+                parcel.decode_value(text, parcel.cut_tensors(data.clone(), parcel.tensor_forms(text)))
             self.passing += time.perf_counter() - done
             self.work += done - start
             self.bytes += len(packed)
@@ -72,22 +73,22 @@ class MeasuredWorkers:
         return self.workers.call_once(ids, call)
 
 
-class Link(NamedTuple):
+class MachineLink(NamedTuple):
     """Link between machines: bytes per second, and seconds for each round trip."""
 
     rate: float
     trip: float
 
 
-class Place(NamedTuple):
+class ClusterShape(NamedTuple):
     """Machines that compute a round: number of ranks on each machine, number of machines, and the link between them."""
 
     ranks: int
     machines: int
-    link: Link
+    link: MachineLink
 
 
-class Parts(NamedTuple):
+class RoundTimeParts(NamedTuple):
     """Time of a round in seconds, by cause, and number of bytes that the busiest machine receives.
 
     Attributes:
@@ -115,7 +116,7 @@ class Parts(NamedTuple):
         return self.work + self.results + self.link + self.clients + self.fixed
 
 
-class Costs(NamedTuple):
+class MethodCosts(NamedTuple):
     """Costs of a method for a model and a data set, measured with one process.
 
     Attributes:
@@ -152,7 +153,7 @@ class Costs(NamedTuple):
         beside = min(busy, self.cores) - 1
         return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)
 
-    def round(self, n: int, cohort: int, place: Place) -> Parts:
+    def round(self, n: int, cohort: int, place: ClusterShape) -> RoundTimeParts:
         """Estimate the time and traffic of a round in which ``cohort`` of ``n`` clients train.
 
         Each machine stores a given row with the same probability.
@@ -160,14 +161,14 @@ class Costs(NamedTuple):
         count, size, machines = chunk_count(cohort, self.chunk), place.ranks * place.machines, place.machines
         most = [0] * size
         for k in range(count):
-            most[owner(k, size)] += cohort // count + (k < cohort % count)
+            most[rank_of_task(k, size)] += cohort // count + (k < cohort % count)
         elsewhere = 1 - 1 / machines
         rows = cohort * self.row * elsewhere / machines if cohort < n else 0.0
         received = count * self.message * elsewhere + rows
         trips = (LINK_TRIPS + TRIPS_OF_ROWS * (rows > 0)) * (machines > 1)
         idle = most.count(0)
         busy = min(place.ranks, math.ceil((size - idle) / machines))
-        return Parts(
+        return RoundTimeParts(
             work=self.share * max(most) * self.slowed(busy),
             results=self.result * count * (size > 1),
             link=trips * place.link.trip + received / place.link.rate,

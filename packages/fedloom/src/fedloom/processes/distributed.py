@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError, ConfigError, FedloomError
 from fedloom.processes import rank_messages as parcel
-from fedloom.processes.heartbeat import RESUME_HINT, Watch
+from fedloom.processes.heartbeat import RESUME_HINT, RankWatch
 from fedloom.processes.ranks import SINGLE_RANK, Move, Ranks
 from fedloom.storage.memory import Memory
 
@@ -40,7 +40,7 @@ TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK",
 
 RANK_WAIT_TIME = timedelta(days=365)
 """Maximum time for which a rank waits for another rank. It is very long, because the other rank may be busy computing.
-`Watch` checks whether the other rank is alive."""
+`RankWatch` checks whether the other rank is alive."""
 
 
 @contextmanager
@@ -54,17 +54,17 @@ def join_ranks() -> Iterator[Ranks]:
         FedloomError: another rank has died or cannot be reached, or this rank has received a termination signal.
         SystemExit: this rank has failed after a different rank, which logs the cause.
     """
-    size = _started()
+    size = _started_rank_count()
     if size == 1:
         yield SINGLE_RANK
         return
-    watch = Watch(int(os.environ["RANK"]), size)
+    watch = RankWatch(int(os.environ["RANK"]), size)
     try:
-        with _ended_by_signal():
-            group = _join(watch)
+        with _raise_on_signal():
+            group = _join_group(watch)
             yield group
             group.combine_flags()
-            with _translated(watch.rank):
+            with _translate_errors(watch.rank):
                 dist.destroy_process_group()
     except Exception as error:
         if watch.first_to_fail():
@@ -81,7 +81,7 @@ def check_alone(what: str) -> None:
     Raises:
         ConfigError: torchrun has started several ranks.
     """
-    size = _started()
+    size = _started_rank_count()
     if size > 1:
         raise ConfigError(
             f"torchrun has started {size} ranks, but {what} does not divide its work among ranks. "
@@ -90,7 +90,7 @@ def check_alone(what: str) -> None:
         )
 
 
-def _started() -> int:
+def _started_rank_count() -> int:
     """Return the number of ranks that torchrun has started, or 1 if torchrun is not used."""
     return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in TORCHRUN_VARIABLES) else 1
 
@@ -103,19 +103,19 @@ def _leave_word(error: Exception) -> None:
             Path(path).write_text(json.dumps({"message": f"{error}", "timestamp": int(time.time())}))
 
 
-def _join(watch: Watch) -> Group:
+def _join_group(watch: RankWatch) -> Group:
     """Connect to the other ranks."""
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(local % gpus)
     own_gpu = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
-    with _translated(watch.rank):
+    with _translate_errors(watch.rank):
         dist.init_process_group("gloo", timeout=RANK_WAIT_TIME)
         return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), own_gpu)
 
 
 @contextmanager
-def _translated(rank: int) -> Iterator[None]:
+def _translate_errors(rank: int) -> Iterator[None]:
     """Replace torch's message about a broken connection by a message that users can understand."""
     try:
         yield
@@ -127,7 +127,7 @@ def _translated(rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _ended_by_signal() -> Iterator[None]:
+def _raise_on_signal() -> Iterator[None]:
     """Raise an error when torchrun sends a termination signal because another rank has died.
 
     After an error, the signal is ignored, because the process is about to end and must first report the error.
@@ -193,13 +193,13 @@ class Group:
         other machine.
         """
         text, tensors = parcel.encode_value(value)
-        packed = parcel.pack(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
+        packed = parcel.pack_tensors(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
         packed = self._exchange(*self._here, packed)
         if len(self._first[0]) > 1:
             packed = self._exchange(*self._first, packed) if self.rank in self._first[0] else packed[:0]
             packed = self._exchange(*self._here, packed)
         values = []
-        for r, (forms, data) in enumerate(parcel.unpack(packed)):
+        for r, (forms, data) in enumerate(parcel.unpack_tensors(packed)):
             received = self._receive_tensors(r, forms, data, tensors)
             values.append(value if r == self.rank else parcel.decode_value(forms, received))
         return values
@@ -215,7 +215,7 @@ class Group:
     def _numbers(self, number: int) -> list[int]:
         """Return one number from each rank."""
         numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        with _translated(self.rank):
+        with _translate_errors(self.rank):
             dist.all_gather(numbers, torch.tensor([number]))
         return [int(n) for n in numbers]
 
@@ -227,7 +227,7 @@ class Group:
         if len(ranks) == 1:
             return data
         sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
-        with _translated(self.rank):
+        with _translate_errors(self.rank):
             dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
             received = torch.empty(int(sum(sizes)), dtype=torch.uint8)
             parts = dict(zip(ranks, received.split([int(size) for size in sizes]), strict=True))
@@ -243,7 +243,7 @@ class Group:
 
         If two ranks exchange data with each other, they must call this method in the same order.
         """
-        with _translated(self.rank):
+        with _translate_errors(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
 
@@ -252,21 +252,21 @@ class Group:
 
         The tensors that are sent directly between GPUs are received now.
         """
-        forms = parcel.forms(text)
-        linked = iter(parcel.cut(data, [f for f in forms if not self._uses_gpu(f.place)]))
+        forms = parcel.tensor_forms(text)
+        linked = iter(parcel.cut_tensors(data, [f for f in forms if not self._uses_gpu(f.place)]))
         direct = iter(self._broadcast(source, [f for f in forms if self._uses_gpu(f.place)], own_tensors))
         return [next(direct) if self._uses_gpu(f.place) else next(linked).to(f.place) for f in forms]
 
-    def _broadcast(self, source: int, forms: list[parcel.Form], own_tensors: list[Tensor]) -> list[Tensor]:
+    def _broadcast(self, source: int, forms: list[parcel.TensorForm], own_tensors: list[Tensor]) -> list[Tensor]:
         if not forms:
             return []
         if source == self.rank:
-            data = parcel.fill([t for t in own_tensors if t.is_cuda], forms, "cuda")
+            data = parcel.fill_bytes([t for t in own_tensors if t.is_cuda], forms, "cuda")
         else:
             data = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device="cuda")
-        with _translated(self.rank):
+        with _translate_errors(self.rank):
             dist.broadcast(data, source, group=self._nccl)
-        return parcel.cut(data, forms)
+        return parcel.cut_tensors(data, forms)
 
     def _uses_gpu(self, place: str) -> bool:
         """Return True if tensors on this kind of device are sent directly between GPUs."""
@@ -307,7 +307,7 @@ class _Memory:
         return mapping
 
     def wait(self) -> None:
-        with _translated(self._rank):
+        with _translate_errors(self._rank):
             dist.barrier(self._here)
 
     def _create(self, places: list[Path], size: int, large: bool) -> None:

@@ -33,7 +33,7 @@ TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
 RESUME_HINT = "Saved results are intact. Start the ranks again to continue"
 
 
-class Watch:
+class RankWatch:
     """Thread that watches the other ranks.
 
     Args:
@@ -43,7 +43,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.patience = _patience(os.environ.get(TIMEOUT_VARIABLE, "60"))
+        self.patience = _parse_timeout(os.environ.get(TIMEOUT_VARIABLE, "60"))
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(self.patience, 5.0))))
         self._store: Any = PrefixStore(f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._over = threading.Event()
@@ -101,7 +101,7 @@ class Watch:
         os._exit(1)
 
 
-def _patience(text: str) -> float:
+def _parse_timeout(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

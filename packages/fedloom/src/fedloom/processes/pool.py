@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.processes.buffers import Buffer, packed, unpacked
+from fedloom.processes.buffers import SharedBuffer, pack_message, unpack_message
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 Handler = Callable[[Any, Any], Any]
 """Function that computes a result from ``(shared, task)``."""
 
-LOOK_SECONDS = 1.0
+WATCH_SECONDS = 1.0
 """Number of seconds between two checks for workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
 """Minimum seconds, and multiple of the longest response time, after which a worker without an answer is reported."""
@@ -43,7 +43,7 @@ MAX_PIPE_BYTES = 1 << 14
 """Maximum number of bytes of a message that a pipe can hold while the other process is also sending and not reading."""
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Return the number of processor cores that this process may use.
 
     It is 1 if this process may not start other processes.
@@ -53,13 +53,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-PER_CORE = 2
+PROCESSES_PER_CORE = 2
 """Maximum number of single-threaded processes per core, since one process may wait while another one computes."""
 
 
-def useful(wanted: int, units: int) -> int:
-    """Return how many processes are useful: at most `PER_CORE` for each core, and at most one for each unit of work."""
-    return max(1, min(wanted, units, PER_CORE * cores()))
+def useful_processes(wanted: int, units: int) -> int:
+    """Return how many processes are useful: at most `PROCESSES_PER_CORE` per core, and at most one per unit of work."""
+    return max(1, min(wanted, units, PROCESSES_PER_CORE * usable_cores()))
 
 
 class Workers(Protocol):
@@ -108,7 +108,7 @@ class WorkerPool:
                 "concurrent.futures.ProcessPoolExecutor instead of multiprocessing.Pool"
             )
         self._handlers = handlers
-        self._down = Buffer(down_bytes if workers > 1 else 0)
+        self._down = SharedBuffer(down_bytes if workers > 1 else 0)
         self._depth = 2 if ahead else 1
         make = range(workers if workers > 1 else 0)
         self._workers = [_Worker(handlers, self._down, up_bytes, self._depth, nested) for _ in make]
@@ -161,7 +161,7 @@ class WorkerPool:
         waiting = list(enumerate(tasks))[::-1]
         busy: dict[Connection, tuple[list[int], _Worker]] = {worker.pipe: ([], worker) for worker in self._workers}
         first = [("share", self._handlers.index(handler), self._down.pack(shared))]
-        silence = _Silence()
+        silence = _SilenceWatch()
         while True:
             if interrupted is not None and interrupted():
                 waiting.clear()
@@ -176,7 +176,7 @@ class WorkerPool:
             self._hand_out(waiting, list(busy.values()), *first)
             first = []
             silence.begin(worker for sent, worker in busy.values() if sent)
-            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], LOOK_SECONDS)
+            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], WATCH_SECONDS)
             if not ready:
                 silence.look(worker for sent, worker in busy.values() if sent)
             done = list[tuple[int, R]]()
@@ -203,7 +203,7 @@ class WorkerPool:
             for batch, (sent, _) in zip(batches, places, strict=True):
                 if len(sent) == depth and (everybody or len(waiting) > depth * len(self._workers)):
                     task = ("task", waiting[-1][1])
-                    if depth == 0 or len(packed(task)) <= MAX_PIPE_BYTES:
+                    if depth == 0 or len(pack_message(task)) <= MAX_PIPE_BYTES:
                         batch.append(task)
                         sent.append(waiting.pop()[0])
         for batch, (_, worker) in zip(batches, places, strict=True):
@@ -227,7 +227,7 @@ class WorkerPool:
         self.close()
 
 
-class _Silence:
+class _SilenceWatch:
     """Logs the workers that have not answered for much longer than the longest response time so far."""
 
     def __init__(self) -> None:
@@ -266,12 +266,14 @@ class _Silence:
 
 
 class _Worker:
-    def __init__(self, handlers: Sequence[Handler], down: Buffer, up_bytes: int, depth: int, nested: bool) -> None:
+    def __init__(
+        self, handlers: Sequence[Handler], down: SharedBuffer, up_bytes: int, depth: int, nested: bool
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, child_pipe = context.Pipe()
-        ups = [Buffer(up_bytes) for _ in range(depth)]
+        ups = [SharedBuffer(up_bytes) for _ in range(depth)]
         self._turn = cycle(ups)
-        self._process = context.Process(target=_serve, args=(child_pipe, handlers, down, ups), daemon=not nested)
+        self._process = context.Process(target=_serve_worker, args=(child_pipe, handlers, down, ups), daemon=not nested)
         self._process.start()
         child_pipe.close()
 
@@ -291,7 +293,7 @@ class _Worker:
     def send(self, orders: list[tuple[Any, ...]]) -> None:
         """Send tasks to the worker."""
         try:
-            self.pipe.send_bytes(packed(orders))
+            self.pipe.send_bytes(pack_message(orders))
         except OSError as error:
             raise self._died() from error
 
@@ -321,14 +323,14 @@ class _Worker:
     def close(self) -> None:
         """End the process of the worker."""
         with suppress(OSError):
-            self.pipe.send_bytes(packed([("stop",)]))
+            self.pipe.send_bytes(pack_message([("stop",)]))
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
 
 
-def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: list[Buffer]) -> None:
+def _serve_worker(pipe: Connection, handlers: Sequence[Handler], down: SharedBuffer, ups: list[SharedBuffer]) -> None:
     _end_with_parent()
     gc.freeze()  # what the parent made may wait for threads, as it is deleted, that are not here
     os.setpgrp()  # Ctrl-C reaches the parent only, which decides
@@ -338,7 +340,7 @@ def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: lis
     turn = cycle(ups)
     with suppress(EOFError, OSError):
         while True:
-            for kind, *content in unpacked(pipe.recv_bytes()):
+            for kind, *content in unpack_message(pipe.recv_bytes()):
                 if kind == "stop":
                     return
                 if kind == "share":

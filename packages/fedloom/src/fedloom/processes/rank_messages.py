@@ -36,7 +36,7 @@ TUPLE_CLASSES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in 
 """Named tuples that can be sent, keyed by name."""
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Data type, shape and device of a tensor. ``place`` is the kind of device: "cpu" or "cuda"."""
 
     dtype: str
@@ -49,37 +49,37 @@ class Form(NamedTuple):
         return -(-prod(self.shape) * DTYPES_BY_NAME[self.dtype].itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def form(tensor: Tensor) -> Form:
+def tensor_form(tensor: Tensor) -> TensorForm:
     """Return the data type, shape and device of a tensor."""
-    return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+    return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
 
 def encode_value(value: object) -> tuple[bytes, list[Tensor]]:
     """Split a value into a JSON text and its tensors."""
     tensors: list[Tensor] = []
-    tree = _write(value, tensors)
-    return json.dumps([tree, [form(t) for t in tensors]]).encode(), tensors
+    tree = _write_value(value, tensors)
+    return json.dumps([tree, [tensor_form(t) for t in tensors]]).encode(), tensors
 
 
-def forms(text: bytes) -> list[Form]:
+def tensor_forms(text: bytes) -> list[TensorForm]:
     """Return the data types, shapes and devices of the tensors that belong to a text."""
-    return [Form(dtype, tuple(shape), place) for dtype, shape, place in json.loads(text)[1]]
+    return [TensorForm(dtype, tuple(shape), place) for dtype, shape, place in json.loads(text)[1]]
 
 
 def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the value that `encode_value` has split."""
-    return _read(json.loads(text)[0], tensors)
+    return _read_value(json.loads(text)[0], tensors)
 
 
-def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
+def pack_tensors(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
     """Pack a text and its tensors into bytes ``[b]`` on the CPU."""
     head = torch.frombuffer(bytearray(text) + bytes(-len(text) % ALIGNMENT_BYTES), dtype=torch.uint8)
-    body = fill(tensors, [form(t) for t in tensors], "cpu")
+    body = fill_bytes(tensors, [tensor_form(t) for t in tensors], "cpu")
     return torch.cat([torch.tensor([len(text), len(body)]).view(torch.uint8), head, body])
 
 
-def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
-    """Yield each text with the bytes of its tensors, from one or more results of `pack` that follow one another."""
+def unpack_tensors(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
+    """Yield each text with the bytes of its tensors, from one or more consecutive results of `pack_tensors`."""
     while len(packed):
         length, size = packed[:ALIGNMENT_BYTES].view(torch.long).tolist()
         begin = ALIGNMENT_BYTES + length + -length % ALIGNMENT_BYTES
@@ -87,16 +87,16 @@ def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
         packed = packed[begin + size :]
 
 
-def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor:
+def fill_bytes(tensors: Sequence[Tensor], forms: Sequence[TensorForm], place: str) -> Tensor:
     """Pack tensors into bytes ``[b]`` on a device, one after another."""
     buffer = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device=place)
-    for part, tensor in zip(cut(buffer, forms), tensors, strict=True):
+    for part, tensor in zip(cut_tensors(buffer, forms), tensors, strict=True):
         part.copy_(tensor)
     return buffer
 
 
-def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Split bytes that `fill` has packed into views, one for each tensor."""
+def cut_tensors(buffer: Tensor, forms: Sequence[TensorForm]) -> list[Tensor]:
+    """Split bytes that `fill_bytes` has packed into views, one for each tensor."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES_BY_NAME[form.dtype]
@@ -104,7 +104,7 @@ def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     return pieces
 
 
-def _write(value: object, tensors: list[Tensor]) -> Any:
+def _write_value(value: object, tensors: list[Tensor]) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -112,31 +112,31 @@ def _write(value: object, tensors: list[Tensor]) -> Any:
             tensors.append(value)
             return {"tensor": len(tensors) - 1}
         case ChunkResult() | Answers():
-            return {type(value).__name__: [_write(v, tensors) for v in value]}
+            return {type(value).__name__: [_write_value(v, tensors) for v in value]}
         case tuple() | list() if type(value) in (tuple, list):
-            return {type(value).__name__: [_write(v, tensors) for v in value]}
+            return {type(value).__name__: [_write_value(v, tensors) for v in value]}
         case dict():
-            return {"dict": [[_write(k, tensors), _write(v, tensors)] for k, v in value.items()]}
+            return {"dict": [[_write_value(k, tensors), _write_value(v, tensors)] for k, v in value.items()]}
         case FedloomError():
-            return {"error": [type(value).__name__, [_write(v, tensors) for v in value.__reduce__()[1]]]}
+            return {"error": [type(value).__name__, [_write_value(v, tensors) for v in value.__reduce__()[1]]]}
     raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
-def _read(tree: object, tensors: Sequence[Tensor]) -> Any:
+def _read_value(tree: object, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {_read(k, tensors): _read(v, tensors) for k, v in content}
+        return {_read_value(k, tensors): _read_value(v, tensors) for k, v in content}
     if kind == "error":
-        return _error(content[0], [_read(v, tensors) for v in content[1]])
-    values = [_read(v, tensors) for v in content]
+        return _rebuild_error(content[0], [_read_value(v, tensors) for v in content[1]])
+    values = [_read_value(v, tensors) for v in content]
     return TUPLE_CLASSES[kind](*values) if kind in TUPLE_CLASSES else values if kind == "list" else tuple(values)
 
 
-def _error(name: str, content: list[Any]) -> FedloomError:
+def _rebuild_error(name: str, content: list[Any]) -> FedloomError:
     error_class = getattr(errors, name, FedloomError)
     return (
         error_class(*content)

@@ -21,7 +21,7 @@ MAX_HELD_BYTES = 1 << 28
 """Maximum number of bytes of the results that a rank collects before the ranks exchange them."""
 
 
-def owner(k: int, ranks: int) -> int:
+def rank_of_task(k: int, ranks: int) -> int:
     """Return the rank that computes task ``k``: ranks take turns, forward and backward, because tasks get shorter.
 
     >>> [owner(k, 3) for k in range(8)]
@@ -54,18 +54,18 @@ class RankPool:
         """
         machines, size = self._ranks.machines, self._ranks.size
         at: dict[int, list[Tensor]] = {}
-        clients = [_ids(task) for task in tasks]
+        clients = [_task_ids(task) for task in tasks]
         for k, ids in enumerate(clients):
-            at.setdefault(machines[owner(k, size)], []).append(ids)
+            at.setdefault(machines[rank_of_task(k, size)], []).append(ids)
         self._locations.fetch({machine: torch.cat(ids) for machine, ids in at.items()})
         self._ranks.wait()
         for first in range(0, len(tasks), self._wave):
             wave = range(first, min(first + self._wave, len(tasks)))
-            own_tasks = [k for k in wave if owner(k, size) == self._ranks.rank]
-            results = self._ranks.gather([_outcome(handler, shared, tasks[k]) for k in own_tasks])
+            own_tasks = [k for k in wave if rank_of_task(k, size) == self._ranks.rank]
+            results = self._ranks.gather([_run_handler(handler, shared, tasks[k]) for k in own_tasks])
             turns = [iter(r) for r in results]
             for k in wave:
-                yield self._unwrap(next(turns[owner(k, size)]), machines[owner(k, size)])
+                yield self._unwrap(next(turns[rank_of_task(k, size)]), machines[rank_of_task(k, size)])
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
         """Return the result of a function that is called only on rank 0.
@@ -73,7 +73,7 @@ class RankPool:
         The function may read and write rows of the given clients.
         """
         self._locations.fetch({0: ids})
-        outcome = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
+        outcome = _run_handler(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
         value: R = self._unwrap(self._ranks.share(outcome), 0)
         return value
 
@@ -91,7 +91,7 @@ class RankPool:
         return outcome
 
 
-def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
+def _run_handler(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
     """Return the result of a handler or its error, which is then raised on all ranks."""
     try:
         return handler(shared, task)
@@ -99,6 +99,6 @@ def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomErr
         return error
 
 
-def _ids(task: Any) -> Tensor:
+def _task_ids(task: Any) -> Tensor:
     ids: Tensor = task.ids
     return ids

@@ -76,7 +76,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """Single process, which does not communicate with other processes."""
 
     rank, size, memory = 0, 1, None
@@ -98,4 +98,4 @@ class Alone:
         pass
 
 
-SINGLE_RANK = Alone()
+SINGLE_RANK = SingleProcess()

@@ -83,7 +83,7 @@ class RowLocations:
         for ids, _, target in moves:
             latest[target, ids] = True
         if moves:
-            for wave in zip_longest(*([(some, *way) for some in _pieces(store, ids)] for ids, *way in moves)):
+            for wave in zip_longest(*([(some, *way) for some in _row_pieces(store, ids)] for ids, *way in moves)):
                 self._move(store, [move for move in wave if move is not None])
             self._ranks.wait()
 
@@ -101,6 +101,6 @@ class RowLocations:
                 store.write(ids, rows)
 
 
-def _pieces(store: Store[Any], ids: Tensor) -> Iterator[Tensor]:
+def _row_pieces(store: Store[Any], ids: Tensor) -> Iterator[Tensor]:
     width = sum(t.numel() * t.element_size() for t in store.template)
     yield from ids.split(max(1, MOVED_BYTES // max(1, width)))

@@ -104,7 +104,7 @@ class RandomLabels(Poison):
     kind: Literal["random-labels"] = "random-labels"
 
     def poison(self, y: Tensor, classes: int, gen: Generator) -> Tensor:
-        _classes(y, classes)
+        _class_labels(y, classes)
         return torch.randint(classes, y.shape, generator=gen).to(y)
 
 
@@ -118,7 +118,7 @@ class FlippedLabels(Poison):
     kind: Literal["flipped-labels"] = "flipped-labels"
 
     def poison(self, y: Tensor, classes: int, gen: Generator) -> Tensor:
-        _classes(y, classes)
+        _class_labels(y, classes)
         return classes - 1 - y
 
 
@@ -172,8 +172,8 @@ class Backdoor(Attack):
                     fix=f"set {{attack.columns = {{{name!r}: {levels[0] if levels else 1!r}}}}}, or name other columns",
                 )
             for name, value in self.columns.items():
-                place = choose("column", _numbered(names), name, "attack.columns")
-                x[:, place] = _code(name, value, names[name])
+                place = choose("column", _name_positions(names), name, "attack.columns")
+                x[:, place] = _trigger_value(name, value, names[name])
             return x
         if self.columns:
             raise ConfigError(
@@ -198,7 +198,7 @@ class Backdoor(Attack):
         """
         if isinstance(self.target, int) and 0 <= self.target < len(classes):
             return self.target
-        return choose("class", _numbered(classes), str(self.target), "attack.target")
+        return choose("class", _name_positions(classes), str(self.target), "attack.target")
 
 
 # ------------------------------------------------------------------------------------------- blind to the other rows
@@ -215,7 +215,7 @@ class SameValue(Forgery):
     variance: float = Field(0.1, gt=0, description="variance of the random number p (FLAME, VI-A)")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return _normal(base[:, :1], self.variance, gens).expand_as(base).clone()
+        return _normal_rows(base[:, :1], self.variance, gens).expand_as(base).clone()
 
 
 class SignFlip(Forgery):
@@ -236,7 +236,7 @@ class SignFlip(Forgery):
         return self.of == "own"
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return -_normal(base[:, :1], self.variance, gens).abs() * (benign if self.reads_own else base)
+        return -_normal_rows(base[:, :1], self.variance, gens).abs() * (benign if self.reads_own else base)
 
 
 class Gaussian(Forgery):
@@ -246,7 +246,7 @@ class Gaussian(Forgery):
     variance: float = Field(0.1, gt=0, description="variance of every coordinate (FLAME, VI-A)")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return _normal(base, self.variance, gens)
+        return _normal_rows(base, self.variance, gens)
 
 
 class ModelReplacement(Forgery):
@@ -298,7 +298,7 @@ class ALIE(Forgery):
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
-        return (rows.mean(0) + self.deviations(m, len(base)) * _std(rows)).expand_as(base).clone()
+        return (rows.mean(0) + self.deviations(m, len(base)) * _row_std(rows)).expand_as(base).clone()
 
     def deviations(self, m: int, b: int) -> float:
         """Return z for m clients that include b attackers."""
@@ -344,7 +344,7 @@ class MinMax(Forgery):
         rows = benign if honest is None else honest
         centre = rows.mean(0)
         mean = centre - base.mean(0)
-        p = {"std": _std(rows), "unit": mean / norm(mean), "sign": mean.sign()}[self.direction].nan_to_num(0)
+        p = {"std": _row_std(rows), "unit": mean / norm(mean), "sign": mean.sign()}[self.direction].nan_to_num(0)
         a, far = centre - rows, distances(rows).max()
         half, square = (a @ p)[:, None], p @ p
         room = (half.square() + square * (far.square() - a.square().sum(1, keepdim=True))).clamp_min(0)
@@ -443,32 +443,32 @@ ATTACKS: dict[str, type[Attack]] = {
 """Attacks, keyed by kind."""
 
 
-def _normal(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
+def _normal_rows(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
     """Return samples [b, k] from N(0, variance), drawn by a separate generator for each row."""
     rows = [torch.randn(like.shape[1], generator=gen, dtype=like.dtype) for gen in gens]
     return torch.stack(rows).to(like.device) * float(variance**0.5)
 
 
-def _std(rows: Tensor) -> Tensor:
+def _row_std(rows: Tensor) -> Tensor:
     """Return the sample standard deviation [d] of rows [h, d], or 0 if there is a single row."""
     return rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
 
 
-def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
+def _trigger_value(name: str, value: float | str, levels: tuple[str, ...]) -> float:
     """Return the number that a trigger writes to a column, which is the code of a level or the given number."""
     if levels:
-        return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
+        return float(choose("level", _name_positions(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):
         raise ConfigError(f"attack.columns: column {name!r} contains numbers, got {value!r}. Use a number")
     return value
 
 
-def _numbered(names: Iterable[str]) -> dict[str, int]:
+def _name_positions(names: Iterable[str]) -> dict[str, int]:
     """Return the positions of the names."""
     return {name: place for place, name in enumerate(names)}
 
 
-def _classes(y: Tensor, classes: int) -> None:
+def _class_labels(y: Tensor, classes: int) -> None:
     if y.is_floating_point() or classes < 2:
         raise ConfigError(
             f"label attacks need class labels, got {y.dtype} labels of {classes} classes",

@@ -108,7 +108,7 @@ class GaussianNoise(Channel):
         return self
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        noise = _each(gens, lambda gen: torch.randn(x.shape[1], generator=gen, dtype=x.dtype), x)
+        noise = _draw_for_each(gens, lambda gen: torch.randn(x.shape[1], generator=gen, dtype=x.dtype), x)
         return x * (self.clip / norm(x)).clamp_max(1) + self.sigma * self.clip * noise
 
 
@@ -129,7 +129,7 @@ class TopK(Channel):
     error_feedback: bool = Field(True, description="keep the unsent part of the upload for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        best = x.abs().topk(_count(self.fraction, x.shape[1]), dim=1).indices
+        best = x.abs().topk(_count_kept(self.fraction, x.shape[1]), dim=1).indices
         return torch.zeros_like(x).scatter(1, best, x.gather(1, best))
 
 
@@ -152,8 +152,8 @@ class RandomK(Channel):
     error_feedback: bool = Field(False, description="keep the unsent part of the upload for the next round")
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        D, k = x.shape[1], _count(self.fraction, x.shape[1])
-        drawn = _each(gens, lambda gen: torch.randperm(D, generator=gen)[:k], x)
+        D, k = x.shape[1], _count_kept(self.fraction, x.shape[1])
+        drawn = _draw_for_each(gens, lambda gen: torch.randperm(D, generator=gen)[:k], x)
         sent = torch.zeros_like(x).scatter(1, drawn, x.gather(1, drawn))
         return sent if self.error_feedback else sent * (D / k)
 
@@ -180,7 +180,7 @@ class QSGD(Channel):
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
         scale = x.abs().amax(1, keepdim=True)
         ratio = torch.where(scale > 0, x.abs() / scale, x.abs()) * self.levels
-        u = _each(gens, lambda gen: torch.rand(x.shape[1], generator=gen, dtype=x.dtype), x)
+        u = _draw_for_each(gens, lambda gen: torch.rand(x.shape[1], generator=gen, dtype=x.dtype), x)
         level = ratio.floor() + (u < ratio - ratio.floor())
         return grid_value(scale, x.sign() * level, self.levels)
 
@@ -211,10 +211,10 @@ CHANNELS: dict[str, type[Channel]] = {
 """Channels, keyed by kind."""
 
 
-def _each(gens: Sequence[Generator], draw: Callable[[Generator], Tensor], like: Tensor) -> Tensor:
+def _draw_for_each(gens: Sequence[Generator], draw: Callable[[Generator], Tensor], like: Tensor) -> Tensor:
     """Return random values [m, .] drawn by the clients' own generators."""
     return torch.stack([draw(gen) for gen in gens]).to(like.device)
 
 
-def _count(fraction: float, D: int) -> int:
+def _count_kept(fraction: float, D: int) -> int:
     return max(round(fraction * D), 1)

@@ -53,12 +53,12 @@ class Encoding(Protocol):
         ...
 
 
-def raw(x: Tensor) -> bytes:
+def raw_bytes(x: Tensor) -> bytes:
     """Return the bytes of a tensor in little-endian order."""
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
+def tensor_from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
     """Copy bytes into a new tensor whose memory PyTorch allocates.
 
     The number of bytes must be a multiple of the item size.
@@ -76,13 +76,13 @@ class _Dense:
         return 4 * field.n * field.dtype.is_floating_point
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
-        return raw(x)
+        return raw_bytes(x)
 
     def admits(self, field: Field, length: int) -> bool:
         return length == field.n * field.item
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
-        return tensor(payload, field.dtype)
+        return tensor_from_bytes(payload, field.dtype)
 
 
 class _Sparse:
@@ -96,7 +96,7 @@ class _Sparse:
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
         at = x.nonzero().squeeze(-1)
-        return raw(x[at]) + raw(at.to(field.index))
+        return raw_bytes(x[at]) + raw_bytes(at.to(field.index))
 
     def admits(self, field: Field, length: int) -> bool:
         k, rest = divmod(length, field.item + field.index.itemsize)
@@ -104,10 +104,12 @@ class _Sparse:
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
         split = len(payload) // (field.item + field.index.itemsize) * field.item
-        at = tensor(payload[split:], field.index).long()
+        at = tensor_from_bytes(payload[split:], field.index).long()
         if at.numel() and (at[0] < 0 or at[-1] >= field.n or (at.diff() <= 0).any()):
             raise WireError(f"indices of a sparse field must increase within 0..{field.n - 1}")
-        return torch.zeros(field.n, dtype=field.dtype).index_copy(0, at, tensor(payload[:split], field.dtype))
+        return torch.zeros(field.n, dtype=field.dtype).index_copy(
+            0, at, tensor_from_bytes(payload[:split], field.dtype)
+        )
 
 
 class _LowRank:
@@ -150,9 +152,9 @@ class _LowRank:
                 table.append(k if factored else FULL_WORD)
             if factored:
                 u, s, vh = torch.linalg.svd(wide(matrices[name]), full_matrices=False)
-                payload += [raw((u[:, :k] * s[:k]).to(x.dtype)), raw(vh[:k].to(x.dtype))]
+                payload += [raw_bytes((u[:, :k] * s[:k]).to(x.dtype)), raw_bytes(vh[:k].to(x.dtype))]
             else:
-                payload.append(raw(tree[name]))
+                payload.append(raw_bytes(tree[name]))
         return np.asarray(table, "<u4").tobytes() + b"".join(payload)
 
     def admits(self, field: Field, length: int) -> bool:
@@ -172,7 +174,7 @@ class _LowRank:
             counts.append(shape.numel() if k == FULL_WORD else k * (r + c))
         if head + sum(counts) * field.item != len(payload):
             raise WireError(f"factors need {head + sum(counts) * field.item} bytes, got {len(payload)}")
-        parts = torch.split(tensor(payload[head:], field.dtype), counts)
+        parts = torch.split(tensor_from_bytes(payload[head:], field.dtype), counts)
         tree, back = {}, {}
         for name, shape, part in zip(layout.names, layout.shapes, parts, strict=True):
             k = table.get(name, FULL_WORD)
@@ -206,7 +208,7 @@ class _Packed:
                 f"(largest value {float(scale)})"
             )
         bits = np.stack([(codes.numpy() >> k & 1).astype(np.uint8) for k in range(field.bits)], -1)
-        return raw(scale) + np.packbits(bits).tobytes()
+        return raw_bytes(scale) + np.packbits(bits).tobytes()
 
     def admits(self, field: Field, length: int) -> bool:
         return length == field.item + -(-field.n * field.bits // 8)
@@ -217,7 +219,7 @@ class _Packed:
         codes = sum((bits[:, k].int() << k for k in range(field.bits)), torch.zeros(field.n, dtype=torch.int32))
         if field.encoding == "levels" and (codes > 2 * field.levels).any():
             raise WireError(f"a packed integer is larger than 2 * {field.levels}")
-        return self._values(field, tensor(payload[: field.item], field.dtype), codes)
+        return self._values(field, tensor_from_bytes(payload[: field.item], field.dtype), codes)
 
     def _values(self, field: Field, scale: Tensor, codes: Tensor) -> Tensor:
         return (

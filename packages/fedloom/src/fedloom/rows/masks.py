@@ -29,8 +29,8 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
             rule="head-missing",
             fix="name the parameters of the head in {method.head}",
         )
-    layer = _layer(list(layout.matrix_shapes)[-1])
-    return layout.mask(*[name for name in layout.names if _layer(name) == layer])
+    layer = _layer_name(list(layout.matrix_shapes)[-1])
+    return layout.mask(*[name for name in layout.names if _layer_name(name) == layer])
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
@@ -55,11 +55,11 @@ def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     """
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     layers = {
-        _layer(name)
+        _layer_name(name)
         for name, shape in shapes.items()
-        if name.endswith(".weight") and (len(shape) < 2 or shapes.get(f"{_layer(name)}.bias") == shape)
+        if name.endswith(".weight") and (len(shape) < 2 or shapes.get(f"{_layer_name(name)}.bias") == shape)
     }
-    chosen = prefixes or tuple(name for name in layout.names if _layer(name) in layers)
+    chosen = prefixes or tuple(name for name in layout.names if _layer_name(name) in layers)
     return layout.mask(*chosen) if chosen else torch.zeros(layout.d, dtype=torch.bool)
 
 
@@ -142,5 +142,5 @@ def _choose_smallest(score: Tensor, k: int, chosen: Tensor) -> None:
     chosen.scatter_(-1, score.topk(k, largest=False, sorted=False).indices, True)
 
 
-def _layer(name: str) -> str:
+def _layer_name(name: str) -> str:
     return name.rpartition(".")[0]

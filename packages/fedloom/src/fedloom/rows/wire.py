@@ -129,7 +129,7 @@ class Codec:
         values = {}
         for name, field, kind, length in plan:
             x = ENCODINGS[kind].unpack(field, data[at : at + length])
-            values[name], at = _restore(field, x, (receiver or {}).get(name)), at + length
+            values[name], at = _restore_field(field, x, (receiver or {}).get(name)), at + length
         return values
 
     def length(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
@@ -213,7 +213,7 @@ class Codec:
         )
 
 
-def _restore(field: Field, x: Tensor, receiver: Tensor | None) -> Tensor:
+def _restore_field(field: Field, x: Tensor, receiver: Tensor | None) -> Tensor:
     if field.mask is None:
         return x.view(field.shape)
     rest = torch.zeros(field.shape, dtype=field.dtype) if receiver is None else receiver.detach().cpu().to(field.dtype)

@@ -111,7 +111,7 @@ class LogNormal(Stated):
         z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
         factor = torch.exp(self.spread * z)
         if self.slow == "rare-labels":
-            factor = _to_rarest(factor.sort().values, rarity)
+            factor = _assign_slow_to_rarest(factor.sort().values, rarity)
         place = torch.empty(n, dtype=torch.long)
         place[factor.argsort(stable=True)] = torch.arange(n)
         return self._fleet(factor, seed, ("slow", "middle", "fast"), place * 3 // n)
@@ -166,7 +166,7 @@ class Classes(Devices):
         slowest = speed.argsort(stable=True)
         member = slowest.repeat_interleave(counts[slowest])
         if self.slow == "rare-labels":
-            member = _to_rarest(member, rarity)
+            member = _assign_slow_to_rarest(member, rarity)
         else:
             member = member[torch.randperm(n, generator=generator(seed, purpose=("devices", "classes")))]
 
@@ -236,7 +236,7 @@ class Trace(Devices):
         return Fleet(1 / speed, up, down, latency, names, member, Presence(spans, period) if spans else None)
 
 
-def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
+def _assign_slow_to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
     """Return the devices, reordered so that the client with the rarest labels has the first device, and so on."""
     assigned = torch.empty_like(slow_first)
     assigned[rarity.argsort(descending=True, stable=True)] = slow_first

@@ -44,7 +44,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
         DataError: the file cannot be read, or a row is invalid. The message states the file, the row, the value and the
             required action.
     """
-    columns, names = _columns(path)
+    columns, names = _read_columns(path)
     _check_rows(path, columns)
     order = np.lexsort((columns["start"], columns["client"]))
     _check_clients(path, order, columns, names)
@@ -60,7 +60,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
     return rows
 
 
-def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
+def _read_columns(path: Path) -> tuple[dict[str, Column], list[str]]:
     """Read the columns as numbers, with NaN for empty cells, and read the device class of each row."""
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -86,12 +86,12 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
     columns = {"latency": np.zeros(len(table)), **dict.fromkeys(("start", "end"), np.full(len(table), math.nan))}
     for name in allowed[:-1]:
         if name in has:
-            columns[name] = _numbers(path, name, table[name])
+            columns[name] = _read_numbers(path, name, table[name])
     classes: list[Any] = table["class"].to_pylist() if "class" in has else [None] * len(table)
     return columns, [str(name or "all") for name in classes]
 
 
-def _numbers(path: Path, name: str, column: Any) -> Column:
+def _read_numbers(path: Path, name: str, column: Any) -> Column:
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -116,15 +116,19 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
     client = columns["client"]
     if (k := first(~((client >= 0) & (client == np.floor(client)) & np.isfinite(client)))) is not None:
-        _refuse(path, k, f"client must be a whole number of at least 0, got {_cell(client[k])}")
+        _refuse(path, k, f"client must be a whole number of at least 0, got {_cell_text(client[k])}")
     for name, bound in TRACE_BOUNDS.items():
         column = columns[name]
         good = np.isfinite(column) & (column > 0 if bound == "above 0" else column >= 0)
         if (k := first(~good)) is not None:
-            _refuse(path, k, f"{name} must be a number {bound}, got {_cell(column[k])}")
+            _refuse(path, k, f"{name} must be a number {bound}, got {_cell_text(column[k])}")
     starts, ends = columns["start"], columns["end"]
     if (k := first(np.isnan(starts) != np.isnan(ends))) is not None:
-        _refuse(path, k, f"start and end must both be given or both be empty, got {_cell(starts[k])}, {_cell(ends[k])}")
+        _refuse(
+            path,
+            k,
+            f"start and end must both be given or both be empty, got {_cell_text(starts[k])}, {_cell_text(ends[k])}",
+        )
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
@@ -172,5 +176,5 @@ def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Co
         previous = client, end
 
 
-def _cell(number: float) -> str:
+def _cell_text(number: float) -> str:
     return "nothing" if math.isnan(number) else f"{number:g}"

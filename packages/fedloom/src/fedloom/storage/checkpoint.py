@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint, LayoutError, RunDirError
-from fedloom.storage.disk import regular
-from fedloom.storage.files import discard, make_folder, write_atomic
+from fedloom.storage.disk import check_regular_file
+from fedloom.storage.files import delete_files, make_folder, write_atomic
 from fedloom.storage.journal import raw
 from fedloom.values import find_difference
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fedloom.storage.files import Sink
+    from fedloom.storage.files import FileSink
     from fedloom.storage.store import Store
 
-__all__ = ["Checkpoints", "Loaded", "check_file_digest", "save_tensors"]
+__all__ = ["Checkpoints", "LoadedCheckpoint", "check_file_digest", "save_tensors"]
 
 _CHECKPOINT_FORMAT = 1
 _DIGEST_KEY, _BLANK_DIGEST = "sha256", "0" * 64
-_LONGEST_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """Maximum length of a header in bytes, which the safetensors library defines."""
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -53,7 +53,7 @@ _DTYPE_NAMES = {
 }
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """Generation that was loaded.
 
     Attributes:
@@ -97,7 +97,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     text = text.ljust(-(-len(text) // 8) * 8)
     digest = hashlib.sha256()
 
-    def fill(file: Sink) -> None:
+    def fill(file: FileSink) -> None:
         for piece in (len(text).to_bytes(8, "little"), text):
             digest.update(piece)
             file.write(piece)
@@ -114,9 +114,12 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 def has_digest(path: Path) -> bool:
     """Return True if a file is a safetensors file whose header contains a digest from `save_tensors`."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), regular(path).open("rb") as file:
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
+        check_regular_file(path).open("rb") as file,
+    ):
         length = int.from_bytes(file.read(8), "little")
-        return _DIGEST_KEY in json.loads(file.read(min(length, _LONGEST_HEADER)))["__metadata__"]
+        return _DIGEST_KEY in json.loads(file.read(min(length, _MAX_HEADER_BYTES)))["__metadata__"]
     return False
 
 
@@ -128,9 +131,9 @@ def check_file_digest(path: Path) -> None:
     Raises:
         LayoutError: the file is damaged or is not a safetensors file.
     """
-    with suppress(OSError, ValueError, AttributeError, RecursionError), regular(path).open("rb") as file:
+    with suppress(OSError, ValueError, AttributeError, RecursionError), check_regular_file(path).open("rb") as file:
         length = file.read(8)
-        text = file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+        text = file.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
         recorded = json.loads(text).get("__metadata__", {}).get(_DIGEST_KEY)
         if recorded is None:
             return
@@ -203,17 +206,17 @@ class Checkpoints:
         }
         body = json.loads(json.dumps(body))
         try:
-            write_atomic(text, json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
+            write_atomic(text, json.dumps({"sha256": _digest_body(body), "body": body}, indent=1).encode())
         except CheckpointError:
             with suppress(CheckpointError):
-                discard(text, data)
+                delete_files(text, data)
             raise
         kept = [*generations, generation][-self.keep :]
         self._tidy(kept)
         for store in stores.values():
             store.prune(kept[0])
 
-    def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> Loaded | None:
+    def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> LoadedCheckpoint | None:
         """Load the newest generation that is intact, or return None if there are no generations. Nothing is changed.
 
         Args:
@@ -242,7 +245,7 @@ class Checkpoints:
                     f"{self.folder} contains checkpoints of a different run: {changed}. Choose "
                     "another --out folder, or start over with --force"
                 )
-            return Loaded(generation, tensors, body["meta"], warnings)
+            return LoadedCheckpoint(generation, tensors, body["meta"], warnings)
         if warnings:
             raise DamagedCheckpoint(f"no checkpoint can be read: {'; '.join(warnings)}")
         return None
@@ -256,8 +259,8 @@ class Checkpoints:
             generations = self.generations()
             for generation in reversed(generations):
                 try:
-                    content = json.loads(regular(self._paths(generation)[1]).read_bytes())
-                    if content["sha256"] == _digest(content["body"]):
+                    content = json.loads(check_regular_file(self._paths(generation)[1]).read_bytes())
+                    if content["sha256"] == _digest_body(content["body"]):
                         meta: dict[str, Any] = content["body"]["meta"]
                         return meta
                 except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -270,7 +273,7 @@ class Checkpoints:
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
         numbers: Mapping[str, object] | None = None,
-    ) -> Loaded | None:
+    ) -> LoadedCheckpoint | None:
         """Load the newest generation as `load` does, and restore the stores to it.
 
         If there is no generation, the stores become empty.
@@ -309,10 +312,10 @@ class Checkpoints:
             copy = Checkpoints(folder)
             for source, target in zip(self._paths(generation), copy._paths(generation), strict=True):
                 with suppress(OSError):
-                    write_atomic(target, regular(source).read_bytes())
+                    write_atomic(target, check_regular_file(source).read_bytes())
             if copy._read(generation) is not None:
                 return
-            discard(*copy._paths(generation))
+            delete_files(*copy._paths(generation))
 
     def _paths(self, generation: int) -> tuple[Path, Path]:
         stem = self.folder / f"checkpoint-{generation}"
@@ -322,10 +325,10 @@ class Checkpoints:
         """Return the body and the tensors of a generation, or None if one of its files is damaged."""
         data, text = self._paths(generation)
         try:
-            content: dict[str, Any] = json.loads(regular(text).read_bytes())
+            content: dict[str, Any] = json.loads(check_regular_file(text).read_bytes())
             body: dict[str, Any] = content["body"]
-            with regular(data).open("rb") as file:
-                sums = (_digest(body), hashlib.file_digest(file, "sha256").hexdigest())
+            with check_regular_file(data).open("rb") as file:
+                sums = (_digest_body(body), hashlib.file_digest(file, "sha256").hexdigest())
             intact = sums == (content["sha256"], body["sha256"]) and body["generation"] == generation
             return (body, load_file(data)) if intact else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError):
@@ -334,8 +337,8 @@ class Checkpoints:
     def _tidy(self, kept: list[int]) -> None:
         names = {path.name for generation in kept for path in self._paths(generation)}
         extra = [p for p in self.folder.iterdir() if "checkpoint-" in p.name and p.name not in names]
-        discard(*sorted(extra, key=lambda p: (p.suffix != ".json", p.name)))
+        delete_files(*sorted(extra, key=lambda p: (p.suffix != ".json", p.name)))
 
 
-def _digest(body: Mapping[str, object]) -> str:
+def _digest_body(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -103,7 +103,13 @@ class UnitClaim:
     def _write(self, *, released: bool = False) -> None:
         self._counter += 1
         host, pid = socket.gethostname(), os.getpid()
-        content = {"counter": self._counter, "host": host, "pid": pid, "place": _place(), "begun": _begun(pid)}
+        content = {
+            "counter": self._counter,
+            "host": host,
+            "pid": pid,
+            "place": _boot_identity(),
+            "begun": _process_start_time(pid),
+        }
         content |= {"progress": self.progress, "released": released}
         draft = self.folder / f".{PULSE_FILE}.tmp"
         draft.write_text(json.dumps(content))
@@ -132,14 +138,14 @@ class Claims:
         """
         place, newest = self.folder / unit, self._newest(unit)
         before = None if newest == 0 else place / str(newest)
-        pulse = None if before is None else _read(before)
+        pulse = None if before is None else _read_pulse(before)
         dead = before is not None and _has_ended(pulse)
         if before is not None and not dead and not self._expired(before, pulse):
             return None
         attempt = place / str(newest + 1)
         make_folder(place)
         with explained(attempt):
-            disk.step("create", attempt)
+            disk.note_disk_step("create", attempt)
             try:
                 attempt.mkdir()
             except FileExistsError:
@@ -149,7 +155,7 @@ class Claims:
     def claimant(self, unit: str) -> Claimant | None:
         """Return the current owner of a unit, or else its last owner. If the unit was never claimed, return None."""
         newest = self._newest(unit)
-        pulse = _read(self.folder / unit / str(newest)) if newest else None
+        pulse = _read_pulse(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
             return None
         return Claimant(str(pulse["host"]), int(pulse["pid"]), str(pulse["progress"]), _has_ended(pulse))
@@ -168,7 +174,7 @@ class Claims:
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)
         state = attempt / STATE_KEY
-        return state if newest and state.is_dir() and _has_ended(_read(attempt)) else None
+        return state if newest and state.is_dir() and _has_ended(_read_pulse(attempt)) else None
 
     def check_ended(self) -> None:
         """Raise an error if another process may still be working on a unit.
@@ -218,7 +224,7 @@ def publish(source: Path, target: Path) -> bool:
     """
     make_folder(target.parent)
     with explained(target):
-        disk.step("rename", target)
+        disk.note_disk_step("rename", target)
         try:
             source.rename(target)
         except OSError:
@@ -242,7 +248,7 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
             Checkpoints(before).copy_newest(state)
 
 
-def _read(attempt: Path) -> dict[str, Any] | None:
+def _read_pulse(attempt: Path) -> dict[str, Any] | None:
     """Return the last record that the owner of an attempt has written.
 
     If nothing has been recorded yet, return None.
@@ -257,11 +263,11 @@ def _has_ended(pulse: dict[str, Any] | None) -> bool:
     """Return True if the owner has released its unit, or if the owner was a process on this system that has ended."""
     if pulse is None:
         return False
-    here = pulse["place"] is not None and pulse["place"] == _place()
-    return bool(pulse["released"]) or (here and pulse["begun"] != _begun(pulse["pid"]))
+    here = pulse["place"] is not None and pulse["place"] == _boot_identity()
+    return bool(pulse["released"]) or (here and pulse["begun"] != _process_start_time(pulse["pid"]))
 
 
-def _place() -> str | None:
+def _boot_identity() -> str | None:
     """Return a text that identifies the system on which process ids are valid: a boot of a machine, or a container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -270,7 +276,7 @@ def _place() -> str | None:
         return None
 
 
-def _begun(pid: int) -> str | None:
+def _process_start_time(pid: int) -> str | None:
     """Return the start time of a process on this system, in the units that the kernel uses.
 
     Return None if the process has ended.

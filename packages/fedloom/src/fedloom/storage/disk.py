@@ -26,7 +26,7 @@ _crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
 _steps = 0
 
 
-def step(op: str, path: Path) -> None:
+def note_disk_step(op: str, path: Path) -> None:
     """Call the hook before a primitive. If the process was started in order to crash here, end it instead."""
     global _steps
     if hook is not None:
@@ -42,7 +42,7 @@ def is_watched() -> bool:
     return hook is not None or _crash_at > 0
 
 
-def regular(path: Path) -> Path:
+def check_regular_file(path: Path) -> Path:
     """Check that a path is a regular file or does not exist, and return the path.
 
     Raises:
@@ -61,8 +61,8 @@ def regular(path: Path) -> Path:
 def open_file(path: Path, flags: int) -> int:
     """Open a regular file. Symbolic links are not followed, because a link could point to any of the user's files."""
     if flags & os.O_CREAT:
-        step("create", path)
-    return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        note_disk_step("create", path)
+    return os.open(check_regular_file(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
@@ -74,7 +74,7 @@ def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
     cut = len(data) // 2 if torn else len(data)
     for op, part in (("write", data[:cut]), ("tear", data[cut:])):
         if op == "write" or torn:
-            step(op, path)
+            note_disk_step(op, path)
         while part:
             done = os.write(fd, part) if at is None else os.pwrite(fd, part, at)
             part = part[done:]
@@ -83,7 +83,7 @@ def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
 
 def fsync(fd: int, path: Path) -> None:
     """Wait until the bytes that were written to a file are on the disk."""
-    step("fsync", path)
+    note_disk_step("fsync", path)
     os.fsync(fd)
 
 
@@ -98,7 +98,7 @@ def fsync_folder(folder: Path) -> None:
 
 def truncate(fd: int, path: Path, length: int) -> None:
     """Set the length of an open file."""
-    step("truncate", path)
+    note_disk_step("truncate", path)
     os.ftruncate(fd, length)
 
 

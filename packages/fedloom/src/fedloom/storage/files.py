@@ -39,7 +39,7 @@ def explained(path: Path) -> AbstractContextManager[None]:
     return explain_os_error(path, "Earlier results are intact", "run the same command again")
 
 
-class Sink(io.RawIOBase):
+class FileSink(io.RawIOBase):
     """File-like object that `write_atomic` passes to a function. The function fills it from start to end."""
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -74,7 +74,7 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
         ConfigError: the file does not exist, is not a regular file, or cannot be read.
     """
     try:
-        return disk.regular(path).read_bytes()
+        return disk.check_regular_file(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {what}{what and ' '}{path}: {error.strerror}{cure and '; '}{cure}") from None
 
@@ -92,7 +92,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     missing = [*takewhile(lambda f: not f.exists(), (folder, *folder.parents))]
     with explained(folder):
         for path in reversed(missing):
-            disk.step("create", path)
+            disk.note_disk_step("create", path)
             path.mkdir(mode if path == folder else 0o777, exist_ok=True)
             disk.fsync_folder(path.parent)
 
@@ -122,7 +122,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
             )
 
 
-def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
+def write_atomic(path: Path, content: Buffer | Callable[[FileSink], object]) -> None:
     """Replace a whole file. After a crash at any moment, the file contains either its old or its new content.
 
     Several processes may write the same file. They take turns, and each of them writes a complete file.
@@ -139,28 +139,28 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
         if path.is_dir():
             raise CheckpointError(f"{path} is a folder, not a file. Give the path of a file, such as {path / 'NAME'}")
         temporary = draft_of(path)
-        with _draft(temporary) as fd:
+        with _open_draft(temporary) as fd:
             if callable(content):
-                content(Sink(fd, temporary))
+                content(FileSink(fd, temporary))
             else:
                 disk.write_bytes(fd, temporary, disk.as_bytes(content), None)
             disk.fsync(fd, temporary)
-            disk.step("rename", path)
+            disk.note_disk_step("rename", path)
             temporary.rename(path)
         disk.fsync_folder(path.parent)
 
 
 @contextmanager
-def _draft(path: Path) -> Iterator[int]:
+def _open_draft(path: Path) -> Iterator[int]:
     """Open a temporary file that can be used by only one writer at a time among all processes. Other writers wait."""
     for tries_left in reversed(range(MAX_OPEN_ATTEMPTS)):
-        with _removed_on_error(path):
+        with _remove_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
         try:
             with suppress(OSError):  # a disk without locks
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(path, fd) or not tries_left:  # the writer before may have renamed or removed it
-                with _removed_on_error(path):
+                with _remove_on_error(path):
                     if os.fstat(fd).st_size:
                         disk.truncate(fd, path, 0)
                     yield fd
@@ -172,12 +172,12 @@ def _draft(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
+def _remove_on_error(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            disk.step("unlink", path)
+            disk.note_disk_step("unlink", path)
             path.unlink()
         raise
 
@@ -235,13 +235,13 @@ def append_line(path: Path, line: bytes) -> None:
     Raises:
         CheckpointError: the disk is full or the write is rejected. In this case, the file has its previous length.
     """
-    with explained(path), disk.regular(path).open("rb") as file:
+    with explained(path), disk.check_regular_file(path).open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         is_torn = file.read(1) not in (b"", b"\n")
     append_synced(path, [b"\n" * is_torn + line + b"\n"])
 
 
-def discard(*paths: Path) -> None:
+def delete_files(*paths: Path) -> None:
     """Delete files in the given order.
 
     After each deletion, the folder is fsynced, so that a deleted file cannot reappear after the next file has been
@@ -252,7 +252,7 @@ def discard(*paths: Path) -> None:
     """
     for path in paths:
         with explained(path), suppress(FileNotFoundError):
-            disk.step("unlink", path)
+            disk.note_disk_step("unlink", path)
             path.unlink()
             disk.fsync_folder(path.parent)
 

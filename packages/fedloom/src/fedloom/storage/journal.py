@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fedloom.errors import DamagedCheckpoint, RunDirError
-from fedloom.storage.files import append_synced, discard, write_atomic
+from fedloom.storage.files import append_synced, delete_files, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -196,7 +196,7 @@ class Journal:
             while (record := self._record(file.fileno(), header.tag, at)) is not None:
                 records.append(record)
                 at += self._size(len(record.ids))
-            if at != sealed and (sealed is not None or _holds(file.fileno(), header.tag, at + 1)):
+            if at != sealed and (sealed is not None or _contains_record(file.fileno(), header.tag, at + 1)):
                 raise DamagedCheckpoint(f"{path} is damaged at byte {at}")
             for record in reversed(records):
                 at = record.at + _RECORD_STRUCT.size + 8 * len(record.ids)
@@ -212,17 +212,17 @@ class Journal:
         The newer journals are deleted, starting with the newest one.
         """
         first = chain[0]
-        discard(*(self.path(h.generation) for h in reversed(chain[1:])))
+        delete_files(*(self.path(h.generation) for h in reversed(chain[1:])))
         self.start(first.generation, first.occupied, first.previous, first.sealed)
 
     def prune(self, oldest: int) -> None:
         """Delete the journals of all checkpoints before ``oldest``."""
         old = [self.path(g) for g in self.generations() if g < oldest]
-        discard(*old, *self._folder.glob(".journal-*.tmp"))
+        delete_files(*old, *self._folder.glob(".journal-*.tmp"))
 
     def clear(self) -> None:
         """Delete every journal."""
-        discard(*(self.path(g) for g in self.generations()))
+        delete_files(*(self.path(g) for g in self.generations()))
         self._open = None
 
     def _size(self, rows: int) -> int:
@@ -268,7 +268,7 @@ class Journal:
         return _Record(at, ids)
 
 
-def _holds(fd: int, tag: bytes, start: int) -> bool:
+def _contains_record(fd: int, tag: bytes, start: int) -> bool:
     """Return True if a record starts at or after a byte."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
         return content.find(tag, start) >= 0

@@ -40,7 +40,7 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
     with explained(path):
         fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        _take(fd, path, wait, joins=joins)
+        _take_lock(fd, path, wait, joins=joins)
         if not joins:
             with explained(path):
                 disk.truncate(fd, path, 0)
@@ -48,11 +48,11 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
         yield
     finally:
         if os.getpid() == me:
-            release(fd)
+            release_lock(fd)
         os.close(fd)
 
 
-def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
+def take_lock(fd: int, path: Path, *, wait: bool = False) -> bool:
     """Take an exclusive lock on an open file.
 
     Args:
@@ -80,7 +80,7 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
     return True
 
 
-def release(fd: int) -> None:
+def release_lock(fd: int) -> None:
     """Release the lock on an open file. If the disk does not support file locks, nothing happens."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -108,13 +108,13 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
-def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
+def _take_lock(fd: int, path: Path, wait: float, *, joins: bool) -> None:
     end = time.monotonic() + wait
     while True:
-        if _share(fd) if joins else hold(fd, path):
+        if _share_lock(fd) if joins else take_lock(fd, path):
             return
         pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
-        alive = host != socket.gethostname() or _alive(int(pid))
+        alive = host != socket.gethostname() or _is_alive(int(pid))
         if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but some of its workers have not")
             cure = "wait for it, or start both with --join" if joins else "wait for it, or choose another folder"
@@ -127,7 +127,7 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
         time.sleep(0.02)
 
 
-def _share(fd: int) -> bool:
+def _share_lock(fd: int) -> bool:
     """Take a shared lock together with other processes that join.
 
     Return False if a process has exclusive access to the directory.
@@ -147,11 +147,11 @@ def _is_held(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    release(fd)
+    release_lock(fd)
     return False
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError as error:

@@ -32,7 +32,7 @@ class Memory(Protocol):
         ...
 
 
-class Forked:
+class ForkedMemory:
     """Memory shared with processes that are forked after the store is created.
 
     These processes do not use the store's files.

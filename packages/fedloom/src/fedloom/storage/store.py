@@ -49,13 +49,13 @@ class _InMemory:
     def read(self, ids: Tensor, out: Tensor, places: Tensor) -> None:
         if len(ids) < len(out):
             out[places] = self.rows[ids]
-        elif _neighbours(ids):
+        elif _neighbor_runs(ids):
             out.copy_(self.rows[ids[0] : ids[0] + len(ids)])
         else:
             torch.index_select(self.rows, 0, ids, out=out)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        if _neighbours(ids):
+        if _neighbor_runs(ids):
             self.rows[ids[0] : ids[0] + len(ids)] = rows
         else:
             self.rows.index_copy_(0, ids, rows)
@@ -89,21 +89,21 @@ class _InFile:
         views = [(raw(field), field[0].numel() * field.element_size()) for field in fields if field.numel()]
         if len(views) == 1:
             (view, w), *_ = views
-            for first, place, count in _runs(ids, places):
+            for first, place, count in _memory_runs(ids, places):
                 yield [view[place * w : (place + count) * w]], first * w
             return
         most = MAX_BUFFERS_PER_CALL // max(1, len(views))
-        for first, place, count in _runs(ids, places):
+        for first, place, count in _memory_runs(ids, places):
             for start in range(0, count, most):
                 some = range(place + start, place + min(start + most, count))
                 yield [view[p * w : (p + 1) * w] for p in some for view, w in views], (first + start) * self.width
 
 
-def _neighbours(ids: Tensor) -> bool:
+def _neighbor_runs(ids: Tensor) -> bool:
     return len(ids) > 0 and bool((ids.diff() == 1).all())
 
 
-def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
+def _memory_runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
     """Return runs of rows that are adjacent in the file and in memory: (first id, its index, count), sorted by id."""
     order = ids.argsort(stable=True)
     ids, places = ids[order], places[order]

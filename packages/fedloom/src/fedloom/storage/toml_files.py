@@ -51,11 +51,11 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:  # of TOML, or of a number with thousands of digits
         fault = str(error).replace("Cannot overwrite a value", "A key is given twice. Leave one of them out")
-        fault = re.sub(r"Cannot declare \((.+?),?\) twice", _repeated, fault)
+        fault = re.sub(r"Cannot declare \((.+?),?\) twice", _describe_repeated_heading, fault)
         raise ConfigError(f"{path} is not a TOML file: {fault}") from None
 
 
-def _repeated(heading: re.Match[str]) -> str:
+def _describe_repeated_heading(heading: re.Match[str]) -> str:
     """Return a description of the error that a table has two headings, with advice on how to fix it."""
     name = ".".join(heading[1].replace("'", "").split(", "))
     return f"The table [{name}] is given twice. Write all its keys under one heading"

@@ -1,7 +1,7 @@
 """Tasks, which are the kinds of targets with their losses, predictions, metrics and custom objectives."""
 
 from fedloom.lazy import lister
-from fedloom.tasks.chosen import Chosen, number, task_of
+from fedloom.tasks.chosen import Chosen, compute_user_number, task_of
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
@@ -16,7 +16,7 @@ __all__ = [
     "Regression",
     "Survival",
     "Task",
-    "number",
+    "compute_user_number",
     "task_of",
 ]
 

@@ -38,10 +38,10 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
         n: number of clients.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
-    for client, z, hits in _clients(output, y, owner, n):
-        slope = _slope(z, hits)
+    for client, z, hits in _clients_with_both_classes(output, y, owner, n):
+        slope = _fit_slope(z, hits)
         slope = slope if slope > 0 else 1.0
-        lines[client] = torch.tensor([slope, _intercept(slope * z, float(hits.mean()))], dtype=torch.float64)
+        lines[client] = torch.tensor([slope, _fit_intercept(slope * z, float(hits.mean()))], dtype=torch.float64)
     return lines
 
 
@@ -57,12 +57,14 @@ def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, T
     class.
     """
     slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
-    for client, z, hits in _clients(output, y, owner, n):
-        slopes[client], intercepts[client] = _slope(z, hits), _intercept(z, float(hits.mean()))
+    for client, z, hits in _clients_with_both_classes(output, y, owner, n):
+        slopes[client], intercepts[client] = _fit_slope(z, hits), _fit_intercept(z, float(hits.mean()))
     return {"calibration_slope": slopes, "calibration_intercept": intercepts}
 
 
-def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Floats, Floats]]:
+def _clients_with_both_classes(
+    output: Tensor, y: Tensor, owner: Tensor, n: int
+) -> Iterator[tuple[int, Floats, Floats]]:
     """Yield the number, logits and targets of each client that has finite logits and targets of both classes."""
     logits, targets, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     for client in range(n):
@@ -71,7 +73,7 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
             yield client, z, hits
 
 
-def _slope(z: Floats, hits: Floats) -> float:
+def _fit_slope(z: Floats, hits: Floats) -> float:
     """Return the slope of a logistic regression of targets on logits.
 
     If a class has fewer than `MIN_SLOPE_ROWS` rows, the result is NaN.
@@ -85,7 +87,7 @@ def _slope(z: Floats, hits: Floats) -> float:
     return float(fit.coef_[0, 0]) / float(z.std())
 
 
-def _intercept(z: Floats, share: float) -> float:
+def _fit_intercept(z: Floats, share: float) -> float:
     """Return the number that must be added to logits so that the mean probability equals a given fraction in (0, 1)."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import expit
@@ -93,7 +95,7 @@ def _intercept(z: Floats, share: float) -> float:
     return float(brentq(lambda b: expit(z + b).mean() - share, -MAX_LOGIT - z.max(), MAX_LOGIT - z.min(), xtol=1e-12))
 
 
-def recalibrated(output: Tensor, line: Tensor) -> Tensor:
+def recalibrate(output: Tensor, line: Tensor) -> Tensor:
     """Recalibrate logits ``[N, 1]`` with the slopes and intercepts of their clients, ``[N, 2]`` or ``[2]``.
 
     If the slope or the intercept is NaN, logits remain unchanged.

@@ -15,10 +15,17 @@ from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, cause_of
 from fedloom.hints import unknown
-from fedloom.imports import Function
+from fedloom.imports import UserFunction
 from fedloom.metrics import declare
 from fedloom.tasks.calibration import calibration
-from fedloom.tasks.figures import class_metrics, label_metrics, labelled, masked, owner_mean, wide
+from fedloom.tasks.figures import (
+    class_metrics,
+    label_metrics,
+    mask_nonfinite_clients,
+    owner_mean,
+    select_labelled,
+    to_float64,
+)
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
@@ -98,7 +105,7 @@ class Chosen:
             ConfigError: a metric is incompatible with this task, two metrics have the same name, or the weights do not
                 match the classes.
         """
-        measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
+        measured = base.metrics(torch.zeros(0, base.outputs), _blank_outputs(base), torch.zeros(0, dtype=torch.long), 1)
         named = [m for m in objective.metrics if isinstance(m, str)]
         for name in named:
             if name not in (*measured, *base.further):
@@ -108,7 +115,7 @@ class Chosen:
                     rule="metric-undefined",
                     fix="omit {task.metrics}, or name other metrics",
                 )
-        own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
+        own_names = [m.short for m in objective.metrics if isinstance(m, UserFunction)]
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
         if twice:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}. Rename one function")
@@ -181,15 +188,15 @@ class Chosen:
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Compute the metrics of the task, followed by the metrics that the user requested (see `Task.metrics`)."""
-        output, y, owner = labelled(output, y, owner)
+        output, y, owner = select_labelled(output, y, owner)
         figures = self.base.metrics(output, y, owner, n)
-        z, target, who = wide(output), y.cpu(), owner.cpu()
+        z, target, who = to_float64(output), y.cpu(), owner.cpu()
         more: dict[str, Tensor] = {}
         if isinstance(self.base, Classification | Binary):
             p, guess = self.base.probabilities(z), self.base.predict(z)
-            more = class_metrics(self.extra, p, guess, target, who, n, labels(self.classes))
+            more = class_metrics(self.extra, p, guess, target, who, n, metric_labels(self.classes))
         if isinstance(self.base, MultiLabel):
-            more = label_metrics(self.extra, z, wide(target), who, n, labels(self.classes))
+            more = label_metrics(self.extra, z, to_float64(target), who, n, metric_labels(self.classes))
         if calibration_metrics := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
             more |= {
                 name: value for name, value in calibration(z, target, who, n).items() if name in calibration_metrics
@@ -197,14 +204,14 @@ class Chosen:
         if "perplexity" in self.extra:
             more["perplexity"] = owner_mean(self.base.loss(z, target), who, n).exp()
         if self.objective.loss is not None:
-            more["loss"] = _each(self.objective.loss, "loss", output.detach(), y, owner, n)
+            more["loss"] = _score_each_client(self.objective.loss, "loss", output.detach(), y, owner, n)
         for scorer in self.objective.metrics:
-            if isinstance(scorer, Function):
-                more[scorer.short] = _each(scorer, "metric", z, target, who, n)
-        return {**figures, **masked(more, z, who, n)}
+            if isinstance(scorer, UserFunction):
+                more[scorer.short] = _score_each_client(scorer, "metric", z, target, who, n)
+        return {**figures, **mask_nonfinite_clients(more, z, who, n)}
 
 
-def labels(classes: Sequence[str]) -> list[str]:
+def metric_labels(classes: Sequence[str]) -> list[str]:
     """Return class names as parts of metric names: at most 40 characters, without slashes or brackets, all different.
 
     >>> labels(["a/b", "a b", "a_b"])
@@ -217,7 +224,7 @@ def labels(classes: Sequence[str]) -> list[str]:
     return names_of_metrics
 
 
-def _blank(base: Base) -> Tensor:
+def _blank_outputs(base: Base) -> Tensor:
     if isinstance(base, Classification | Binary):
         return torch.zeros(0, dtype=torch.long)
     return torch.zeros(0, 2 if isinstance(base, Survival) else base.outputs)
@@ -242,7 +249,7 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
         )
 
 
-def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
+def _score_each_client(scorer: UserFunction, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """Call a user's function on the samples of each client, and return its results, float64 ``[n]``.
 
     A result is NaN if the client has no samples or its outputs are not finite.
@@ -257,7 +264,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
     for i, index in enumerate(order.split(sizes)):
         if len(index) and bool(output[index].isfinite().all()):
             try:
-                values[i] = number(scorer, what, output[index], y.to(output.device)[index])
+                values[i] = compute_user_number(scorer, what, output[index], y.to(output.device)[index])
             except CodeError as error:
                 if what != "metric":
                     raise
@@ -271,7 +278,7 @@ def _warn_of_metric(_name: str, sentence: str) -> None:
     TASK_LOG.warning("%s. The value is NaN in these cases, and the run continues", sentence)
 
 
-def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
+def compute_user_number(scorer: UserFunction, what: str, output: Tensor, y: Tensor) -> float:
     """Return the single number that a user's loss or metric computes for a batch.
 
     Raises:

@@ -28,7 +28,7 @@ CALIBRATION_BINS = 15
 """Number of bins of equal width in the calibration error."""
 
 
-def wide(x: Tensor) -> Tensor:
+def to_float64(x: Tensor) -> Tensor:
     """Return a tensor in float64 on the CPU, where the order of sums is fixed."""
     return x.detach().to("cpu", torch.float64)
 
@@ -47,7 +47,7 @@ def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
     return owner_total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
 
 
-def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def select_labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs, targets and clients of labeled samples or positions.
 
     The target of positions without a label is -1.
@@ -59,7 +59,7 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
     return output[has_label], y[has_label], owners[has_label.to(owner.device)]
 
 
-def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+def mask_nonfinite_clients(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
     """If the outputs of a client are not all finite, set the client's metrics to NaN."""
     if bool(output.sum().isfinite()):
         return values

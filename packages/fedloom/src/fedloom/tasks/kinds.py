@@ -20,13 +20,13 @@ from fedloom.tasks.figures import (
     calibration_error,
     count_by_class,
     label_metrics,
-    labelled,
     macro_f1,
-    masked,
+    mask_nonfinite_clients,
     owner_mean,
     owner_total,
     ranking,
-    wide,
+    select_labelled,
+    to_float64,
 )
 from fedloom.values import Value
 
@@ -132,8 +132,8 @@ class Classification(TaskKind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Return loss, accuracy and macro F1 (see `Task.metrics`)."""
-        output, y, owner = labelled(output, y, owner)
-        z, y, owner = wide(output), y.cpu(), owner.cpu()
+        output, y, owner = select_labelled(output, y, owner)
+        z, y, owner = to_float64(output), y.cpu(), owner.cpu()
         guess = self.predict(z)
         hit = guess == y
         counted = ((y, owner), (guess, owner), (y[hit], owner[hit]))
@@ -143,7 +143,7 @@ class Classification(TaskKind):
             "accuracy": owner_mean(hit.double(), owner, n),
             "macro_f1": macro_f1(true, guessed, hits),
         }
-        return masked(values, z, owner, n)
+        return mask_nonfinite_clients(values, z, owner, n)
 
 
 class Binary(TaskKind):
@@ -184,8 +184,8 @@ class Binary(TaskKind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Return loss, accuracy, F1, AUROC, AUPRC and calibration error (see `Task.metrics`)."""
-        output, y, owner = labelled(output, y, owner)
-        z, y, owner = wide(output), y.cpu(), owner.cpu()
+        output, y, owner = select_labelled(output, y, owner)
+        z, y, owner = to_float64(output), y.cpu(), owner.cpu()
         guess, label = self.predict(z), y.double()
         both = owner_total((guess * y).double(), owner, n)
         auroc, auprc = ranking(z.squeeze(-1), label, owner, n)
@@ -197,7 +197,7 @@ class Binary(TaskKind):
             "auprc": auprc,
             "calibration_error": calibration_error(z.squeeze(-1).sigmoid(), label, owner, n),
         }
-        return masked(values, z, owner, n)
+        return mask_nonfinite_clients(values, z, owner, n)
 
 
 class MultiLabel(TaskKind):
@@ -241,9 +241,9 @@ class MultiLabel(TaskKind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Return loss, F1, AUROC and AUPRC (see `Task.metrics`)."""
-        z, y, owner = wide(output), wide(y), owner.cpu()
+        z, y, owner = to_float64(output), to_float64(y), owner.cpu()
         wanted = ("micro_f1", "macro_f1", "macro_auroc", "macro_auprc")
-        return masked(
+        return mask_nonfinite_clients(
             {"loss": owner_mean(self.loss(z, y), owner, n), **label_metrics(wanted, z, y, owner, n)}, z, owner, n
         )
 
@@ -273,7 +273,7 @@ class Regression(TaskKind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Return loss, MAE, RMSE and R2 (see `Task.metrics`)."""
-        z, target, owner = wide(output), wide(y), owner.cpu()
+        z, target, owner = to_float64(output), to_float64(y), owner.cpu()
         error = z - target
         spread = target - owner_mean(target, owner, n)[owner]
         sse, sst, size = (owner_total(v.square(), owner, n) for v in (error, spread, target))
@@ -284,7 +284,7 @@ class Regression(TaskKind):
             "rmse": mse.sqrt(),
             "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # else constant but for rounding
         }
-        return masked(values, z, owner, n)
+        return mask_nonfinite_clients(values, z, owner, n)
 
 
 class Count(TaskKind):
@@ -315,7 +315,7 @@ class Count(TaskKind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Return loss, deviance, MAE and RMSE (see `Task.metrics`)."""
-        z, target, owner = wide(output), wide(y), owner.cpu()
+        z, target, owner = to_float64(output), to_float64(y), owner.cpu()
         mu = z.exp()
         error = mu - target
         values = {
@@ -324,4 +324,4 @@ class Count(TaskKind):
             "mae": owner_mean(error.abs()[:, 0], owner, n),
             "rmse": owner_mean(error.square()[:, 0], owner, n).sqrt(),
         }
-        return masked(values, z, owner, n)
+        return mask_nonfinite_clients(values, z, owner, n)

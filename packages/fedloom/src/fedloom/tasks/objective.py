@@ -10,14 +10,14 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 from torch import Tensor
 
 from fedloom.hints import unknown
-from fedloom.imports import IMPORT_PATH_PATTERN, Function, function, is_path
+from fedloom.imports import IMPORT_PATH_PATTERN, UserFunction, function, is_path
 from fedloom.metrics import METRICS
 from fedloom.tasks.calibration import recalibration
-from fedloom.tasks.survival import baseline
+from fedloom.tasks.survival import fit_baseline
 from fedloom.values import Value
 
 
-def _metric(choice: object) -> str | Function:
+def _check_metric(choice: object) -> str | UserFunction:
     """Check a metric, which is a name in `fedloom.metrics.METRICS` or a user-defined function."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
@@ -37,7 +37,7 @@ def _metric(choice: object) -> str | Function:
     return measure
 
 
-def _weights(weights: Any) -> Any:
+def _check_class_weights(weights: Any) -> Any:
     """Check class weights, which are "balanced", a list of numbers, or a table of numbers by class."""
     weights = weights.tolist() if hasattr(weights, "tolist") else weights
     values = list(weights.values()) if isinstance(weights, Mapping) else weights
@@ -54,7 +54,7 @@ def _weights(weights: Any) -> Any:
 
 
 def _serialize_name(value: object) -> Any:
-    return value.name if isinstance(value, Function) else value
+    return value.name if isinstance(value, UserFunction) else value
 
 
 NAMED_SERIALIZER = PlainSerializer(_serialize_name)
@@ -62,10 +62,10 @@ OwnFunction = Annotated[
     Any, PlainValidator(lambda loss: None if loss is None else function(loss, "loss")), NAMED_SERIALIZER,
     WithJsonSchema({"type": "string", "pattern": IMPORT_PATH_PATTERN}),
 ]  # fmt: skip
-Measured = Annotated[Any, PlainValidator(_metric), NAMED_SERIALIZER, WithJsonSchema({"type": "string"})]
+Measured = Annotated[Any, PlainValidator(_check_metric), NAMED_SERIALIZER, WithJsonSchema({"type": "string"})]
 Weights = Annotated[
     Any,
-    PlainValidator(_weights),
+    PlainValidator(_check_class_weights),
     WithJsonSchema({"anyOf": [{"const": "balanced"}, {"type": "array"}, {"type": "object"}]}),
 ]
 
@@ -120,11 +120,11 @@ class Objective(Value):
         """Return the slope and intercept by which each client's outputs are recalibrated, ``[n, 2]``.
 
         The slopes and intercepts are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
-        `fedloom.tasks.survival.baseline`.
+        `fedloom.tasks.survival.fit_baseline`.
         """
         if self.horizon is None:
             return recalibration(output, y, owner, n)
-        return baseline(output, y, owner, n, self.horizon)
+        return fit_baseline(output, y, owner, n, self.horizon)
 
     def remarks(self, kind: str) -> list[str]:
         """Return notes that a user should read before a run of a ``kind`` of task, such as "binary"."""
@@ -137,12 +137,12 @@ class Objective(Value):
         ]
 
     @property
-    def functions(self) -> list[Function]:
+    def functions(self) -> list[UserFunction]:
         """User-defined functions in the objective."""
-        return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
+        return [f for f in (self.loss, *self.metrics) if isinstance(f, UserFunction)]
 
     @property
     def directions(self) -> dict[str, bool]:
         """Direction of each custom metric: True if larger values are better."""
-        measures = (m for m in self.metrics if isinstance(m, Function))
+        measures = (m for m in self.metrics if isinstance(m, UserFunction))
         return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in measures}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedloom.metrics import class_metric_name
-from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS, label_counts, owner_total, wide
+from fedloom.tasks.chosen import Chosen, metric_labels
+from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS, label_counts, owner_total, to_float64
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
@@ -32,7 +32,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
         output: finite outputs ``[N, k]``.
         y: targets of these outputs, ``[N]`` (for numbers ``[N, k]``).
     """
-    base, z, count = base_of(task), wide(output), torch.tensor([float(len(y))], dtype=torch.float64)
+    base, z, count = base_of(task), to_float64(output), torch.tensor([float(len(y))], dtype=torch.float64)
     if isinstance(base, Classification | Binary):
         p, guess, y = base.probabilities(z), base.predict(z), y.cpu()
         classes = p.shape[1]
@@ -44,7 +44,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
         )
         counts = [torch.bincount(of, minlength=classes).double() for of in (y, guess, y[hit])]
         return torch.cat([count, base.loss(z, y).sum()[None], gap[None], bins, *counts])
-    target = wide(y)
+    target = to_float64(y)
     if isinstance(base, MultiLabel):
         guess, present = base.predict(z).double() * (target >= 0), target.clamp(min=0)
         return torch.cat(
@@ -71,7 +71,7 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
         figures = _class_sums(task, size, rest[0])
     elif isinstance(base, MultiLabel):
         loss, true, guessed, hits = rest[0].split([1, *[base.outputs] * 3])
-        figures = {"loss": loss / size, **label_counts(true, guessed, hits, labels(base.labels))}
+        figures = {"loss": loss / size, **label_counts(true, guessed, hits, metric_labels(base.labels))}
     elif isinstance(base, Regression):
         mae, linear, square, error = rest[0].split([1, *[base.outputs] * 3])
         spread, mse = square - linear.square() / size, error.mean() / size
@@ -96,18 +96,18 @@ def base_of(task: Task) -> Task:
     return task.base if isinstance(task, Chosen) else task
 
 
-def width(task: Task) -> int:
+def sum_count(task: Task) -> int:
     """Return the number S of sums for a task."""
-    return len(sums_of(task, torch.zeros(0, task.outputs, dtype=torch.float64), _no_targets(task)))
+    return len(sums_of(task, torch.zeros(0, task.outputs, dtype=torch.float64), _empty_targets(task)))
 
 
 def metric_names(task: Task) -> list[str]:
     """Return the names of the metrics of a client, in the order in which they are recorded."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
-    return [*task.metrics(blank, _no_targets(task), torch.zeros(0, dtype=torch.long), 1)]
+    return [*task.metrics(blank, _empty_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 
 
-def _no_targets(task: Task) -> Tensor:
+def _empty_targets(task: Task) -> Tensor:
     base = base_of(task)
     if isinstance(base, Classification | Binary):
         return torch.zeros(0, dtype=torch.long)
@@ -119,7 +119,7 @@ def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     binary = isinstance(base_of(task), Binary)
     classes = (len(rest) - 2 - CALIBRATION_BINS) // 3
     loss, gap, bins, true, guessed, hits = rest.split([1, 1, CALIBRATION_BINS, classes, classes, classes])
-    names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
+    names: Sequence[str] = metric_labels(task.classes) if isinstance(task, Chosen) else ()
     each = {
         class_metric_name(what, name): ratio(true, guessed, hits)[k]
         for what, ratio in CLASS_RATIOS.items()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.figures import masked
+from fedloom.tasks.figures import mask_nonfinite_clients
 from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
@@ -42,10 +42,10 @@ class Survival(TaskKind):
     Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (Efron's method for ties).
     ``c_index`` is Harrell's C-index in [0, 1], which is the fraction of comparable pairs in which the row with the
     earlier event has the higher risk. With a horizon, z is the log of the cumulative hazard at the horizon
-    (`baseline`), and there are three additional metrics. ``brier`` is the Brier score in [0, 1] with inverse censoring
-    weights. ``calibration_error`` is the mean of |observed - expected| fraction of events by the horizon, over up to
-    `MAX_RISK_GROUPS` groups of increasing risk. ``observed_expected`` is the ratio of the two fractions over all rows.
-    Observed fractions are Kaplan-Meier estimates.
+    (`fit_baseline`), and there are three additional metrics. ``brier`` is the Brier score in [0, 1] with inverse
+    censoring weights. ``calibration_error`` is the mean of |observed - expected| fraction of events by the horizon,
+    over up to `MAX_RISK_GROUPS` groups of increasing risk. ``observed_expected`` is the ratio of the two fractions over
+    all rows. Observed fractions are Kaplan-Meier estimates.
     """
 
     horizon: float | None = Field(
@@ -92,7 +92,7 @@ class Survival(TaskKind):
         """
         names = ["loss", "c_index", *(["brier", "calibration_error", "observed_expected"] if self.horizon else [])]
         values = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
-        for client, rows in _clients(output, y, owner, n):
+        for client, rows in _finite_client_rows(output, y, owner, n):
             z = torch.from_numpy(rows.z)[:, None]
             values["loss"][client] = partial_loss(z, torch.from_numpy(np.stack([rows.time, rows.event], 1)))
             values["c_index"][client] = concordance(rows)
@@ -101,7 +101,7 @@ class Survival(TaskKind):
                 values["brier"][client] = brier(risk, self.horizon)
                 error, ratio = observed_expected(risk, self.horizon)
                 values["calibration_error"][client], values["observed_expected"][client] = error, ratio
-        return masked(values, output.detach().cpu(), owner.cpu(), n)
+        return mask_nonfinite_clients(values, output.detach().cpu(), owner.cpu(), n)
 
 
 class SurvivalRows(NamedTuple):
@@ -112,7 +112,7 @@ class SurvivalRows(NamedTuple):
     event: Floats
 
 
-def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, SurvivalRows]]:
+def _finite_client_rows(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, SurvivalRows]]:
     """Yield the number and the rows of each client that has rows and only finite outputs."""
     z, times, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     order = np.argsort(owners, kind="stable")
@@ -170,7 +170,7 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
     return _AtRisk(order, z, event, tie, at_risk, place, share, hazards)
 
 
-def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
+def fit_baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
     """Return slope 1 and baseline ``[n, 2]``, which convert log hazards to log cumulative hazards at the horizon.
 
     The baseline is Breslow's estimate at each client. If a client has no event by the horizon, half an event is
@@ -184,7 +184,7 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
         horizon: time by which events are predicted.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
-    for client, rows in _clients(output, y, owner, n):
+    for client, rows in _finite_client_rows(output, y, owner, n):
         shift, order = rows.z.max(), np.argsort(rows.time)
         at_risk = np.exp(rows.z - shift)[order][::-1].cumsum()[::-1]
         times = rows.time[(rows.event > 0) & (rows.time <= horizon)]

@@ -18,7 +18,7 @@ from fedloom.testing.trees import reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
 """Fields of the uploads on which the laws are checked, with their lengths. The primary field comes first."""
-MOST_ROWS = 30
+MAX_LAW_ROWS = 30
 """Largest cohort that is tried in the search for a cohort that the aggregator accepts. `bulyan` needs at least 4 f + 3
 rows."""
 
@@ -211,7 +211,7 @@ def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _enough(rule: Aggregator) -> int:
     """Return a cohort size that the aggregator accepts: two more than the minimum, and at least 5."""
     refusal = ""
-    for m in range(1, MOST_ROWS + 1):
+    for m in range(1, MAX_LAW_ROWS + 1):
         try:
             rule.check(m)
         except ConfigError as error:
@@ -221,5 +221,5 @@ def _enough(rule: Aggregator) -> int:
         else:
             return max(5, m + 2)
     raise ConfigError(
-        f"{rule!r} rejects every cohort of up to {MOST_ROWS} rows ({refusal}). Pass a rule with a smaller f"
+        f"{rule!r} rejects every cohort of up to {MAX_LAW_ROWS} rows ({refusal}). Pass a rule with a smaller f"
     )

@@ -36,7 +36,7 @@ SUM_TOLERANCE = 1e-9
 """Maximum relative difference between float64 sums that are computed in different orders."""
 
 
-class Killed(Exception):
+class KilledRun(Exception):
     """Error that represents a process that is killed between two sums."""
 
 
@@ -61,13 +61,13 @@ class AnalysisScene:
     def run(
         self, terms: AnalysisTerms, clients: Sequence[ClientRows], folder: Path | None = None, most: int | None = None
     ) -> tuple[Any, list[SumRecord]]:
-        """Run the analysis on some clients. If ``most`` is given, `Killed` is raised after this number of sums."""
+        """Run the analysis on some clients. If ``most`` is given, `KilledRun` is raised after this number of sums."""
         done = 0
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
             nonlocal done
             if done == most:
-                raise Killed
+                raise KilledRun
             done += 1
             answers = (self.reply(question, client, terms, bounds) for client in clients)
             return sum_answers([*answers])
@@ -162,7 +162,7 @@ def resumes(s: AnalysisScene) -> None:
     """Check that an analysis killed between two sums continues without losing a sum and gives the same result."""
     for most in range(len(s.log)):
         with TemporaryDirectory() as place:
-            with suppress(Killed):
+            with suppress(KilledRun):
                 s.run(s.terms, s.clients, Path(place), most)
             log = list[Question]()
 

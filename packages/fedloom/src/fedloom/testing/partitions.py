@@ -28,7 +28,7 @@ PARTITION_SEED = 3
 
 
 @dataclass(frozen=True)
-class Case:
+class PartitionCase:
     """Input of a law: a partition, a data set, and an unchanged copy of the data set."""
 
     partition: Partition
@@ -36,7 +36,7 @@ class Case:
     original: Dataset
 
     @classmethod
-    def create(cls, partition: Partition, data: Dataset) -> Case:
+    def create(cls, partition: Partition, data: Dataset) -> PartitionCase:
         """Return a case whose data set the partition may change."""
         return cls(partition, replace(data, x=data.x.clone(), y=data.y.clone()), data)
 
@@ -56,13 +56,13 @@ class Case:
         return self.partition(self.data, PARTITION_SEED)
 
 
-def _runs(s: Case) -> None:
+def _runs(s: PartitionCase) -> None:
     """Check that the partition distributes samples to clients, and that a federation can be built from the result."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
 
 
-def declared(s: Case) -> None:
+def declared(s: PartitionCase) -> None:
     """Check that each field of a draw contains one entry per client, of the documented type."""
     drawn, n, classes = s.drawn, len(s.drawn.dealt.offsets) - 1, len(s.data.classes)
     for name, dealt in _lists(drawn).items():
@@ -82,7 +82,7 @@ def declared(s: Case) -> None:
     demand(all(isinstance(note, str) for note in drawn.notes), "notes must be sentences")
 
 
-def pool_only(s: Case) -> None:
+def pool_only(s: PartitionCase) -> None:
     """Check that training samples come from the given pool, even if the pool is only a part of the data set.
 
     Samples for testing may also come from the official test set.
@@ -103,7 +103,7 @@ def pool_only(s: Case) -> None:
             )
 
 
-def disjoint(s: Case) -> None:
+def disjoint(s: PartitionCase) -> None:
     """Check that no sample belongs to two clients."""
     for name, dealt in _lists(s.drawn).items():
         samples, counts = np.unique(dealt.index, return_counts=True)
@@ -111,14 +111,14 @@ def disjoint(s: Case) -> None:
         demand(not len(twice), f"{name} has {len(twice)} samples more than once (first: {twice[:1].tolist()})")
 
 
-def tested_apart(s: Case) -> None:
+def tested_apart(s: PartitionCase) -> None:
     """Check that no client trains on a sample of its test part."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
     demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
 
 
-def seeded(s: Case) -> None:
+def seeded(s: PartitionCase) -> None:
     """Check that equal seeds give equal draws, and that only the seed's generators are used.
 
     The partition itself must not change.
@@ -133,7 +133,7 @@ def seeded(s: Case) -> None:
     demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
 
 
-def _arguments_unmodified(s: Case) -> None:
+def _arguments_unmodified(s: PartitionCase) -> None:
     """Check that a draw does not change the pool or the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
@@ -147,7 +147,7 @@ def _arguments_unmodified(s: Case) -> None:
         demand(_same(got, want), f"draw changed {name}")
 
 
-def prepared(s: Case) -> None:
+def prepared(s: PartitionCase) -> None:
     """Check that every sample in a part exists, and that it is prepared with the training part of its client."""
     for part in DATA_PARTS:
         index = s.fed.parts[part].index
@@ -203,7 +203,7 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
     cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():
-        case = Case.create(partition, data_set)
+        case = PartitionCase.create(partition, data_set)
         try:
             _runs(case)
         except ConfigError as refusal:

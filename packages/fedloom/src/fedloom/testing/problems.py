@@ -27,7 +27,7 @@ TOY_LAYOUT = Layout.create_from_shapes({"body.weight": (2, 2), "head.weight": (1
 Penalty = Literal["l1", "nuclear"]
 
 
-class Moreau(NamedTuple):
+class MoreauSolution(NamedTuple):
     """Minimizer of sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w||^2), with w ``[d]`` and theta ``[n, d]``."""
 
     w: Tensor
@@ -136,7 +136,7 @@ class Problem:
                 gradient.
         """
         if noise and not solve:
-            return Sampled(self, noise)
+            return SampledQuadratic(self, noise)
         return Quadratic(self.hessian, self.minimiser, self.sizes, solve=solve, layout=self.layout)
 
     def gradient(self, w: Tensor) -> Tensor:
@@ -155,12 +155,12 @@ class Problem:
         right = (self.hessian @ self.minimiser[:, :, None])[:, :, 0] + lam * w
         return _solve(self.hessian + lam * eye, right)
 
-    def moreau(self, lam: float) -> Moreau:
+    def moreau(self, lam: float) -> MoreauSolution:
         """Return the minimizer of the sum of Moreau envelopes, sum_i alpha_i min_v (f_i(v) + lam/2 ||v - w||^2)."""
         eye = torch.eye(self.d, dtype=self.x0.dtype)
         envelope = lam * _solve(self.hessian + lam * eye, self.hessian)
         w = replace(self, hessian=envelope).consensus()
-        return Moreau(w, self.proximal(lam, w))
+        return MoreauSolution(w, self.proximal(lam, w))
 
     def descent(self, w: Tensor, steps: Tensor, lr: float, mu: float = 0.0, x: Tensor | None = None) -> Tensor:
         """Return the points ``[n, d]`` after ``steps [n, 1]`` gradient steps on f_i + mu/2 ||w - x||^2 from w."""
@@ -218,7 +218,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-class Sampled(Quadratic):
+class SampledQuadratic(Quadratic):
     """Quadratics with different samples: sample s of client i has the minimizer c_i + o_is, where o_is has mean 0."""
 
     def __init__(self, problem: Problem, noise: float) -> None:

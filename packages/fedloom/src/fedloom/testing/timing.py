@@ -30,8 +30,8 @@ from fedloom.engine.virtual.clock import (
     START_COLUMN,
     VERSION_COLUMN,
     Clock,
-    Fate,
-    use_of,
+    ReplyOutcome,
+    divide_client_time,
 )
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
@@ -53,7 +53,7 @@ from fedloom.testing.scene import demand
 
 N, LAW_ROUNDS = 8, 4
 LAW_CLIENT_SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
-STATES_HINT = (
+CLIENT_STATES_HINT = (
     "keep what lasts in the states that init returns, and draw from work.rng and ctx.rng, not from global generators"
 )
 DOWNLOAD_HINT = (
@@ -124,7 +124,7 @@ def a_clock_changes_no_bit(method: object) -> None:
     same_models(
         run_rounds(method, None, Synchronous()),
         run_rounds(method, LogNormal(), Synchronous()),
-        f"devices change a model; {STATES_HINT}",
+        f"devices change a model; {CLIENT_STATES_HINT}",
     )
 
 
@@ -136,7 +136,9 @@ def whole_cohort(method: object) -> None:
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
         same_models(
-            plain, run_rounds(method, Equal(), schedule), f"{schedule!r} is not the synchronous run; {STATES_HINT}"
+            plain,
+            run_rounds(method, Equal(), schedule),
+            f"{schedule!r} is not the synchronous run; {CLIENT_STATES_HINT}",
         )
 
 
@@ -189,7 +191,7 @@ def conservation(method: object) -> None:
     for schedule in (Synchronous(), Deadline(seconds=1.0), OverSelection(factor=2), Buffered(buffer=2)):
         ended = run_rounds(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
         assert ended.job.fleet is not None
-        clock, use = clock_of(ended), use_of(clock_of(ended), ended.job.fleet)
+        clock, use = clock_of(ended), divide_client_time(clock_of(ended), ended.job.fleet)
         for name, part in (("busy", use.busy), ("idle", use.idle), ("absent", use.absent)):
             demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero; {WORK_HINT}")
         log = clock.history()
@@ -222,8 +224,11 @@ def scale_of_time(method: object) -> None:
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
-        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {STATES_HINT}")
-        demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled; {STATES_HINT}")
+        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {CLIENT_STATES_HINT}")
+        demand(
+            clock_of(four).now == 4 * clock_of(one).now,
+            f"{make(1.0)!r}: the times are not scaled; {CLIENT_STATES_HINT}",
+        )
 
 
 def silence(method: object) -> None:
@@ -236,7 +241,7 @@ def silence(method: object) -> None:
     for a, b in zip(one.state.server, two.state.server, strict=True):
         demand(torch.equal(a, b), f"a device that never answers changes the server; {DOWNLOAD_HINT}")
     log = clock_of(one).history()
-    lost = log[log[:, FATE_COLUMN] == Fate.LOST]
+    lost = log[log[:, FATE_COLUMN] == ReplyOutcome.LOST]
     demand(0 in lost[:, CLIENT_COLUMN], "the device that never answers is not given up")
     demand(np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit), "its place is not held until the time-out")
 

@@ -91,7 +91,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     ctx = ctx if algorithm.mixes else ctx._replace(m=1, ids=torch.tensor([n]))
     start = algorithm.global_model(side.server)
     _, template, first = algorithm.init(oracle.layout.vector(module) if start is None else start, ctx._replace(round=0))
-    rows, first_row = _one(template), None if first is None else _one(first)
+    rows, first_row = _single_client_row(template), None if first is None else _single_client_row(first)
     seed = derive(side.seed, client=n, purpose="adapt")
     memory = None
     if side.local.optimizer_state == "persistent":
@@ -100,11 +100,11 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     try:
         for k in range(1, rounds + 1):
             memory = memory and memory.replace_rows(memory.rows)
-            down = _download(side, first_row, ctx)
+            down = _make_download(side, first_row, ctx)
             work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k, memory=memory)
             up, rows = algorithm.client(down, rows, work)
             first_row = None if first_row is None else _server_row(algorithm, up, first_row)
-        row = algorithm.personal(_download(side, first_row, ctx), rows, work)
+        row = algorithm.personal(_make_download(side, first_row, ctx), rows, work)
     except FedloomError:
         raise
     except Exception as error:
@@ -117,12 +117,12 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     return row[0], oracle
 
 
-def _one(template: Any) -> Any:
+def _single_client_row(template: Any) -> Any:
     """Return the state of one client as rows with the leading dimension 1."""
     return type(template)(*[t[None] for t in template])
 
 
-def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
+def _make_download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
     """Return the download for the new client, which comes after all other clients if the method mixes stored rows."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)

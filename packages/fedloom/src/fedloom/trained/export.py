@@ -27,7 +27,7 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.files import FACTS_FILE, check_model_file
 from fedloom.trained.model import Model
-from fedloom.trained.program import checked_archive
+from fedloom.trained.program import check_archive
 from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
@@ -95,7 +95,7 @@ def export_model(
         module, ranks = thin.module, thin.ranks
     header = model.recipe.header(model.about) | ({"ranks": json.dumps(ranks)} if ranks else {})
     header |= {} if threshold is None else {"threshold": repr(threshold)}
-    make = {"onnx": _onnx, "torch": _program}.get(format)
+    make = {"onnx": _export_onnx, "torch": _export_program}.get(format)
     content = None if make is None else make(model.raw(module), model, header)
     make_folder(path.parent)
     if content is None:
@@ -105,7 +105,7 @@ def export_model(
     return ranks
 
 
-def decision(model: Model, format: str, threshold: float | None) -> str:
+def decision_sentence(model: Model, format: str, threshold: float | None) -> str:
     """Return a sentence on how an exported graph chooses the class, or "" if the graph does not return a class."""
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
@@ -114,7 +114,7 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
     return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
 
 
-def units(model: Model, factors: Factors | None) -> str:
+def unit_sentence(model: Model, factors: Factors | None) -> str:
     """Return a sentence about columns that must be converted before they are passed to a file, or "" if there are none.
 
     Args:
@@ -150,7 +150,7 @@ class Program:
     def __init__(self, path: Path | str) -> None:
         extra = {FACTS_FILE: ""}
         try:
-            content = checked_archive(Path(path).read_bytes(), FACTS_FILE)
+            content = check_archive(Path(path).read_bytes(), FACTS_FILE)
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
         except Exception as error:  # a file from elsewhere may break torch in any way
@@ -189,7 +189,7 @@ def load(path: Path | str) -> Program:
     return Program(path)
 
 
-def _example(model: Model) -> Tensor:
+def _example_rows(model: Model) -> Tensor:
     """Return two raw samples."""
     facts = model.recipe.facts
     if facts.table is not None:
@@ -200,7 +200,7 @@ def _example(model: Model) -> Tensor:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _suppress_output() -> Iterator[None]:
     """Within the block, suppress the output that the exporters print.
 
     If an exporter fails, the error is reported in a single sentence.
@@ -221,20 +221,20 @@ def _quietly() -> Iterator[None]:
         ) from error
 
 
-def _dynamic() -> tuple[dict[int, Any]]:
+def _dynamic_batch() -> tuple[dict[int, Any]]:
     return ({0: torch.export.Dim("batch", min=1)},)
 
 
-def _program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
+def _export_program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     """Export the raw model as a torch program in which the batch dimension is free."""
     out = io.BytesIO()
-    with _quietly():
-        program = torch.export.export(raw, (_example(model),), dynamic_shapes=_dynamic())
+    with _suppress_output():
+        program = torch.export.export(raw, (_example_rows(model),), dynamic_shapes=_dynamic_batch())
         torch.export.save(program, out, extra_files={FACTS_FILE: header["facts"]})
     return out.getvalue()
 
 
-def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
+def _export_onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     """Export the raw model as an ONNX graph in which the batch dimension is free."""
     try:
         import onnx
@@ -243,16 +243,16 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
         raise ConfigError(f"export to ONNX needs {error.name}: pip install 'fedloom[export]'") from None
     facts = model.recipe.facts
     output = "probabilities" if facts.classes else "values"
-    with _quietly():
+    with _suppress_output():
         program: Any = torch.onnx.export(
             raw,
-            (_example(model),),
+            (_example_rows(model),),
             input_names=["samples"],
             output_names=[output],
-            dynamic_shapes=_dynamic(),
+            dynamic_shapes=_dynamic_batch(),
             dynamo=True,
             verbose=False,
-            custom_translation_table=_translations(),
+            custom_translation_table=_onnx_operators(),
         )
     model_proto: Any = program.model_proto
     if facts.table is not None:
@@ -267,7 +267,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     return content
 
 
-def _translations() -> dict[Any, Any]:
+def _onnx_operators() -> dict[Any, Any]:
     """Operators of kNN-Per that torch's exporter lacks: distances, and a stable sort (ONNX breaks ties by position)."""
     from onnxscript import opset18 as op
 

@@ -14,7 +14,7 @@ FACTS_FILE = "facts.json"
 """Name of the entry in a torch program that contains the facts about the model's data."""
 FORMAT_KINDS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
 """Kind of file that belongs to each format name."""
-IN_ONNX = b"\x0a\x05facts\x12"
+ONNX_FACTS_MARK = b"\x0a\x05facts\x12"
 """Entry ``facts`` in the metadata of an ONNX model, in the encoding of Protocol Buffers."""
 
 
@@ -48,4 +48,4 @@ def is_model_file(path: Path) -> bool:
         with ZipFile(path) as archive:
             return any(name.endswith(f"/{FACTS_FILE}") for name in archive.namelist())
     except (BadZipFile, ValueError, NotImplementedError):
-        return IN_ONNX in path.read_bytes()
+        return ONNX_FACTS_MARK in path.read_bytes()

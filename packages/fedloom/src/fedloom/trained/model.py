@@ -20,18 +20,18 @@ from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import client_column_of
 from fedloom.data.new_rows import new_rows
-from fedloom.data.sources.table.levels import unapplied
+from fedloom.data.sources.table.levels import unapplied_factor_notes
 from fedloom.errors import ConfigError, DataError, LayoutError
-from fedloom.local.oracles.forward import evaluated_together
+from fedloom.local.oracles.forward import samples_per_evaluation
 from fedloom.models import ModelSpec, spec_of
-from fedloom.models.imported import Held, OwnModel, wrap_model
+from fedloom.models.imported import InProcessModel, OwnModel, wrap_model
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
-from fedloom.tasks.calibration import recalibrated
+from fedloom.tasks.calibration import recalibrate
 from fedloom.trained.files import check_model_file
 from fedloom.trained.raw import RawModel, labels_of
 
@@ -73,7 +73,7 @@ class ModelRecipe:
     def start(self) -> dict[str, Tensor]:
         """Return the tensors saved once for all rows: the initial state dict, unless it is determined by the seed."""
         module = self.build()
-        own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
+        own_buffers = isinstance(self.spec, InProcessModel) and any(True for _ in module.buffers())
         if self.spec.init_from is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
             return {}
         return dict(module.state_dict())
@@ -180,7 +180,11 @@ class Model:
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
-        if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
+        if (
+            new.sites is None
+            and not isinstance(rows, Dataset)
+            and (problems := unapplied_factor_notes(factors, users, None))
+        ):
             raise DataError(f"rows: {problems[0]}. Rename that column if it contains converted numbers")
         return new.x
 
@@ -189,7 +193,7 @@ class Model:
     def outputs(self, x: Tensor) -> Tensor:
         """Return outputs ``[N, k]`` for raw samples (or ``[N, L, k]`` with a label per position, see `RawModel`)."""
         raw = self.raw()
-        together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
+        together = samples_per_evaluation(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
 
     @default_to_cpu()
@@ -243,7 +247,7 @@ class Model:
         outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
-        outputs = outputs if self.calibration is None else recalibrated(outputs, self.calibration)
+        outputs = outputs if self.calibration is None else recalibrate(outputs, self.calibration)
         metrics = task_of(fed.data, self.recipe.objective).metrics(outputs, y, owner, 1)
         return {name: float(value) for name, value in metrics.items()}
 
@@ -334,7 +338,7 @@ def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
 
     If there is a label per position, the shape is ``[b L, k]``.
     """
-    together = evaluated_together(module, fed.fetch(index[:1]))
+    together = samples_per_evaluation(module, fed.fetch(index[:1]))
     return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
 
 
@@ -362,7 +366,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
         LayoutError: the file does not exist or is damaged.
     """
     try:
-        file = safe_open(regular(path), "pt")
+        file = safe_open(check_regular_file(path), "pt")
         if check:
             check_file_digest(path)
         return file

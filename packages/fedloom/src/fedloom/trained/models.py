@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, default_to_cpu
-from fedloom.data.input_spec import lone_client
+from fedloom.data.input_spec import single_client_federation
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 from fedloom.local import LocalSGD
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.outputs import check_output_folder
 from fedloom.trained.adapt import adapt_model
 from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
-from fedloom.trained.saved import files, write_models
+from fedloom.trained.saved import model_file_names, write_models
 from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
 """Maximum number of clients that are listed in a message."""
-MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
+KIND_PREFERENCE = ("hybrid", "personal", "global")
 """Order of preference among a client's models. The first of these models that the method provides is used."""
 
 
@@ -136,7 +136,7 @@ class Models:
             ConfigError: the method does not provide this kind of model, or the client does not exist.
         """
         if kind is None:
-            kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
+            kind = "global" if client is None else next((k for k in KIND_PREFERENCE if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
             raise ConfigError(f"{self.about['method']} has no global model. Choose a client: {self.clients_phrase()}")
         model, fitted = self.model(kind, client), self.fitted
@@ -208,7 +208,7 @@ class Models:
         self._check("hybrid")
         return Modules(self, "hybrid")
 
-    @undisturbed()
+    @isolate_torch_settings()
     def adapt(
         self,
         data: Dataset,
@@ -240,8 +240,8 @@ class Models:
             ClientError: the method's code raised an error.
         """
         data, side = self.recipe.facts.labelled(data), self._source.server()
-        side = side._replace(local=_changed(side.local, epochs, steps, lr))
-        fed = lone_client(self.recipe.facts.take(data), holdout, side.seed)
+        side = side._replace(local=_change_local_settings(side.local, epochs, steps, lr))
+        fed = single_client_federation(self.recipe.facts.take(data), holdout, side.seed)
         row, oracle = adapt_model(side, self.recipe, fed, rounds)
         oracle.set_statistics(row, torch.tensor([0]))
         statistics = [s.flatten() for s in running_statistics(oracle.module)]
@@ -288,7 +288,7 @@ class Models:
 
     def files(self) -> list[str]:
         """Return the names of the files that `save` writes."""
-        return files(self._source)
+        return model_file_names(self._source)
 
     def _read_rows_and_statistics(self, kind: str, clients: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return parameters and running statistics."""
@@ -345,7 +345,7 @@ class Modules:
         return (self[i] for i in range(len(self)))
 
 
-def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
+def _change_local_settings(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
     """Return the settings with different epochs or steps per round, or with a constant step size."""
     if epochs is not None and steps is not None:
         raise ConfigError("set epochs or steps, but not both")

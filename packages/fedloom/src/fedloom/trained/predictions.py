@@ -17,7 +17,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError, write_singular
 from fedloom.trained.model import Model, score_outputs
-from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
+from fedloom.trained.models import KIND_PREFERENCE, Models
 from fedloom.trained.raw import check_threshold, labels_of
 
 OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on average", "on these rows"
@@ -125,7 +125,7 @@ class Predictions:
         return pa.table({**columns, "prediction": labels.tolist(), **sets, **each})
 
 
-class Assignment(NamedTuple):
+class ModelAssignment(NamedTuple):
     """Assignment of each row to the model that predicts it.
 
     Attributes:
@@ -162,14 +162,16 @@ class Assignment(NamedTuple):
 
 
 @default_to_cpu()
-def predict_with_one(model: Model, rows: NewRows) -> Assignment:
+def predict_with_one(model: Model, rows: NewRows) -> ModelAssignment:
     """Assign all rows to a single model."""
     who = str(model.about.get("client", "global"))
-    return Assignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
+    return ModelAssignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
 
 
 @default_to_cpu()
-def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
+def assign_models(
+    models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None
+) -> ModelAssignment:
     """Choose which of a run's models predicts which rows.
 
     Args:
@@ -194,7 +196,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
                 "clients is given"
             )
         return one._replace(notes=(what,))
-    kind_of_sites = kind or next(k for k in MOST_PERSONAL_FIRST if k in models.kinds())
+    kind_of_sites = kind or next(k for k in KIND_PREFERENCE if k in models.kinds())
     models.ready(kind_of_sites, models.names[0])  # a kind that does not exist is refused whoever owns the rows
     places: dict[str, list[int]] = {}
     strange: dict[str, int] = {}
@@ -220,22 +222,28 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         else "the global model, scaled as at each site"
     ]
     notes += [f"not a client of the run, so the global model predicts: {unknown_sites}"] if strange else []
-    return Assignment(groups, owners, tuple(map(write_singular, notes)))
+    return ModelAssignment(groups, owners, tuple(map(write_singular, notes)))
 
 
 @default_to_cpu()
-def predicted(rows: NewRows, choice: Assignment) -> Predictions:
+def predict_assigned_rows(rows: NewRows, choice: ModelAssignment) -> Predictions:
     """Predict rows with the models that were chosen for them."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
     scores = model.raw().convert_outputs(choice.outputs(rows.x)).numpy()
-    notes = (*rows.notes, *meanings(model), *choice.notes, *choice.uncalibrated(), *choice.strange(rows.x))
+    notes = (
+        *rows.notes,
+        *survival_prediction_note(model),
+        *choice.notes,
+        *choice.uncalibrated(),
+        *choice.strange(rows.x),
+    )
     far = choice.find_far(rows.x)
     return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept, far=far)
 
 
-def meanings(model: Model) -> list[str]:
+def survival_prediction_note(model: Model) -> list[str]:
     """Return a sentence that explains the predictions of a survival task, or [] for other tasks."""
     if model.recipe.facts.task != "survival":
         return []
@@ -246,7 +254,7 @@ def meanings(model: Model) -> list[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluated:
+class ModelEvaluation:
     """Evaluation of models on new labeled data.
 
     Attributes:
@@ -261,13 +269,13 @@ class Evaluated:
     about: Mapping[str, Any]
     kind: str
     scaling: str
-    choice: Assignment
+    choice: ModelAssignment
     rows: NewRows
     data: Dataset
 
     @default_to_cpu()
     def metrics(self) -> dict[str, float]:
-        """Compute the task's metrics from the same outputs as in `predicted`.
+        """Compute the task's metrics from the same outputs as in `predict_assigned_rows`.
 
         Raises:
             DataError: the data contain classes or targets that are unknown to the models.
@@ -288,10 +296,10 @@ class Evaluated:
         } | self.metrics()
 
 
-def evaluated(
+def evaluate_models(
     runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
-) -> Iterator[Evaluated]:
-    """Evaluate the models of runs on new labeled data. Models are chosen in the same way as in `predicted`.
+) -> Iterator[ModelEvaluation]:
+    """Evaluate the models of runs on new labeled data. Models are chosen in the same way as in `predict_assigned_rows`.
 
     If a model for tables scales its inputs by the average over clients, it is evaluated a second time with inputs
     scaled by the new rows, as a client with these rows would scale them.
@@ -312,9 +320,9 @@ def evaluated(
         names = ", ".join(str(models.about["method"]) for models in runs)
         raise ConfigError(f"{names} has no global model. Add --client to use a personal model")
     for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
-        choice = assigned(models, rows, one, client)
+        choice = assign_models(models, rows, one, client)
         new = models.fitted is not None and set(choice.owners) == {"global"}
-        yield Evaluated(models.about, one, TYPICAL_SCALE if new else OWN_SCALE, choice, rows, data)
+        yield ModelEvaluation(models.about, one, TYPICAL_SCALE if new else OWN_SCALE, choice, rows, data)
         if new:
             fresh = predict_with_one(choice.groups[0][1].rescaled(data), rows)
-            yield Evaluated(models.about, one, NEW_SCALE, fresh, rows, data)
+            yield ModelEvaluation(models.about, one, NEW_SCALE, fresh, rows, data)

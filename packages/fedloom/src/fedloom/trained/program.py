@@ -35,7 +35,7 @@ SIZE_FUNCTIONS = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "
 CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
-def checked_archive(content: bytes, facts: str) -> bytes:
+def check_archive(content: bytes, facts: str) -> bytes:
     """Check all parts of a program's archive, and use them to build a new archive.
 
     Args:
@@ -59,8 +59,8 @@ def checked_archive(content: bytes, facts: str) -> bytes:
     for name in CONFIG_ENTRIES:
         _check_config(json.loads(parts[name]))
     inputs = torch.load(io.BytesIO(parts[SAMPLES_ENTRY]), weights_only=True)
-    parts[SAMPLES_ENTRY] = _saved(inputs)
-    parts[GRAPH_ENTRY] = json.dumps(_checked_graph(json.loads(parts[GRAPH_ENTRY]))).encode()
+    parts[SAMPLES_ENTRY] = _encode_saved_value(inputs)
+    parts[GRAPH_ENTRY] = json.dumps(_check_graph(json.loads(parts[GRAPH_ENTRY]))).encode()
     out = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(out)
     for name, part in parts.items():
@@ -70,7 +70,7 @@ def checked_archive(content: bytes, facts: str) -> bytes:
     return out.getvalue()
 
 
-def _saved(value: object) -> bytes:
+def _encode_saved_value(value: object) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
@@ -84,7 +84,7 @@ def _check_config(config: dict[str, Any]) -> None:
     _check_words(config)
 
 
-def _checked_graph(document: dict[str, Any]) -> dict[str, Any]:
+def _check_graph(document: dict[str, Any]) -> dict[str, Any]:
     """Check that a graph contains only tensor operations, and return it without its source notes and guards."""
     document = {**document, "guards_code": []}
     for node in document["graph_module"]["graph"]["nodes"]:

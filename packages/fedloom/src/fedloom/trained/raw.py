@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import ConfigError, DataError
-from fedloom.tasks.calibration import recalibrated
+from fedloom.tasks.calibration import recalibrate
 
 
 class RawModel(nn.Module):
@@ -63,7 +63,7 @@ class RawModel(nn.Module):
     def outputs(self, samples: Tensor) -> Tensor:
         """Compute the outputs ``[b, k]`` of the module for raw samples (or ``[b, L, k]`` with a label per position)."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
-        return out if self.line is None else recalibrated(out, self.line)
+        return out if self.line is None else recalibrate(out, self.line)
 
     def convert_outputs(self, out: Tensor) -> Tensor:
         """Convert the outputs of the module to probabilities or values."""

@@ -31,7 +31,7 @@ MODELS_PER_BATCH = 32
 """Number of personal models that are created, written and read at a time."""
 
 
-def files(source: ModelSource) -> list[str]:
+def model_file_names(source: ModelSource) -> list[str]:
     """Return the names of the files that `write_models` writes: models, state for new clients, and column scaling."""
     kinds = source.kinds()
     server = ["server"] if "personal" in kinds else []
@@ -39,7 +39,7 @@ def files(source: ModelSource) -> list[str]:
     return [*kinds, *server, *([] if source.fitted is None else ["scaling"]), *lines]
 
 
-def _lined(source: ModelSource) -> list[str]:
+def _calibrated_kinds(source: ModelSource) -> list[str]:
     """Kinds of models for which recalibrations are stored. A hybrid model is always one of these models."""
     return [kind for kind in source.kinds() if kind != "hybrid"]
 
@@ -55,9 +55,9 @@ def write_models(source: ModelSource, folder: Path) -> list[Path]:
     if start:
         _write_base(start, folder)
     header = source.recipe.header({**source.about, "clients": list(source.names)})
-    for name in files(source):
-        save_tensors(folder / f"{name}.safetensors", _tensors(source, name), header)
-    return [folder / f"{name}.safetensors" for name in files(source)]
+    for name in model_file_names(source):
+        save_tensors(folder / f"{name}.safetensors", _read_tensors(source, name), header)
+    return [folder / f"{name}.safetensors" for name in model_file_names(source)]
 
 
 def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
@@ -79,7 +79,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
         save_tensors(path, start, {"kind": "base"})
 
 
-def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
+def _read_tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
     """Read all tensors of a file."""
     match name:
         case "global":
@@ -93,7 +93,7 @@ def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
             assert source.fitted is not None
             return {"fitted": source.fitted}
         case "calibration":
-            lines = {kind: source.calibration(kind) for kind in _lined(source)}
+            lines = {kind: source.calibration(kind) for kind in _calibrated_kinds(source)}
             return {kind: line for kind, line in lines.items() if line is not None}
         case _:
             return _server_tensors(source.server())

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from fedloom.errors import ConfigError
 from fedloom.storage import read_toml, write_atomic
 from fedloom.storage.files import content_of
-from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, ask
+from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, ask_flower
 from fedloom_sites.deploy.ops.directory import CLI_FOLDER, LOCAL_FOLDER
 from fedloom_sites.deploy.ops.processes import ProcessError
 from fedloom_sites.deploy.ops.status import server_file
@@ -27,7 +27,7 @@ UNREGISTERED_STATUS = "unregistered"
 """Flower's status of a node whose key was revoked."""
 
 
-def key_file(server: Path, name: str) -> Path:
+def admitted_key_file(server: Path, name: str) -> Path:
     """Return the path, in the server's folder, of a site's key that is to be admitted."""
     return server / KEYS_FOLDER / f"{name}{ADMITTED_SUFFIX}"
 
@@ -39,8 +39,8 @@ def is_revoked(server: Path, name: str) -> bool:
         server: folder of the server.
         name: name of the site.
     """
-    former, file = _revoked_keys(server, name), key_file(server, name)
-    return bool(former) and (not file.exists() or _line(file) in former)
+    former, file = _revoked_key_lines(server, name), admitted_key_file(server, name)
+    return bool(former) and (not file.exists() or _key_line(file) in former)
 
 
 def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
@@ -59,7 +59,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
         ProcessError: the key was revoked earlier, Flower reports an error, or Flower does not answer.
     """
     file = server_file(folder)
-    database, home = _running(file)
+    database, home = _running_server_paths(file)
     keys = _set_aside(file.parent, name)
     out = f"{name} cannot connect at any later start, because its key is now in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX}"
     nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
@@ -69,7 +69,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     if not registered:
         raise ProcessError(f"the server rejects the key of {name}, because it was revoked")
     try:
-        ask("unregister", home, programs, node=registered[-1])
+        ask_flower("unregister", home, programs, node=registered[-1])
     except ProcessError as error:
         raise ProcessError(f"{error}\n{out}. Repeat the command when the server answers again") from None
     return registered[-1]
@@ -81,28 +81,28 @@ def _set_aside(server: Path, name: str) -> list[str]:
     Raises:
         ConfigError: the site does not exist.
     """
-    file = key_file(server, name)
+    file = admitted_key_file(server, name)
     sites = sorted({path.stem for kind in (ADMITTED_SUFFIX, REVOKED_SUFFIX) for path in file.parent.glob(f"*{kind}")})
     if name not in sites:
         raise ConfigError(f"no site is called {name}; sites: {', '.join(sites)}")
-    keys = _revoked_keys(server, name)
+    keys = _revoked_key_lines(server, name)
     if file.exists():
-        keys = [*(key for key in keys if key != _line(file)), _line(file)]
+        keys = [*(key for key in keys if key != _key_line(file)), _key_line(file)]
         write_atomic(file.with_suffix(REVOKED_SUFFIX), "".join(f"{key}\n" for key in keys).encode())
         file.unlink()
     return keys
 
 
-def _revoked_keys(server: Path, name: str) -> list[str]:
+def _revoked_key_lines(server: Path, name: str) -> list[str]:
     file = server / KEYS_FOLDER / f"{name}{REVOKED_SUFFIX}"
     return file.read_text().splitlines() if file.exists() else []
 
 
-def _line(file: Path) -> str:
+def _key_line(file: Path) -> str:
     return content_of(file).decode().strip()
 
 
-def _running(file: Path) -> tuple[Path, Path]:
+def _running_server_paths(file: Path) -> tuple[Path, Path]:
     """Return the paths of the server's database and of the folder of its command line.
 
     If only a local trial is running, its paths are returned instead.

@@ -23,7 +23,7 @@ from fedloom_sites.deploy.ops.admitted import ADMITTED_SUFFIX, KEYS_FOLDER
 from fedloom_sites.deploy.ops.directory import Files, write_files
 from fedloom_sites.deploy.ops.members import (
     AGREEMENT_FILE,
-    Change,
+    AgreementChange,
     check_idle,
     is_patch_of,
     keys_digest,
@@ -31,10 +31,10 @@ from fedloom_sites.deploy.ops.members import (
 )
 from fedloom_sites.deploy.ops.status import server_file
 from fedloom_sites.deploy.setting_files import read_server
-from fedloom_sites.deploy.settings import Member, Server, Shared
+from fedloom_sites.deploy.settings import Member, Server, SharedSettings
 
 
-def upgrade(folder: Path) -> Change:
+def upgrade(folder: Path) -> AgreementChange:
     """Create and return an agreement on the same experiment that names the installed patch release of fedloom.
 
     Args:
@@ -52,10 +52,10 @@ def upgrade(folder: Path) -> Change:
             "experiment, only the last part of the version number may change. Install such a "
             "release, or start a new experiment"
         )
-    return _write(folder, f"release-{__version__}", {"version": __version__}, server.sites)
+    return _write_amendment(folder, f"release-{__version__}", {"version": __version__}, server.sites)
 
 
-def rotate(folder: Path, name: str) -> Change:
+def rotate(folder: Path, name: str) -> AgreementChange:
     """Create new keys for a site, and return the agreement that contains them.
 
     The site keeps its memory, state and number.
@@ -70,7 +70,7 @@ def rotate(folder: Path, name: str) -> Change:
     """
     server = read_server(server_file(folder))
     before = member_of(server, name)
-    node, signing = keys.key_pair("connection"), keys.key_pair("signing")
+    node, signing = keys.make_key_pair("connection"), keys.make_key_pair("signing")
     member = before.with_(node_key=node.public, signing_key=signing.public)
     members = tuple(member if one == before else one for one in server.sites)
     shared = dict[str, Any]()
@@ -80,14 +80,14 @@ def rotate(folder: Path, name: str) -> Change:
         secure = server.secure.with_(keys=tuple(agreed))
         shared = {"secure": secure.model_dump(mode="json", exclude_none=True)}
     files: Files = {"node-key": node.private, "node-key.pub": f"{node.public}\n", "signing-key": signing.private}
-    change = _write(folder, f"keys-{name}", shared, members, member, files)
+    change = _write_amendment(folder, f"keys-{name}", shared, members, member, files)
     return change._replace(keys=keys_digest([member]))
 
 
-def _write(
+def _write_amendment(
     folder: Path, what: str, shared: dict[str, Any], members: Sequence[Member], changed: Member | None = None,
     secrets: Files | None = None,
-) -> Change:  # fmt: skip
+) -> AgreementChange:  # fmt: skip
     """Write the folders of an amendment: for the server, for each site's approval, and for a site with new keys."""
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / what
@@ -98,7 +98,7 @@ def _write(
     agreed = make(Server, settings, f"fedloom deploy: {what}", fields_of(Server))
     proposal = {
         "before": server.fingerprint,
-        "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
+        "shared": agreed.model_dump(mode="json", include={*SharedSettings.model_fields}, exclude_none=True),
         "members": [m.model_dump(mode="json") for m in members],
     }
     approval: Files = {"experiment.toml": content_of(server.experiment), AGREEMENT_FILE: json.dumps(proposal, indent=1)}
@@ -107,4 +107,4 @@ def _write(
     write_files(out / "approval", approval)
     if secrets is not None:
         write_files(out / "site", {**approval, **secrets})
-    return Change(out, agreed.digest, "")
+    return AgreementChange(out, agreed.digest, "")

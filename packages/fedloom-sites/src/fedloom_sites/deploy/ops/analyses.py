@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.analyses import ANALYSES, Analysis
 from fedloom.engine.checks.moved import move_analyses
-from fedloom_sites.deploy.analyses import stem_of
+from fedloom_sites.deploy.analyses import file_stem_of
 from fedloom_sites.deploy.server.analyses import SUMS_PATTERN
 
 
@@ -27,10 +27,10 @@ def analysis_states(
         For each analysis: its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
         far, the ``reason``, and at the end the number of ``rows``.
     """
-    return [_state(name, checkpoints, log) for name in _names(document)]
+    return [_analysis_state(name, checkpoints, log) for name in _analysis_names(document)]
 
 
-def _names(document: Mapping[str, Any]) -> Iterator[str]:
+def _analysis_names(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the analyses that are, or may be, computed from sums."""
     for table in move_analyses(document).get("analysis", ()):
         name = str(table.get("kind", ""))
@@ -42,8 +42,8 @@ def _names(document: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    stem = stem_of(name)
+def _analysis_state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    stem = file_stem_of(name)
     former = [*checkpoints.glob(f"{stem}-[0-9]*.json")]
     sums = len([*(checkpoints / stem).glob(SUMS_PATTERN)]) or len(former)
     end = next((line for line in reversed(log) if _is_end(line, name)), None)

@@ -27,16 +27,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from fedloom.engine.privacy import accounted, epsilon
+from fedloom.engine.privacy import epsilon, find_accounted_noise
 from fedloom.errors import FedloomError
 from fedloom.lab.experiment import Experiment
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.version import __version__
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.noise import deployed, noise_of_site, remaining_noise
+from fedloom_sites.deploy.noise import deployed_setting, noise_of_site, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
-from fedloom_sites.deploy.server.run import check_deployable, counts_samples
+from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
 from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Site
 from fedloom_sites.deploy.site.approval import check_data_name, count_experiments
 from fedloom_sites.deploy.site.ledger import Ledger
@@ -61,7 +61,7 @@ CERTIFICATE_HINTS = {
 """Advice about a certificate from the correct authority, keyed by OpenSSL's error number."""
 
 
-class Finding(NamedTuple):
+class CheckFinding(NamedTuple):
     """Result of one check.
 
     Attributes:
@@ -73,57 +73,68 @@ class Finding(NamedTuple):
     sentence: str
 
 
-Check = Callable[[Site], Iterator[Finding]]
+Check = Callable[[Site], Iterator[CheckFinding]]
 
 
-def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
+def check_site(site: Site, *, offline: bool = False) -> Iterator[CheckFinding]:
     """Yield the findings of all checks of a site, in such an order that the first refusal is the first one to fix.
 
     Args:
         site: the site's settings.
         offline: True to omit the connection to the server.
     """
-    checks: tuple[Check, ...] = (_versions, _experiment, _data, _memory, _keys, _authority, _disk, _port)
-    findings: set[Finding] = set()
-    for check in checks if offline else (*checks, _server):
+    checks: tuple[Check, ...] = (
+        _check_versions,
+        _check_experiment,
+        _check_data,
+        _check_memory,
+        _check_keys,
+        _check_authority,
+        _check_disk,
+        _check_port,
+    )
+    findings: set[CheckFinding] = set()
+    for check in checks if offline else (*checks, _check_server):
         for finding in _findings_of(check, site):
             if finding not in findings:
                 findings.add(finding)
                 yield finding
 
 
-def _findings_of(check: Check, site: Site) -> Iterator[Finding]:
+def _findings_of(check: Check, site: Site) -> Iterator[CheckFinding]:
     try:
         yield from check(site)
     except FedloomError as error:
-        yield Finding("refused", f"{error}")
+        yield CheckFinding("refused", f"{error}")
 
 
-def _versions(site: Site) -> Iterator[Finding]:
+def _check_versions(site: Site) -> Iterator[CheckFinding]:
     if __version__ != site.version:
-        yield Finding(
+        yield CheckFinding(
             "refused", f"fedloom is {__version__} here, but the experiment runs {site.version}. Install that version"
         )
     try:
         flower = version("flwr")
     except PackageNotFoundError:
-        yield Finding("refused", "Flower is not installed. Run: pip install 'fedloom-sites[deploy]'")
+        yield CheckFinding("refused", "Flower is not installed. Run: pip install 'fedloom-sites[deploy]'")
         return
     low, high = FLOWER_VERSIONS
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
-        here = versions()
-        yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
+        here = result_versions()
+        yield CheckFinding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
         differing = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
         if differing:
-            yield Finding("note", f"versions that differ from those of the server at set-up: {'; '.join(differing)}")
+            yield CheckFinding(
+                "note", f"versions that differ from those of the server at set-up: {'; '.join(differing)}"
+            )
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
-        yield Finding(
+        yield CheckFinding(
             "refused", f"Flower is {flower} here, but fedloom needs {bounds}. Install a version in this range"
         )
 
 
-def versions() -> dict[str, str]:
+def result_versions() -> dict[str, str]:
     """Return the versions that can affect a result: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in COMPARED_PACKAGES:
@@ -132,21 +143,21 @@ def versions() -> dict[str, str]:
     return numbers
 
 
-def _experiment(site: Site) -> Iterator[Finding]:
+def _check_experiment(site: Site) -> Iterator[CheckFinding]:
     experiment = read_agreed(site)
     masked, start = site.secure is not None, site.start is not None
     check_deployable(experiment, masked=masked, start=start, verify=site.verifies)
-    yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
-    yield from _privacy(site, experiment)
+    yield CheckFinding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
+    yield from _check_privacy(site, experiment)
     modules = [*site.code, *site.installed]
     if modules:
-        yield Finding(
+        yield CheckFinding(
             "ok", f"user code: {', '.join(modules)}: the agreed version is installed here and can be imported"
         )
 
 
-def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
-    setting = deployed(experiment.methods[0].setting, site.survivors)
+def _check_privacy(site: Site, experiment: Experiment) -> Iterator[CheckFinding]:
+    setting = deployed_setting(experiment.methods[0].setting, site.survivors)
     noise = noise_of_site(setting)
     if noise is not None:
         one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
@@ -154,52 +165,52 @@ def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
         alone = remaining_noise(noise)
         if alone is not None:
             cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
-        yield Finding("ok", f"privacy: {cost}; scores never leave this site")
+        yield CheckFinding("ok", f"privacy: {cost}; scores never leave this site")
     elif site.epsilon is not None:
         Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)
-    elif accounted(None, setting.aggregator) is not None:
-        yield Finding(
+    elif find_accounted_noise(None, setting.aggregator) is not None:
+        yield CheckFinding(
             "ok",
             "privacy: the server adds the noise, so it receives the uploads without noise. Scores do not "
             "leave this site",
         )
 
 
-def _data(site: Site) -> Iterator[Finding]:
+def _check_data(site: Site) -> Iterator[CheckFinding]:
     fed = site_federation(read_agreed(site), site)
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
         few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
-        yield Finding("note", f"data: no samples. The site will receive models but contribute nothing{few}")
+        yield CheckFinding("note", f"data: no samples. The site will receive models but contribute nothing{few}")
         return
-    yield from _share(site, train)
+    yield from _check_weight_share(site, train)
     for note in fed.data.notes:
-        yield Finding("note", f"data: {note}")
-    yield Finding("ok", f"data: {train} samples for training, {validation} for validation, {test} for test")
+        yield CheckFinding("note", f"data: {note}")
+    yield CheckFinding("ok", f"data: {train} samples for training, {validation} for validation, {test} for test")
     if not fed.data.classes:
         return
     counts = fed.class_counts("train")[site.client].tolist()
     lacking = [name for name, count in zip(fed.data.classes, counts, strict=True) if count == 0]
     if lacking:
         unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
-        yield Finding(
+        yield CheckFinding(
             "note", f"labels: no training samples of {', '.join(lacking)}. The site can train anyway{unscored}"
         )
     else:
         what = "classes" if fed.data.classed else "labels"
-        yield Finding("ok", f"labels: all {len(counts)} {what}; the rarest has {min(counts)} training samples")
+        yield CheckFinding("ok", f"labels: all {len(counts)} {what}; the rarest has {min(counts)} training samples")
 
 
-def _memory(site: Site) -> Iterator[Finding]:
+def _check_memory(site: Site) -> Iterator[CheckFinding]:
     """Yield a finding on how many earlier experiments on its data the site remembers (under masks or an epsilon)."""
     if site.secure is None and site.epsilon is None:
         return
     check_data_name(site)
     count, where = count_experiments(site), f"memory of the data {site.data_name!r}"
     if count:
-        yield Finding("ok", f"{where}: {count} earlier experiments here, whose sums and budgets still count")
+        yield CheckFinding("ok", f"{where}: {count} earlier experiments here, whose sums and budgets still count")
     else:
-        yield Finding(
+        yield CheckFinding(
             "note",
             f"{where}: no earlier experiment. If this site has sent sums of these data in another deployment, set "
             "memory in both site.toml files to the same folder, and add this folder to ReadWritePaths in the site's "
@@ -207,13 +218,13 @@ def _memory(site: Site) -> Iterator[Finding]:
         )
 
 
-def _share(site: Site, train: int) -> Iterator[Finding]:
+def _check_weight_share(site: Site, train: int) -> Iterator[CheckFinding]:
     """Yield notes on whether one site may have too large a share of the weight in a secure sum."""
     if site.secure is None:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
     if most > MAX_SAFE_SHARE:
-        yield Finding(
+        yield CheckFinding(
             "note",
             f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, "
             "and such a sum nearly reveals the site's upload. Ask the coordinator to set it to "
@@ -225,20 +236,20 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
     if isinstance(setting.client_weights, list | tuple):
         share = setting.client_weights[site.client] / sum(setting.client_weights)
         if share > min(most, MAX_SAFE_SHARE):
-            yield Finding(
+            yield CheckFinding(
                 "note",
                 f"sums: this site has {share:.0%} of the total weight, but at most {most:.0%} is allowed; {cure}",
             )
-    elif counts_samples(setting.resolved()):
+    elif sample_count_reason(setting.resolved()):
         rest = math.ceil(train * (1 - most) / most)
-        yield Finding(
+        yield CheckFinding(
             "note",
             f"sums: a site may have at most {most:.0%} of the weight, so the other sites in every sum "
             f"must have at least {rest} training samples together. If they have fewer samples, {cure}",
         )
 
 
-def _keys(site: Site) -> Iterator[Finding]:
+def _check_keys(site: Site) -> Iterator[CheckFinding]:
     kinds = (
         (site.node_key, ec.EllipticCurvePrivateKey, "ECDSA P-384"),
         (site.signing_key, ed25519.Ed25519PrivateKey, "Ed25519"),
@@ -247,14 +258,14 @@ def _keys(site: Site) -> Iterator[Finding]:
     for path, kind, name in kinds:
         for sentence in _key_faults(path, kind, name):
             fine = False
-            yield Finding("refused", sentence)
+            yield CheckFinding("refused", sentence)
     if fine:
-        yield Finding("ok", "keys: both exist, and only their owner can read them")
+        yield CheckFinding("ok", "keys: both exist, and only their owner can read them")
 
 
 def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
     try:
-        mode, data = stat.S_IMODE(path.stat().st_mode), regular(path).read_bytes()
+        mode, data = stat.S_IMODE(path.stat().st_mode), check_regular_file(path).read_bytes()
     except OSError as error:
         yield f"cannot read the private key {path}: {error.strerror}"
         return
@@ -269,60 +280,60 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
         yield f"{path} must be an {name} key. Make one as described in the README of the deployment"
 
 
-def _authority(site: Site) -> Iterator[Finding]:
+def _check_authority(site: Site) -> Iterator[CheckFinding]:
     try:
-        certificate = x509.load_pem_x509_certificate(regular(site.ca).read_bytes())
+        certificate = x509.load_pem_x509_certificate(check_regular_file(site.ca).read_bytes())
     except OSError as error:
-        yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
+        yield CheckFinding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
         return
     except ValueError:
-        yield Finding(
+        yield CheckFinding(
             "refused",
             f"{site.ca} is not a certificate in PEM format. Get the file from the server's administrator again",
         )
         return
-    yield _dates("the authority's certificate", certificate)
+    yield _check_certificate_dates("the authority's certificate", certificate)
 
 
-def _dates(what: str, certificate: x509.Certificate) -> Finding:
+def _check_certificate_dates(what: str, certificate: x509.Certificate) -> CheckFinding:
     now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
-        return Finding(
+        return CheckFinding(
             "refused",
             f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new certificate",
         )
     if now < start:
         here = f"the time here is {now:%Y-%m-%d %H:%M}. Set the clock"
-        return Finding("refused", f"{what} is not valid before {start:%Y-%m-%d %H:%M} UTC, {here}")
+        return CheckFinding("refused", f"{what} is not valid before {start:%Y-%m-%d %H:%M} UTC, {here}")
     if now > end - EXPIRY_NOTICE:
-        return Finding("note", f"{what} expires soon, on {end:%Y-%m-%d}")
-    return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
+        return CheckFinding("note", f"{what} expires soon, on {end:%Y-%m-%d}")
+    return CheckFinding("ok", f"{what} is valid until {end:%Y-%m-%d}")
 
 
-def _disk(site: Site) -> Iterator[Finding]:
+def _check_disk(site: Site) -> Iterator[CheckFinding]:
     folder = next(path for path in (site.state, *site.state.parents) if path.exists())
     try:
         with NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        yield Finding("refused", f"cannot write to {folder}: {error.strerror}. The site stores its models there")
+        yield CheckFinding("refused", f"cannot write to {folder}: {error.strerror}. The site stores its models there")
         return
     free = shutil.disk_usage(folder).free >> 20
     if free < site.free_disk:
-        yield Finding(
+        yield CheckFinding(
             "refused",
             f"only {free} MB are free at {folder}, but free_disk requires {site.free_disk} MB. Free some space",
         )
     else:
-        yield Finding("ok", f"disk: {free} MB are free at {folder}")
+        yield CheckFinding("ok", f"disk: {free} MB are free at {folder}")
 
 
-def _port(site: Site) -> Iterator[Finding]:
+def _check_port(site: Site) -> Iterator[CheckFinding]:
     check_free(site.port, "port (the site may already be running)")
-    yield Finding("ok", f"port {site.port} on loopback is free")
+    yield CheckFinding("ok", f"port {site.port} on loopback is free")
 
 
-def _server(site: Site) -> Iterator[Finding]:
+def _check_server(site: Site) -> Iterator[CheckFinding]:
     host, _, port = site.server.rpartition(":")
     try:
         context = ssl.create_default_context(cafile=os.fspath(site.ca))
@@ -332,10 +343,10 @@ def _server(site: Site) -> Iterator[Finding]:
     findings = [*_greet(connection, site.server)]
     yield from findings
     if all(finding.level != "refused" for finding in findings):
-        yield from _registered(site, connection)
+        yield from _check_registration(site, connection)
 
 
-def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
+def _check_registration(site: Site, connection: HTTPSConnection) -> Iterator[CheckFinding]:
     """Yield a finding that states whether the server admits the site's connection key.
 
     The request contains a heartbeat interval that the server rejects even for a registered key, so it changes nothing
@@ -352,7 +363,7 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
     )
 
     try:
-        key = load_ssh_private_key(regular(site.node_key).read_bytes(), password=None)
+        key = load_ssh_private_key(check_regular_file(site.node_key).read_bytes(), password=None)
     except (OSError, ValueError, TypeError):
         return  # reported already, for the keys
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -374,57 +385,57 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
         connection.close()
     if status == HTTPStatus.PRECONDITION_FAILED:
         why = "it was never registered there, or it was revoked. Ask the coordinator"
-        yield Finding("refused", f"the server rejects the key of {site.site}: {why}")
+        yield CheckFinding("refused", f"the server rejects the key of {site.site}: {why}")
     elif status == HTTPStatus.BAD_REQUEST:
-        yield Finding(
+        yield CheckFinding(
             "ok",
             f"key: the server accepts the key of {site.site}, unless a node with the same key is already connected",
         )
 
 
-def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
+def _greet(connection: HTTPSConnection, address: str) -> Iterator[CheckFinding]:
     try:
         connection.connect()
         socket = connection.sock
         assert isinstance(socket, ssl.SSLSocket)
         certificate = x509.load_der_x509_certificate(socket.getpeercert(binary_form=True) or b"")
-        yield _dates(f"the certificate of {address}", certificate)
+        yield _check_certificate_dates(f"the certificate of {address}", certificate)
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
     except ssl.SSLCertVerificationError as error:
         fault, cure = error.verify_message.rstrip("."), CERTIFICATE_HINTS.get(error.verify_code)
         if cure is None:
-            yield Finding(
+            yield CheckFinding(
                 "refused",
                 f"{address} does not have the certificate of the server in ca.crt: {fault}. Get "
                 "ca.crt from the server, or ask the server's administrator",
             )
         else:
-            yield Finding("refused", f"the certificate of {address}: {fault}; {cure}")
+            yield CheckFinding("refused", f"the certificate of {address}: {fault}; {cure}")
     except (OSError, HTTPException) as error:
-        yield Finding(
+        yield CheckFinding(
             "refused", f"the server {address} cannot be reached over TLS: {error}. Check the address and the firewall"
         )
     else:
-        yield _clock(parsedate_to_datetime(date) if date else None)
+        yield _check_clock(parsedate_to_datetime(date) if date else None)
     finally:
         connection.close()
 
 
-def _clock(server: datetime | None) -> Finding:
+def _check_clock(server: datetime | None) -> CheckFinding:
     if server is None:
-        return Finding("note", "clock: the server does not send its time")
+        return CheckFinding("note", "clock: the server does not send its time")
     ahead = datetime.now(UTC) - server
     if ahead > MAX_CLOCK_LEAD + timedelta(seconds=1):  # the header has whole seconds
-        return Finding(
+        return CheckFinding(
             "refused",
             f"the clock is {ahead.total_seconds():.0f} s ahead of the server's clock, but at most 5 s "
             "are allowed. Synchronize the clock with NTP",
         )
     if ahead < -MAX_CLOCK_LAG:
-        return Finding(
+        return CheckFinding(
             "refused",
             f"the clock is {-ahead.total_seconds():.0f} s behind the server's clock, but at most 300 "
             "s are allowed. Synchronize the clock with NTP",
         )
-    return Finding("ok", "clock: equal to the server's clock")
+    return CheckFinding("ok", "clock: equal to the server's clock")

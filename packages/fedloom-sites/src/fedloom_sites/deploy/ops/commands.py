@@ -32,7 +32,7 @@ def fill_template(template: str, **values: object) -> str:
     return Template((OPS_FOLDER / template).read_text()).substitute(values)
 
 
-def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER, **values: object) -> list[str]:
+def command_words(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER, **values: object) -> list[str]:
     """Return a command line from `ops/commands.toml` as a list of words.
 
     Args:
@@ -50,10 +50,10 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
             f"Flower cannot use a path that contains quotes or backslashes, got {path!r}. Use another folder"
         )
     places = {**(dict(of) if of else {}), **values, "programs": programs}
-    return [Template(word).substitute(places) for word in _table("commands")[name]]
+    return [Template(word).substitute(places) for word in _command_table("commands")[name]]
 
 
-def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | None = None) -> dict[str, str]:
+def process_environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | None = None) -> dict[str, str]:
     """Return the environment variables of a Flower process.
 
     Args:
@@ -63,22 +63,25 @@ def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | Non
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}
-    return {key: Template(text).substitute(values) for key, text in _table("environment").items()} | count
+    return {key: Template(text).substitute(values) for key, text in _command_table("environment").items()} | count
 
 
-def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: object) -> dict[str, Any]:
+def ask_flower(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: object) -> dict[str, Any]:
     """Run a command from `ops/commands.toml` with Flower's command line, and return its answer.
 
     Args:
         question: name of the command.
         home: folder of Flower's command line, with the connection to the server.
         programs: folder of Flower's programs.
-        values: see `command`.
+        values: see `command_words`.
 
     Raises:
         ProcessError: the command failed or took too long.
     """
-    words, variables = command(question, None, programs, **values), {**os.environ, **environment(home, programs)}
+    words, variables = (
+        command_words(question, None, programs, **values),
+        {**os.environ, **process_environment(home, programs)},
+    )
     try:
         done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -91,13 +94,13 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
     return answer
 
 
-def profile(address: str, ca: Path) -> str:
+def flower_profile(address: str, ca: Path) -> str:
     """Return the `config.toml` with which Flower's command line reaches the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 
 
 @cache
-def _table(name: str) -> Mapping[str, str]:
+def _command_table(name: str) -> Mapping[str, str]:
     entries: Mapping[str, str] = tomllib.loads((OPS_FOLDER / "commands.toml").read_text())[name]
     return entries

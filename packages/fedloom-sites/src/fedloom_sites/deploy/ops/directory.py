@@ -22,16 +22,22 @@ from pydantic import AfterValidator, Field
 from fedloom.errors import ConfigError
 from fedloom.outputs import check_output_folder
 from fedloom.storage import disk
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.values import Value, make
 from fedloom.version import __version__
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
-from fedloom_sites.deploy.ops.check import versions
-from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command, environment, fill_template, profile
+from fedloom_sites.deploy.ops.check import result_versions
+from fedloom_sites.deploy.ops.commands import (
+    OPS_FOLDER,
+    command_words,
+    fill_template,
+    flower_profile,
+    process_environment,
+)
 from fedloom_sites.deploy.ops.plan import DeploymentPlan
-from fedloom_sites.deploy.setting_files import digest, placed, read_server, text_of
-from fedloom_sites.deploy.settings import Member, Secure, Server, Site
+from fedloom_sites.deploy.setting_files import read_server, resolve_paths, settings_text, sha256_hex
+from fedloom_sites.deploy.settings import Member, SecureSettings, Server, Site
 
 APP_FOLDER = "app"
 CLI_FOLDER = "cli"
@@ -55,7 +61,7 @@ Files = dict[str, str | bytes]
 """Contents by path."""
 
 
-def _plain(path: Path) -> Path:
+def _check_plain_path(path: Path) -> Path:
     """Check that a path is safe to use in units, in the reverse proxy and in instructions, and return it."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(
@@ -64,7 +70,7 @@ def _plain(path: Path) -> Path:
     return path
 
 
-Folder = Annotated[Path, AfterValidator(_plain)]
+Folder = Annotated[Path, AfterValidator(_check_plain_path)]
 
 
 class Location(Value):
@@ -119,7 +125,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
     try:
-        for side, folder, contents in _sides(plan, place):
+        for side, folder, contents in _iterate_sides(plan, place):
             write_side(new / folder, side, contents)
         if out.exists():
             out.rmdir()
@@ -148,7 +154,9 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     """
     here = folder / "authority"
     try:
-        ca = keys.Authority.load(regular(here / "ca.key").read_bytes(), regular(here / "ca.crt").read_bytes())
+        ca = keys.Authority.load(
+            check_regular_file(here / "ca.key").read_bytes(), check_regular_file(here / "ca.crt").read_bytes()
+        )
     except OSError as error:
         raise ConfigError(
             f"{here} contains no certificate authority ({error.strerror}). Copy its folder there to use this command"
@@ -165,9 +173,9 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most {left}")
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
-        write_files(new, _certified(ca, place))
+        write_files(new, _issue_certificate(ca, place))
         for path in sorted(new.iterdir()):
-            disk.step("rename", server / path.name)
+            disk.note_disk_step("rename", server / path.name)
             path.replace(server / path.name)
         disk.fsync_folder(server)
     finally:
@@ -182,7 +190,7 @@ def _host_of(server_file: Path) -> str:
     return read_server(server_file).host
 
 
-def units(of: Server | Site, place: Location) -> dict[str, str]:
+def systemd_units(of: Server | Site, place: Location) -> dict[str, str]:
     """Return the systemd units of the server or of a site, keyed by name."""
     about = {
         "superlink": "the server's connections",
@@ -191,49 +199,49 @@ def units(of: Server | Site, place: Location) -> dict[str, str]:
         "site": f"site {of.site}" if isinstance(of, Site) else "",
     }
     return {
-        f"{place.prefix}-{name}": _unit(name, about[name], of, place, words)
-        for name, words in _commands(of, place).items()
+        f"{place.prefix}-{name}": _systemd_unit(name, about[name], of, place, words)
+        for name, words in _side_commands(of, place).items()
     }
 
 
-def _side(of: Server | Site) -> str:
+def _side_name(of: Server | Site) -> str:
     return "server" if isinstance(of, Server) else "site"
 
 
-def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
+def _side_environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
     """Return the environment of the given process of the server or of a site."""
-    home = place.home / _side(of) / (CLI_FOLDER if name == "run" else "flower")
-    return environment(home, place.programs, of.threads if isinstance(of, Site) else None)
+    home = place.home / _side_name(of) / (CLI_FOLDER if name == "run" else "flower")
+    return process_environment(home, place.programs, of.threads if isinstance(of, Site) else None)
 
 
-def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
+def _side_commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
     """Return the command lines of the processes of the server or of a site, keyed by process name."""
-    home, programs = place.home / _side(of), place.programs
+    home, programs = place.home / _side_name(of), place.programs
     if isinstance(of, Site):
-        return {"site": command("join", None, programs, file=home / "site.toml")}
-    location = placed(of, home)
-    commands = {name: command(name, location, programs) for name in ("superlink", "superexec")}
+        return {"site": command_words("join", None, programs, file=home / "site.toml")}
+    location = resolve_paths(of, home)
+    commands = {name: command_words(name, location, programs) for name in ("superlink", "superexec")}
     file = home / "server.toml"
-    run = command("run", None, programs, app=home / APP_FOLDER, file=file)
-    return commands | {"run": [*command("serve", None, programs, file=file), *run]}
+    run = command_words("run", None, programs, app=home / APP_FOLDER, file=file)
+    return commands | {"run": [*command_words("serve", None, programs, file=file), *run]}
 
 
 def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
     """Return the files of a single site: settings, keys and unit."""
     return {
-        "site.toml": text_of(site),
+        "site.toml": settings_text(site),
         "node-key": node.private,
         "node-key.pub": f"{node.public}\n",
         "signing-key": signing.private,
-        "compose.yaml": compose(site, place),
-        **{f"{name}.service": text for name, text in units(site, place).items()},
+        "compose.yaml": compose_file(site, place),
+        **{f"{name}.service": text for name, text in systemd_units(site, place).items()},
     }
 
 
-def compose(of: Server | Site, place: Location) -> str:
+def compose_file(of: Server | Site, place: Location) -> str:
     """Return the ``docker compose`` file of the server or of a site, which corresponds to the systemd units."""
-    folder, services = place.home / _side(of), []
-    for name, words in _commands(of, place).items():
+    folder, services = place.home / _side_name(of), []
+    for name, words in _side_commands(of, place).items():
         services.append(
             fill_template(
                 "service.yaml",
@@ -241,7 +249,7 @@ def compose(of: Server | Site, place: Location) -> str:
                 version=of.version,
                 command=json.dumps([word.replace("$", "$$") for word in words]),
                 folder=folder,
-                environment=json.dumps(_environment(of, name, place)),
+                environment=json.dumps(_side_environment(of, name, place)),
                 restart="on-failure" if name == "run" else "unless-stopped",
                 network="host" if name in ("superlink", "site") else "service:superlink",
             )
@@ -249,10 +257,10 @@ def compose(of: Server | Site, place: Location) -> str:
     about = (
         f"# {of.name}: docker compose up -d. Make image builds the image; the reverse proxy for nginx is in gate.conf"
     )
-    return "\n".join([about, f"name: {_project(place, _side(of))}", "services:", *services])
+    return "\n".join([about, f"name: {_compose_project(place, _side_name(of))}", "services:", *services])
 
 
-def _project(place: Location, side: str) -> str:
+def _compose_project(place: Location, side: str) -> str:
     """Return the ``docker compose`` project name of the server or of a site.
 
     By default, it would be only the folder's name, which is ambiguous.
@@ -260,16 +268,16 @@ def _project(place: Location, side: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
 
 
-def gate(server: Server, place: Location) -> str:
+def proxy_configuration(server: Server, place: Location) -> str:
     """Return the nginx configuration of the reverse proxy."""
     places = {"host": place.host, "port": place.proxy_port, "folder": place.home / "server", "prefix": place.prefix}
     return fill_template("gate.conf", **places, limit=server.body_limit, behind=_proxy_target(server))
 
 
-def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
+def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
     """Yield the name, folder and files of the authority, the server, each site, and the instructions."""
-    ca = keys.authority(plan.name, AUTHORITY_DAYS)
-    pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
+    ca = keys.make_authority(plan.name, AUTHORITY_DAYS)
+    pairs = {site: (keys.make_key_pair("connection"), keys.make_key_pair("signing")) for site in plan.sites}
     members = tuple(
         Member(site=site, client=k, node_key=node.public, signing_key=signing.public)
         for k, (site, (node, signing)) in enumerate(pairs.items())
@@ -277,9 +285,9 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
     shared: dict[str, Any] = {
         "name": plan.name,
         "experiment": "experiment.toml",
-        "fingerprint": digest(plan.experiment.encode()),
+        "fingerprint": sha256_hex(plan.experiment.encode()),
         "version": __version__,
-        "versions": versions(),
+        "versions": result_versions(),
         "clients": len(plan.sites),
         "samples": plan.samples,
         "fixed_data": plan.fixed_data,
@@ -289,7 +297,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
     }
     if plan.threshold is not None:
         signing_keys = tuple(m.signing_key for m in members)
-        shared["secure"] = Secure(
+        shared["secure"] = SecureSettings(
             threshold=plan.threshold,
             keys=signing_keys,
             names=plan.sites,
@@ -298,7 +306,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             verify=plan.verify,
         )
     if plan.start is not None:
-        shared["start"] = digest(plan.start)
+        shared["start"] = sha256_hex(plan.start)
     agreed: Files = {} if plan.start is None else {INITIAL_MODEL_FILE: plan.start}
     agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{CODE_FOLDER}/{path}": data for path, data in plan.code.files.items()}
@@ -315,13 +323,13 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
         "server",
         {
             **agreed,
-            **_certified(ca, place),
+            **_issue_certificate(ca, place),
             "superexec.secret": secrets.token_bytes(32),
-            "server.toml": text_of(server),
-            "gate.conf": gate(server, place),
-            "compose.yaml": compose(server, place),
-            f"{CLI_FOLDER}/config.toml": profile(_proxy_target(server), home / "ca.crt"),
-            **{f"units/{name}.service": text for name, text in units(server, place).items()},
+            "server.toml": settings_text(server),
+            "gate.conf": proxy_configuration(server, place),
+            "compose.yaml": compose_file(server, place),
+            f"{CLI_FOLDER}/config.toml": flower_profile(_proxy_target(server), home / "ca.crt"),
+            **{f"units/{name}.service": text for name, text in systemd_units(server, place).items()},
             **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
             **{f"{APP_FOLDER}/{name}": OPS_FOLDER.joinpath(APP_FOLDER, name).read_text() for name in _APP_FILES},
         },
@@ -344,23 +352,23 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
                 **site_files(site, node, signing, place),
             },
         )
-    yield "instructions", ".", {"README.md": _readme(plan, server, place)}
+    yield "instructions", ".", {"README.md": _readme_text(plan, server, place)}
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
 """Files of the app that Flower transfers to the sites: two modules that refer to code installed at the sites."""
 
 
-def _certified(ca: keys.Authority, place: Location) -> Files:
+def _issue_certificate(ca: keys.Authority, place: Location) -> Files:
     """Issue and return a new server certificate for the reverse proxy's host and for loopback."""
     names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
-    certificate = keys.server_certificate(ca, tuple(names), place.days)
+    certificate = keys.issue_server_certificate(ca, tuple(names), place.days)
     return {"server.crt": certificate.certificate, "server.key": certificate.key}
 
 
-def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
+def _readme_text(plan: DeploymentPlan, server: Server, place: Location) -> str:
     home = place.home / "server"
-    words = command("run", None, place.programs, app=home / APP_FOLDER, file=home / "server.toml")
+    words = command_words("run", None, place.programs, app=home / APP_FOLDER, file=home / "server.toml")
     return fill_template(
         "README.md",
         name=plan.name,
@@ -377,8 +385,8 @@ def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
     )
 
 
-def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[str]) -> str:
-    side, runs = _side(of), name == "run"
+def _systemd_unit(name: str, what: str, of: Server | Site, place: Location, words: list[str]) -> str:
+    side, runs = _side_name(of), name == "run"
     folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
     check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"
     return fill_template(
@@ -388,19 +396,21 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
         name=of.name,
         home=place.home,
         folder=folder,
-        environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in _environment(of, name, place).items()),
+        environment="\n".join(
+            f"Environment={_quote_for_systemd(f'{k}={v}')}" for k, v in _side_environment(of, name, place).items()
+        ),
         check=check,
-        command=" ".join(map(_quoted, words)),
+        command=" ".join(map(_quote_for_systemd, words)),
         restart="on-failure" if runs else "always",
         seconds=60 if runs else 5,
         after=f" {place.prefix}-superexec.service" if runs else "",
         memory=MEMORY_LIMITS[side],
         writes=" ".join(str(folder / write) for write in WRITABLE_FOLDERS[side]),
-        addresses=_only_to(peer),
+        addresses=_allowed_addresses(peer),
     )
 
 
-def _only_to(peer: str) -> str:
+def _allowed_addresses(peer: str) -> str:
     """Return the addresses that a unit may contact: loopback, and the other party if its address is known."""
     try:
         address = "" if peer == "localhost" else f" {ip_address(peer)}"
@@ -414,7 +424,7 @@ def _proxy_target(server: Server) -> str:
     return f"{server.address}:{server.port}"
 
 
-def _quoted(word: str) -> str:
+def _quote_for_systemd(word: str) -> str:
     """Return a word quoted for a systemd command line."""
     word = word.translate({ord("\\"): "\\\\", ord('"'): '\\"', ord("%"): "%%", ord("$"): "$$"})
     return f'"{word}"' if set(word) & set(" \"'") else word

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from fedloom.errors import FedloomError
-from fedloom_sites.deploy.ops.commands import command
+from fedloom_sites.deploy.ops.commands import command_words
 from fedloom_sites.deploy.setting_files import read_site
 
 
 def main(file: Path) -> None:
     """Replace this process with the network process of the site with this TOML file."""
     try:
-        words = command("supernode", read_site(file.resolve()), file=file.resolve())
+        words = command_words("supernode", read_site(file.resolve()), file=file.resolve())
     except FedloomError as error:
         sys.exit(f"fedloom: {error}")
     os.execv(words[0], words)

@@ -63,7 +63,7 @@ class Authority(NamedTuple):
 
     def private(self) -> bytes:
         """Return the private key in PEM format."""
-        return _pem(self.key)
+        return _pem_bytes(self.key)
 
 
 class ServerCertificate(NamedTuple):
@@ -73,7 +73,7 @@ class ServerCertificate(NamedTuple):
     key: bytes
 
 
-def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
+def make_key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
     """Return a site's new key pair: ECDSA P-384 for its connection (as Flower requires), Ed25519 for replies."""
     key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
     return KeyPair(
@@ -82,13 +82,13 @@ def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
     )
 
 
-def authority(name: str, days: int, now: datetime | None = None) -> Authority:
+def make_authority(name: str, days: int, now: datetime | None = None) -> Authority:
     """Create and return an authority that can sign only server certificates, valid for ``days`` days from ``now``."""
     key = ec.generate_private_key(ec.SECP384R1())
-    subject = _name(f"{name} authority")
+    subject = _x509_name(f"{name} authority")
     usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USES, False))
     certificate = (
-        _builder(subject, subject, key, days, now)
+        _certificate_builder(subject, subject, key, days, now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA384())
@@ -96,7 +96,7 @@ def authority(name: str, days: int, now: datetime | None = None) -> Authority:
     return Authority(key, certificate)
 
 
-def server_certificate(
+def issue_server_certificate(
     ca: Authority, names: Sequence[str], days: int, now: datetime | None = None
 ) -> ServerCertificate:
     """Issue and return a server certificate for host names and IP addresses.
@@ -108,17 +108,19 @@ def server_certificate(
         raise ConfigError("a server certificate needs at least one host name or IP address")
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
-        _builder(_name(names[0]), ca.certificate.subject, key, days, now)
-        .add_extension(x509.SubjectAlternativeName([_general(name) for name in dict.fromkeys(names)]), critical=False)
+        _certificate_builder(_x509_name(names[0]), ca.certificate.subject, key, days, now)
+        .add_extension(
+            x509.SubjectAlternativeName([_general_name(name) for name in dict.fromkeys(names)]), critical=False
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()), critical=False)
         .sign(ca.key, hashes.SHA384())
     )
-    return ServerCertificate(certificate.public_bytes(Encoding.PEM), _pem(key))
+    return ServerCertificate(certificate.public_bytes(Encoding.PEM), _pem_bytes(key))
 
 
-def _builder(
+def _certificate_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, now: datetime | None
 ) -> x509.CertificateBuilder:
     start = now or datetime.now(UTC)
@@ -134,15 +136,15 @@ def _builder(
     )
 
 
-def _name(text: str) -> x509.Name:
+def _x509_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _pem_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _general(name: str) -> x509.GeneralName:
+def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -15,12 +15,18 @@ from fedloom.errors import ConfigError
 from fedloom.storage import lock
 from fedloom.storage.files import content_of
 from fedloom_sites.deploy.code import check_code, read_agreed
-from fedloom_sites.deploy.ops.admitted import is_revoked, key_file
-from fedloom_sites.deploy.ops.commands import ANSWER_SECONDS, ask, command, environment, profile
+from fedloom_sites.deploy.ops.admitted import admitted_key_file, is_revoked
+from fedloom_sites.deploy.ops.commands import (
+    ANSWER_SECONDS,
+    ask_flower,
+    command_words,
+    flower_profile,
+    process_environment,
+)
 from fedloom_sites.deploy.ops.directory import APP_FOLDER, CLI_FOLDER, LOCAL_FOLDER
-from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_ports
 from fedloom_sites.deploy.ops.table import site_table
-from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_PREFIX, finished
+from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_PREFIX, finished_reason
 from fedloom_sites.deploy.setting_files import check_fingerprint, check_version, read_server, read_site
 from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site.local_data import site_federation
@@ -33,7 +39,7 @@ RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew
 Print = Callable[[str], None]
 
 
-class Loopback:
+class LoopbackDeployment:
     """The server and the sites of a deployment's directory, on this machine.
 
     Args:
@@ -45,7 +51,7 @@ class Loopback:
         ConfigError: the folder is not a deployment's directory, or a file differs from the one that was agreed on.
     """
 
-    def __init__(self, folder: Path, processes: Processes, port: int | None = None) -> None:
+    def __init__(self, folder: Path, processes: ManagedProcesses, port: int | None = None) -> None:
         self.folder, self._processes = folder.resolve(), processes
         self._server_file = self.folder / "server" / "server.toml"
         if not self._server_file.exists():
@@ -85,9 +91,9 @@ class Loopback:
         check_certificate(self.server)
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / CLI_FOLDER).mkdir(mode=0o700, parents=True)
-        (self.work / CLI_FOLDER / "config.toml").write_text(profile(self.address, self.server.ca))
-        self._await_tls(self._start("superlink", command("superlink", self.server)))
-        self._start("superexec", [*command("superexec", self.server), "--parent-pid", str(os.getpid())])
+        (self.work / CLI_FOLDER / "config.toml").write_text(flower_profile(self.address, self.server.ca))
+        self._await_tls(self._start("superlink", command_words("superlink", self.server)))
+        self._start("superexec", [*command_words("superexec", self.server), "--parent-pid", str(os.getpid())])
 
     def register(self, public_key: Path) -> int:
         """Admit the node with this key, and return the node's number."""
@@ -99,9 +105,11 @@ class Loopback:
         These are the numbers that Flower has given to the sites' nodes.
         """
         server = self.folder / "server"
-        return {name: self.register(key_file(server, name)) for name in self.sites if not is_revoked(server, name)}
+        return {
+            name: self.register(admitted_key_file(server, name)) for name in self.sites if not is_revoked(server, name)
+        }
 
-    def start_site(self, name: str, **changes: object) -> Process:
+    def start_site(self, name: str, **changes: object) -> ManagedProcess:
         """Start and return a site's process.
 
         The site joins without any further commands. The arguments in ``changes`` replace some of the settings.
@@ -110,7 +118,7 @@ class Loopback:
         settings = {"server": self.address, "port": self._ports[1 + number], **changes}
         site = self.sites[name].model_copy(update=settings)
         file = self.site_file(name)
-        return self._start(f"site-{name}", command("supernode", site, file=file), file.parent, site.threads)
+        return self._start(f"site-{name}", command_words("supernode", site, file=file), file.parent, site.threads)
 
     def run(self, show: Print) -> None:
         """Run the experiment until it ends.
@@ -122,7 +130,7 @@ class Loopback:
             ProcessError: the run stopped early or failed, or the server ended before the run did.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
-        words = command("run", app=self.folder / "server" / APP_FOLDER, file=self._server_file)
+        words = command_words("run", app=self.folder / "server" / APP_FOLDER, file=self._server_file)
         (self.work / "run.log").unlink(missing_ok=True)  # the log of an earlier run of this server
         stream = self._start("run", words)
         with stream.log.open() as log:
@@ -162,7 +170,7 @@ class Loopback:
         Raises:
             ProcessError: the command failed or took too long.
         """
-        return ask(question, self.work / CLI_FOLDER, **values)
+        return ask_flower(question, self.work / CLI_FOLDER, **values)
 
     def table(self) -> list[dict[str, Any]]:
         """Return each site's latest metrics (see `site_table`)."""
@@ -170,16 +178,16 @@ class Loopback:
 
     def _start(
         self, name: str, words: Sequence[str], folder: Path | None = None, threads: int | None = None
-    ) -> Process:
+    ) -> ManagedProcess:
         """Start and return a process of the server or of a site.
 
         Its working directory is the folder of the server or the site, as under systemd.
         """
-        variables = environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
+        variables = process_environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"
         return self._processes.start(name, words, variables, log, folder or self.folder / "server")
 
-    def _await_tls(self, link: Process) -> None:
+    def _await_tls(self, link: ManagedProcess) -> None:
         context = ssl.create_default_context(cafile=self.server.ca)
         end = time.monotonic() + ANSWER_SECONDS
         while True:
@@ -219,7 +227,7 @@ def check_certificate(server: Server) -> None:
         raise ConfigError(f"{server.key} {fault}; {RENEW_HINT}") from None
 
 
-def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
+def run_all(folder: Path, show: Print, port: int | None = None) -> LoopbackDeployment:
     """Run the deployment in a directory on this machine until its experiment ends, and return the deployment.
 
     After that, all processes have ended.
@@ -240,9 +248,9 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
         if line.startswith(LOG_PREFIX):
             show(line.removeprefix(LOG_PREFIX))
 
-    processes = Processes()
-    here = Loopback(folder, processes, port)
-    if finished(here.server):
+    processes = ManagedProcesses()
+    here = LoopbackDeployment(folder, processes, port)
+    if finished_reason(here.server):
         show(FINISHED_HINT)
         return here
     for site in here.sites.values():

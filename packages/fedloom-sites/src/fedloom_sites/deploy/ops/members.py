@@ -2,8 +2,8 @@
 
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
 agreement starts from the model of the last round. A site keeps the previous agreement until it has approved the new one
-(`take`), and answers messages only under the agreement that it keeps. If a server adds sites without approval, it
-therefore receives only refusals.
+(`accept_agreement`), and answers messages only under the agreement that it keeps. If a server adds sites without
+approval, it therefore receives only refusals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import lock, make_folder, read_toml, write_atomic
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.values import fields_of, make
@@ -27,14 +27,14 @@ from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.directory import SECRET_FILES, Location, site_files, write_files, write_side
 from fedloom_sites.deploy.ops.plan import further_data_table
 from fedloom_sites.deploy.ops.status import server_file
-from fedloom_sites.deploy.protocol.identity import public_line
+from fedloom_sites.deploy.protocol.identity import public_key_line
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
 from fedloom_sites.deploy.server.run import last_round
-from fedloom_sites.deploy.setting_files import digest, read_server, read_site
-from fedloom_sites.deploy.settings import Member, Secure, Server, Shared, Site, case_twin
+from fedloom_sites.deploy.setting_files import read_server, read_site, sha256_hex
+from fedloom_sites.deploy.settings import Member, SecureSettings, Server, SharedSettings, Site, case_twin
 from fedloom_sites.deploy.site.approval import check_approved_digest
 from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
 
@@ -48,7 +48,7 @@ KEY_FILES = ("node-key", "node-key.pub", "signing-key")
 """Files of a site's keys in the folder of an amendment."""
 
 
-class Change(NamedTuple):
+class AgreementChange(NamedTuple):
     """New agreement: its folder, its digest, and the SHA-256 of the new member's keys."""
 
     folder: Path
@@ -59,10 +59,10 @@ class Change(NamedTuple):
 def keys_digest(members: Sequence[Member]) -> str:
     """Return the SHA-256 of the names, numbers and public keys of sites."""
     lines = [f"{m.client} {m.site} {m.node_key} {m.signing_key}\n" for m in members]
-    return digest("".join(lines).encode())
+    return sha256_hex("".join(lines).encode())
 
 
-def add(folder: Path, name: str, place: Location) -> Change:
+def add(folder: Path, name: str, place: Location) -> AgreementChange:
     """Create an agreement that includes a new site, with folders for the server, the new site and the approval.
 
     Return it.
@@ -93,7 +93,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
             "partition. A site can be added only if all sites have their own data. Create a "
             "deployment of all sites with: fedloom deploy init FILE --out NEW --own-data"
         )
-    pairs = keys.key_pair("connection"), keys.key_pair("signing")
+    pairs = keys.make_key_pair("connection"), keys.make_key_pair("signing")
     member = make(
         Member,
         {"site": name, "client": server.clients, "node_key": pairs[0].public, "signing_key": pairs[1].public},
@@ -101,16 +101,16 @@ def add(folder: Path, name: str, place: Location) -> Change:
     )  # fmt: skip
     members = (*server.sites, member)
     check_idle(server)  # it creates a lock, so it comes after the checks of the name
-    document, (done, start) = read_toml(server.experiment, "experiment file"), _last_round(server)
+    document, (done, start) = read_toml(server.experiment, "experiment file"), _last_round_model(server)
     method = document["method"][0]
     method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
     number = 2 + sum(f.name == AGREEMENT_FILE for f in folder.glob(f"changes/*/approval/{AGREEMENT_FILE}"))
     header = f"# agreement {number}, after {server.fingerprint}; members: SHA-256 {keys_digest(members)}\n"
     experiment = (header + tomli_w.dumps(document)).encode()
     settings = read_toml(file, "server file")
-    new = {"clients": server.clients + 1, "fingerprint": digest(experiment)}
+    new = {"clients": server.clients + 1, "fingerprint": sha256_hex(experiment)}
     if start is not None:
-        new["start"] = digest(start)
+        new["start"] = sha256_hex(start)
     if server.secure is not None:
         n, before = server.clients + 1, server.secure
         threshold = max(before.threshold, safe_threshold(n))
@@ -123,7 +123,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     settings |= {"checkpoints": f"{state}/checkpoints", "audit": f"{state}/audit.jsonl"}
     settings |= {"results": f"results/agreement-{number}"}
     agreed = make(Server, settings, "fedloom deploy add", fields_of(Server))
-    shared = {field: getattr(agreed, field) for field in Shared.model_fields}
+    shared = {field: getattr(agreed, field) for field in SharedSettings.model_fields}
     data = further_data_table(templates[0]["data"]) if templates else document["data"]
     about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
     site = make(Site, {**shared, **about}, name, fields_of(Site))
@@ -136,7 +136,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     }
     proposal = {
         "before": server.fingerprint,
-        "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
+        "shared": agreed.model_dump(mode="json", include={*SharedSettings.model_fields}, exclude_none=True),
         "members": [m.model_dump(mode="json") for m in members],
     }
     files: dict[str, str | bytes] = {
@@ -150,10 +150,10 @@ def add(folder: Path, name: str, place: Location) -> Change:
     )
     write_side(out / "site", "site", files)
     write_files(out / "approval", {**common, AGREEMENT_FILE: json.dumps(proposal, indent=1)})
-    return Change(out, agreed.digest, keys_digest([member]))
+    return AgreementChange(out, agreed.digest, keys_digest([member]))
 
 
-class Proposal(NamedTuple):
+class AgreementProposal(NamedTuple):
     """A new agreement as a site would store it, built from the bytes that were checked.
 
     Attributes:
@@ -167,7 +167,7 @@ class Proposal(NamedTuple):
     files: dict[str, bytes]
 
 
-def proposed(folder: Path, change: Path) -> Proposal:
+def check_proposal(folder: Path, change: Path) -> AgreementProposal:
     """Check a new agreement, and return it in the form in which the site would store it.
 
     Args:
@@ -181,10 +181,10 @@ def proposed(folder: Path, change: Path) -> Proposal:
     """
     site = read_site(folder / "site.toml")
     try:
-        proposal = json.loads(regular(change / AGREEMENT_FILE).read_bytes())
-        experiment = regular(change / "experiment.toml").read_bytes()
+        proposal = json.loads(check_regular_file(change / AGREEMENT_FILE).read_bytes())
+        experiment = check_regular_file(change / "experiment.toml").read_bytes()
         members, former = [Member(**m) for m in proposal["members"]], proposal["before"]
-        foreign = {*proposal["shared"]} - {*Shared.model_fields}
+        foreign = {*proposal["shared"]} - {*SharedSettings.model_fields}
         settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
         new = make(Site, settings, str(change / AGREEMENT_FILE), fields_of(Site))
         document = document_of(experiment, change / "experiment.toml")
@@ -197,22 +197,24 @@ def proposed(folder: Path, change: Path) -> Proposal:
     rules = {
         f"it changes settings that belong to the site ({', '.join(sorted(foreign))})": not foreign,
         "it is not a change of this site's agreement": site.fingerprint in (former, new.fingerprint),
-        "the experiment file has changed": digest(experiment) == new.fingerprint,
+        "the experiment file has changed": sha256_hex(experiment) == new.fingerprint,
         "the experiment changes": document == before and rounds[0] <= rounds[1],
     }
     if new.fingerprint == site.fingerprint and new.clients == site.clients:
         files |= {name: content_of(change / name) for name in KEY_FILES if (change / name).exists()}
-        rules |= _amendment_rules(site, new, members, files.get("signing-key"))
+        rules |= _amendment_conditions(site, new, members, files.get("signing-key"))
     else:
         files |= {} if new.start is None else {INITIAL_MODEL_FILE: content_of(change / INITIAL_MODEL_FILE)}
-        start = digest(files[INITIAL_MODEL_FILE]) if INITIAL_MODEL_FILE in files else None
+        start = sha256_hex(files[INITIAL_MODEL_FILE]) if INITIAL_MODEL_FILE in files else None
         header = experiment.partition(b"\n")[0].decode(errors="replace")
         rules |= {
             "the experiment file names other members": header.endswith(keys_digest(members)),
             "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in FIXED_FIELDS),
             "the change does not add exactly one member": [m.client for m in members][-1:] == [new.clients - 1]
             and new.clients == site.clients + 1,
-            "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
+            "the keys or the threshold of secure aggregation change": _keeps_secure_sites(
+                site.secure, new.secure, members
+            ),
             "the initial model has changed": start == new.start,
             "the sites share the data of one partition": site.share == "all",
         }
@@ -223,20 +225,20 @@ def proposed(folder: Path, change: Path) -> Proposal:
     if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
         raise RunDirError("a secure session is still running here. Wait until its round has ended, then approve")
     files["site.toml"] = tomli_w.dumps(settings).encode()
-    return Proposal(new, [m for m in members if m.client >= site.clients], files)
+    return AgreementProposal(new, [m for m in members if m.client >= site.clients], files)
 
 
-def take(folder: Path, change: Path, digest: str) -> Site:
+def accept_agreement(folder: Path, change: Path, digest: str) -> Site:
     """Approve a new agreement at a site, and return the site's new settings.
 
     The site then answers only messages under this agreement.
 
     Raises:
-        ConfigError: the digest does not match the new agreement, or `proposed` raises this error.
+        ConfigError: the digest does not match the new agreement, or `check_proposal` raises this error.
         RunDirError: a secure session is in progress.
     """
     before = read_site(folder / "site.toml")
-    new, _, files = proposed(folder, change)
+    new, _, files = check_proposal(folder, change)
     check_approved_digest(new, digest)
     ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
     if ledger.exists():  # what was released stays released
@@ -312,7 +314,7 @@ def is_patch_of(version: str, agreed: str) -> bool:
     return version.split(".")[:2] == agreed.split(".")[:2] and len(version.split(".")) == len(agreed.split(".")) == 3
 
 
-def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: bytes | None) -> dict[str, bool]:
+def _amendment_conditions(site: Site, new: Site, members: Sequence[Member], key: bytes | None) -> dict[str, bool]:
     """Return the conditions for an agreement with the same members, keyed by the sentence that describes a violation.
 
     Args:
@@ -321,7 +323,11 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
         members: the new agreement's sites.
         key: new private signing key of the site, if the folder of the agreement contains one.
     """
-    agreed, before, after = {*Shared.model_fields} - {"version", "experiment", "secure"}, site.secure, new.secure
+    agreed, before, after = (
+        {*SharedSettings.model_fields} - {"version", "experiment", "secure"},
+        site.secure,
+        new.secure,
+    )
     keeps, listed = before is after, [m.signing_key for m in members if m.client == site.client]
     if before is not None and after is not None:
         changed = sum(one != other for one, other in zip(before.keys, after.keys, strict=False))
@@ -333,11 +339,11 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
         "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in agreed),
         "secure aggregation changes in more than the keys of one site": keeps,
         "the signing key of this site is another one. Take the folder with the site's new keys": listed
-        in ([], [public_line(private)]),
+        in ([], [public_key_line(private)]),
     }
 
 
-def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
+def _keeps_secure_sites(before: SecureSettings | None, new: SecureSettings | None, members: Sequence[Member]) -> bool:
     """Return True if secure aggregation covers the same sites and the new one, with at least the same threshold."""
     if before is None or new is None:
         return before is new
@@ -347,7 +353,7 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
     return grown and all(getattr(new, name) == getattr(before, name) for name in kept)
 
 
-def _last_round(server: Server) -> tuple[int, bytes | None]:
+def _last_round_model(server: Server) -> tuple[int, bytes | None]:
     """Return the number of finished rounds, and the model after them as a file of initial values.
 
     If no round has been completed, the file contains the agreed initial model, or is None. Both come from the same

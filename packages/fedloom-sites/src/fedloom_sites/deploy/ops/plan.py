@@ -20,7 +20,7 @@ from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.engine.setup import make_job
 from fedloom.engine.virtual.check import check_stream
 from fedloom.errors import ConfigError, entered
@@ -35,11 +35,11 @@ from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.code import Code, code_of
 from fedloom_sites.deploy.groups import agreed_groups, check_groups
-from fedloom_sites.deploy.protocol.lengths import lengths
+from fedloom_sites.deploy.protocol.lengths import upload_norms
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold, safe_threshold
 from fedloom_sites.deploy.secure.vectors import bits_before
-from fedloom_sites.deploy.server.run import check_deployable, counts_samples
+from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
 from fedloom_sites.deploy.settings import NormBound, case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
@@ -47,10 +47,10 @@ DRIFT_MARGIN = 10.0
 """Factor by which the norm of a difference may exceed the largest norm in the first round. In 20 rounds of the
 registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that norm with a
 channel that stores its errors, unless a method diverged."""
-DRAWS_CHECKED = 50
+CHECKED_DRAW_COUNT = 50
 """Number of rounds whose cohorts are drawn in order to check that all sites train in each round. If a sampler draws
 fewer sites, this is soon detected."""
-OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
+SINGLE_TABLE_OPTIONS = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
 """Options of a table that are part of the agreement, or that apply only to one file."""
 
 
@@ -98,7 +98,7 @@ class DeploymentPlan:
 
 
 @entered("file")
-def plan(
+def plan_deployment(
     experiment: Experiment,
     sites: int | None = None,
     *,
@@ -145,7 +145,7 @@ def plan(
             (Refused) the experiment cannot run at real sites.
         DataError: the data cannot be read.
     """
-    one = _single(experiment, method, seed, rounds)
+    one = _restrict_experiment(experiment, method, seed, rounds)
     weights = one.methods[0].setting.model.init_from
     check_deployable(one, masked=secure_aggregation, start=weights is not None, verify=verify)
     seed = one.head.seeds[0]
@@ -173,7 +173,7 @@ def plan(
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")
     check_groups(job, agreed_groups(one, samples))
-    agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
+    agreed_threshold = _choose_threshold(job, sites or fed.n, secure_aggregation, threshold)
     groups = [name for _, name in agreed_groups(one, samples)]
     first = 0 if agreed_threshold is None else bits_before(job, groups)
     check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first)
@@ -183,23 +183,25 @@ def plan(
         raise ConfigError("--verify needs secure aggregation. Add --secure-aggregation, or omit --verify")
     _check_same_cohorts(job, agreed_threshold is not None, MAX_CHANGES if changes is None else changes)
     folder = data_dir or (Path(os.environ[DATA_FOLDER_VARIABLE]) if os.environ.get(DATA_FOLDER_VARIABLE) else None)
-    agreed = one.settings() | {"data": _placeless(one)}
+    agreed = one.settings() | {"data": _remove_file_paths(one)}
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
     agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "init_from"}
     algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
     agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
     return DeploymentPlan(
-        name=_safe(experiment.head.name),
+        name=_safe_folder_name(experiment.head.name),
         experiment=tomli_w.dumps(agreed),
-        sites=_site_names(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),
+        sites=_check_site_names(names, sites or fed.n)
+        if names
+        else _folder_names(range(sites or fed.n) if own_data else fed.names),
         samples=samples,
-        data=_data_table(one) if own_data else _absolute(_labelled(one)),
+        data=_data_table_of_site(one) if own_data else _make_paths_absolute(_agreed_data_table(one)),
         data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
         fixed_data=fixed_data,
         code=code_of(one.settings()),
-        norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
+        norm_bound=norm_bound or (None if fed.data.name == "blank" else _propose_norm_bound(job, start)),
         threshold=agreed_threshold,
         changes=MAX_CHANGES if changes is None else changes,
         verify=verify,
@@ -207,11 +209,11 @@ def plan(
         start=None if weights is None else weights_content(weights),
         most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in DATA_PARTS)),
         sends=bool(job.fields),
-        by_samples=bool(counts_samples(one.methods[0].setting.resolved())),
+        by_samples=bool(sample_count_reason(one.methods[0].setting.resolved())),
     )
 
 
-def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
+def _choose_threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
     """Return the chosen or default threshold of secure aggregation for n sites, or None without secure aggregation.
 
     Raises:
@@ -246,9 +248,13 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
         ConfigError: the sampler does not draw all sites, and the agreed number of changes is too small for this.
     """
     setting, sampler = job.setting, job.setting.sampler
-    if not masked or accounted(setting.upload_transform, setting.aggregator) is not None or changes >= setting.rounds:
+    if (
+        not masked
+        or find_accounted_noise(setting.upload_transform, setting.aggregator) is not None
+        or changes >= setting.rounds
+    ):
         return
-    for t in range(1, min(setting.rounds, DRAWS_CHECKED) + 1):
+    for t in range(1, min(setting.rounds, CHECKED_DRAW_COUNT) + 1):
         ctx = job.ctx(t)
         drawn = len(sampler.apply(sampler.init(ctx), None, ctx)[0].unique())
         if drawn < job.n:
@@ -261,7 +267,7 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
             )
 
 
-def _bound(job: Job, server: Any) -> NormBound | None:
+def _propose_norm_bound(job: Job, server: Any) -> NormBound | None:
     """Return `DRIFT_MARGIN` times the largest norm of a difference in a first round, to three digits, or None.
 
     For a method that does not send a difference, the result is None.
@@ -275,21 +281,21 @@ def _bound(job: Job, server: Any) -> NormBound | None:
     for place in everyone.tensor_split(chunk_count(job.n, job.chunk)):
         received = to_device(rows_of(down, place), job.oracle.device)
         output = run_clients(job, received, TrainTask(1, place, place, torch.ones(len(place), 1)))
-        for name, norm in lengths(job, output.upload, received).items():
+        for name, norm in upload_norms(job, output.upload, received).items():
             longest[name] = max(longest.get(name, 0.0), float(norm.max()))
     bounds = {name: float(f"{DRIFT_MARGIN * most:.3g}") for name, most in longest.items() if 0 < most < math.inf}
     return (bounds if len(longest) > 1 else next(iter(bounds.values()), None)) or None
 
 
-def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
+def _restrict_experiment(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
     """Return an experiment that is restricted to one method and one seed."""
-    chosen = _chosen(experiment, label)
+    chosen = _chosen_method(experiment, label)
     method = {**chosen.settings(), "rounds": rounds or chosen.setting.rounds}
     seeds = [experiment.head.seeds[0] if seed is None else seed]
     return parse({**experiment.settings(), "seeds": seeds, "method": [method]})
 
 
-def _chosen(experiment: Experiment, label: str | None) -> Method:
+def _chosen_method(experiment: Experiment, label: str | None) -> Method:
     labels = {m.label: m for m in experiment.methods}
     if label is None:
         if len(labels) > 1:
@@ -302,14 +308,14 @@ def _chosen(experiment: Experiment, label: str | None) -> Method:
     return labels[label]
 
 
-def _names(names: Sequence[object]) -> tuple[str, ...]:
+def _folder_names(names: Sequence[object]) -> tuple[str, ...]:
     """Return the clients' names as folder names: the names in the data, or site-K."""
-    safe = tuple(_safe(str(name)) for name in names)
+    safe = tuple(_safe_folder_name(str(name)) for name in names)
     plain = any(case_twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
     return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
 
 
-def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+def _check_site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     """Check the names given to the sites, and return them.
 
     Raises:
@@ -319,7 +325,7 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     if len(names) != count:
         raise ConfigError(f"--names lists {len(names)} names ({', '.join(names)}) for {count} sites")
     for k, name in enumerate(names):
-        if _safe(name) != name:
+        if _safe_folder_name(name) != name:
             raise ConfigError(
                 "--names: a name consists of letters and digits, and may contain '.', '_' or '-', "
                 f"but not at its start or end, got {name!r}. Change the name"
@@ -330,17 +336,17 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _labelled(one: Experiment) -> dict[str, Any]:
+def _agreed_data_table(one: Experiment) -> dict[str, Any]:
     """Return the [data] table without the keys that an agreement replaces."""
     agreed = getattr(one.source, "agreement", None) is not None
     return {k: v for k, v in one.source_options.items() if not agreed or k not in FIXED_TABLE_OPTIONS}
 
 
-def _safe(name: str) -> str:
+def _safe_folder_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "x"
 
 
-def _placeless(one: Experiment) -> dict[str, Any]:
+def _remove_file_paths(one: Experiment) -> dict[str, Any]:
     """Return the [data] table without the path of a file, so that the server and the sites can read it."""
     options, kind = one.source_options, type(one.source)
     if not isinstance(one.source, FileSource) or kind.model_fields["path"].is_required():
@@ -350,11 +356,11 @@ def _placeless(one: Experiment) -> dict[str, Any]:
     return rest if named else {**rest, "source": next(name for name, one in SOURCES.items() if one is kind)}
 
 
-def _data_table(one: Experiment) -> dict[str, Any]:
+def _data_table_of_site(one: Experiment) -> dict[str, Any]:
     """Return the [data] table of a site with its own data: a file named as in the experiment, next to its settings."""
-    path, options = getattr(one.source, "path", None), _placeless(one)
+    path, options = getattr(one.source, "path", None), _remove_file_paths(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
-        options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
+        options = {k: v for k, v in options.items() if k not in SINGLE_TABLE_OPTIONS} | one.source.targets
         if "target" not in options:
             with one.source.open() as raw:
                 options["target"] = raw.names[-1]
@@ -364,11 +370,11 @@ def _data_table(one: Experiment) -> dict[str, Any]:
 def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
     """Return the [data] table for an additional site, without values that apply only to another site's file."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
-        options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
+        options = {k: v for k, v in options.items() if k not in SINGLE_TABLE_OPTIONS}
     return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})
 
 
-def _absolute(options: dict[str, Any]) -> dict[str, Any]:
+def _make_paths_absolute(options: dict[str, Any]) -> dict[str, Any]:
     """Return the [data] table with absolute paths."""
     keys = ("path",) if options["source"] in SOURCES else ("path", "source")
     paths = {key: Path(options[key]).expanduser() for key in keys if key in options}

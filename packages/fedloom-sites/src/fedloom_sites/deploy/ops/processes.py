@@ -26,7 +26,7 @@ class ProcessError(FedloomError):
     """Error: a process ended unexpectedly or did not answer."""
 
 
-class Process:
+class ManagedProcess:
     """A process that leads its own process group. Its output is written to a file.
 
     Args:
@@ -98,7 +98,7 @@ class Process:
             )
 
 
-class Processes:
+class ManagedProcesses:
     """Context manager that ends its processes however the block is left, or when this process is killed.
 
     A reaper process (`reaper`) ends them within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the
@@ -106,17 +106,17 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        self.started: list[Process] = []
+        self.started: list[ManagedProcess] = []
         self._reaper: subprocess.Popen[str] | None = None
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
-    ) -> Process:
-        """Start and return a process. The arguments are those of `Process`."""
+    ) -> ManagedProcess:
+        """Start and return a process. The arguments are those of `ManagedProcess`."""
         if self._reaper is None:
             words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GROUP_GRACE_SECONDS)]
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
-        process = Process(name, command, environment, log, folder)
+        process = ManagedProcess(name, command, environment, log, folder)
         self.started.append(process)
         assert self._reaper.stdin is not None
         with suppress(BrokenPipeError):
@@ -144,7 +144,7 @@ class Processes:
         self.started.clear()
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+        self._handlers = {number: signal.signal(number, _raise_interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,7 +157,7 @@ class Processes:
             signal.signal(number, handler)
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
+def _raise_interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 

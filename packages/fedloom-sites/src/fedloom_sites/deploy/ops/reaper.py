@@ -14,18 +14,18 @@ GROUP_GRACE_SECONDS = 10.0
 """Time, in seconds, that groups have to end after SIGTERM before they are killed."""
 
 
-def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
+def end_groups_at_close(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
     """Read group IDs until the pipe is closed; then end the remaining groups, newest first."""
-    groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
+    groups = [group for group in reversed([int(line) for line in lines]) if _signal_group(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:
         time.sleep(0.05)
-        groups = [group for group in groups if _tell(group, 0)]
+        groups = [group for group in groups if _signal_group(group, 0)]
     for group in groups:
-        _tell(group, signal.SIGKILL)
+        _signal_group(group, signal.SIGKILL)
 
 
-def _tell(group: int, number: int) -> bool:
+def _signal_group(group: int, number: int) -> bool:
     """Send a signal to a group, and return True if the group exists."""
     try:
         os.killpg(group, number)
@@ -35,4 +35,4 @@ def _tell(group: int, number: int) -> bool:
 
 
 if __name__ == "__main__":
-    reap(sys.stdin, *map(float, sys.argv[1:]))
+    end_groups_at_close(sys.stdin, *map(float, sys.argv[1:]))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished, stop_file
+from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished_reason, stop_file
 from fedloom_sites.deploy.setting_files import read_server
 
 
@@ -25,10 +25,10 @@ def main(words: Sequence[str]) -> int:
         0 if the experiment is complete or should stop, otherwise 1.
     """
     server = read_server(Path(words[0]))
-    if finished(server) is None and not stop_file(server).exists():
+    if finished_reason(server) is None and not stop_file(server).exists():
         subprocess.run(words[1:], check=False)
-        return 0 if finished(server) is not None or stop_file(server).exists() else 1
-    print(f"fedloom: {STOP_HINT if finished(server) is None else FINISHED_HINT}", flush=True)  # noqa: T201
+        return 0 if finished_reason(server) is not None or stop_file(server).exists() else 1
+    print(f"fedloom: {STOP_HINT if finished_reason(server) is None else FINISHED_HINT}", flush=True)  # noqa: T201
     return 0
 
 

@@ -22,7 +22,7 @@ from cryptography import x509
 from fedloom.errors import ConfigError, RunDirError, Stop
 from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.locks import is_in_use
 from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
@@ -43,7 +43,7 @@ TRAINING_MESSAGES = ("train", "masked")
 
 
 @contextmanager
-def _fitting() -> Iterator[None]:
+def _explain_unexpected_content() -> Iterator[None]:
     """Convert errors that are caused by unexpected file contents to a `RunDirError` with an explanation."""
     try:
         yield
@@ -77,7 +77,9 @@ def server_file(folder: Path) -> Path:
     return files[0]
 
 
-def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
+def summarize_clients(
+    log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int
+) -> dict[int, dict[str, Any]]:
     """Summarize the audit log separately for each client.
 
     Args:
@@ -133,7 +135,7 @@ def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
-@_fitting()
+@_explain_unexpected_content()
 def status_of(server: Server) -> dict[str, Any]:
     """Return a deployment's progress as plain values, which ``fedloom deploy status --json`` prints.
 
@@ -144,7 +146,8 @@ def status_of(server: Server) -> dict[str, Any]:
     - ``round_seconds``: ``last`` and ``median``.
     - ``epsilon``: epsilon spent by the end of these rounds, or None without a delta.
     - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, or None if sites do not share noise.
-    - ``sites``: see `tallies`, with ``share`` (of the completed rounds), ``samples`` ``[3]`` and the latest ``scores``.
+    - ``sites``: see `summarize_clients`, with ``share`` (of the completed rounds), ``samples`` ``[3]`` and the latest
+      ``scores``.
     - ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number
       of ``sums`` so far, ``reason``, and the number of ``rows`` if it is done.
     - ``counted``: sentences about the counters of masked sums, see `summarize_counters`.
@@ -158,30 +161,30 @@ def status_of(server: Server) -> dict[str, Any]:
     """
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
-    members, document = {m.client: m.site for m in server.sites}, _document(server.experiment)
+    members, document = {m.client: m.site for m in server.sites}, _read_experiment_file(server.experiment)
     scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
     with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
         scores = site_table(server.results / "metrics.parquet", members)
         means = mean_table(server.results / "metrics.parquet")
     sizes = more.get("sizes", [])
     sites = []
-    for c, tally in tallies(log, members, rounds).items():
+    for c, tally in summarize_clients(log, members, rounds).items():
         rows = [{k: v for k, v in row.items() if k != "site" and v == v} for row in scores if row["site"] == members[c]]
         size, share = sizes[c] if c < len(sizes) else None, tally["accepted"] / rounds if rounds else 0.0
         sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": rows})
     return {
-        "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(document),
+        "name": server.name, **_run_state(server, log), "rounds": rounds, "planned": _planned_rounds(document),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
         "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
         "analyses": analysis_states(document, server.checkpoints, log), "sites": sites, "means": means,
         "counted": summarize_counters(log),
-        "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
+        "certificates": _expiries(server), "disk": _disk_usage(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
 
-@_fitting()
-def lines(status: Mapping[str, Any]) -> list[str]:
-    """Convert a status to a few lines of text. The table of sites is described in `table`."""
+@_explain_unexpected_content()
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """Convert a status to a few lines of text. The table of sites is described in `status_table`."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -198,22 +201,22 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         )
         texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")
     texts += [
-        f"the {name} {'expires' if _time(end) > datetime.now(UTC) else 'expired'} on {end[:10]}: "
+        f"the {name} {'expires' if _parse_time(end) > datetime.now(UTC) else 'expired'} on {end[:10]}: "
         f"{CERTIFICATE_CURES[name]}"
         for name, end in status["certificates"].items()
-        if _time(end) < datetime.now(UTC) + EXPIRY_NOTICE
+        if _parse_time(end) < datetime.now(UTC) + EXPIRY_NOTICE
     ]
     used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
-    return [*texts, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
+    return [*texts, f"disk: {used}", f"last event: {_time_since(status['last_event'])}"]
 
 
-@_fitting()
-def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+@_explain_unexpected_content()
+def status_table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one readable row for each site. Losses are measured on the site's test samples."""
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
-        last = "none accepted" if rejected and site["last_reply"] is None else _ago(site["last_reply"])
+        last = "none accepted" if rejected and site["last_reply"] is None else _time_since(site["last_reply"])
         row = {
             "site": site["site"],
             "node": str(site.get("node") or ""),
@@ -280,7 +283,9 @@ class _Collector:
         yield gauge("rounds_planned", "rounds of the experiment", {(): status["planned"]})
         yield gauge("round_seconds", "duration of the last round", {(): seconds.get("last")})
         yield gauge("epsilon", "epsilon spent by the client that took part most often", {(): status["epsilon"]})
-        replies = {k: None if s["last_reply"] is None else _time(s["last_reply"]).timestamp() for k, s in sites.items()}
+        replies = {
+            k: None if s["last_reply"] is None else _parse_time(s["last_reply"]).timestamp() for k, s in sites.items()
+        }
         yield gauge("site_last_reply_timestamp_seconds", "last accepted reply of a site", replies, "site")
         for name, about in (("accepted", "accepted"), ("missed", "missed")):
             counts = {key: site[name] for key, site in sites.items()}
@@ -293,7 +298,7 @@ class _Collector:
         yield gauge("disk_bytes", "size of the server's files, and free space", disk, "what")
 
 
-def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _run_state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     last = next((line for line in reversed(log) if line.get("what") in ("wait", "start", "stop")), None)
     if last is None:
         return {"state": "not started", "reason": ""}
@@ -309,56 +314,58 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
 
 
-def _certificates(server: Server) -> dict[str, str]:
+def _expiries(server: Server) -> dict[str, str]:
     """Return the expiry time, as ISO 8601, of every certificate that can be read."""
     ends = {}
     for name, path in (("server's certificate", server.certificate), ("authority's certificate", server.ca)):
         with suppress(OSError, ValueError):
-            ends[name] = x509.load_pem_x509_certificate(regular(path).read_bytes()).not_valid_after_utc.isoformat()
+            ends[name] = x509.load_pem_x509_certificate(
+                check_regular_file(path).read_bytes()
+            ).not_valid_after_utc.isoformat()
     return ends
 
 
-def _planned(document: Mapping[str, Any]) -> int | None:
+def _planned_rounds(document: Mapping[str, Any]) -> int | None:
     try:
         return int(document["method"][0].get("rounds", document.get("rounds")))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 
-def _document(experiment: Path) -> dict[str, Any]:
+def _read_experiment_file(experiment: Path) -> dict[str, Any]:
     """Return an experiment file as a table. The table is empty if the file cannot be read."""
     try:
-        return tomllib.loads(regular(experiment).read_text())
+        return tomllib.loads(check_regular_file(experiment).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
 
 
-def _disk(server: Server) -> dict[str, int]:
+def _disk_usage(server: Server) -> dict[str, int]:
     places = {"checkpoints": server.checkpoints, "database": server.database, "results": server.results}
 
     def files(path: Path) -> Iterator[Path]:
         yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))  # a database has files beside it
 
-    sizes = {name: sum(map(_size, files(path))) for name, path in places.items()}
+    sizes = {name: sum(map(_folder_bytes, files(path))) for name, path in places.items()}
     folder = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))
-    return {**sizes, "audit": _size(server.audit), "free": shutil.disk_usage(folder).free}
+    return {**sizes, "audit": _folder_bytes(server.audit), "free": shutil.disk_usage(folder).free}
 
 
-def _size(path: Path) -> int:
+def _folder_bytes(path: Path) -> int:
     try:
         return path.stat().st_size if path.is_file() else 0
     except OSError:
         return 0
 
 
-def _time(text: str) -> datetime:
+def _parse_time(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
-def _ago(text: str | None) -> str:
+def _time_since(text: str | None) -> str:
     if text is None:
         return "never"
-    seconds = max(0, round((datetime.now(UTC) - _time(text)).total_seconds()))
+    seconds = max(0, round((datetime.now(UTC) - _parse_time(text)).total_seconds()))
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds // size} {unit} ago"

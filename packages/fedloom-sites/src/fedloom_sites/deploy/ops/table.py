@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fedloom.metrics import SUMMARY_METRICS
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 
 MEAN_NAMES = ("mean", "weighted")
 """Names of the two kinds of means in the records: over sites, and over samples. A server that receives only sums
@@ -28,7 +28,7 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
         metrics: file `metrics.parquet`.
         sites: names of the sites, keyed by client. Metrics of other clients (those that were removed) are omitted.
     """
-    records = [r for r in _read(metrics, SUMMARY_METRICS) if r["client"] in sites]
+    records = [r for r in _read_metrics(metrics, SUMMARY_METRICS) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in records:
@@ -50,9 +50,11 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
         metrics: file `metrics.parquet`.
     """
     rows: dict[str, dict[str, Any]] = {}
-    losses = [r for r in _read(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
+    losses = [r for r in _read_metrics(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
     counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
-    totals = _read(metrics, [*(f"{name}/{mean}" for name in SUMMARY_METRICS for mean in MEAN_NAMES), "loss/sites"])
+    totals = _read_metrics(
+        metrics, [*(f"{name}/{mean}" for name in SUMMARY_METRICS for mean in MEAN_NAMES), "loss/sites"]
+    )
     mean = next((name for name in MEAN_NAMES if any(r["metric"].endswith(f"/{name}") for r in totals)), "")
     for r in totals:
         name, _, what = r["metric"].partition("/")
@@ -65,9 +67,9 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows)]
 
 
-def _read(metrics: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+def _read_metrics(metrics: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the metrics with these names on the test parts, sorted by round."""
-    table = pq.read_table(regular(metrics))
+    table = pq.read_table(check_regular_file(metrics))
     mask = pc.and_(pc.equal(table["part"], "test"), pc.is_in(table["metric"], pa.array(names)))
     records: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()
     return records

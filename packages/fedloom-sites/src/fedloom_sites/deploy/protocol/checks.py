@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
-from fedloom.data.input_spec import compared
-from fedloom.engine.clients.chunk import usable
+from fedloom.data.input_spec import comparable_facts
+from fedloom.engine.clients.chunk import usable_uploads_mask
 from fedloom.engine.clients.scores import WORK_KEY
 from fedloom.engine.job import Job
 from fedloom.errors import RunStopped, Stop, WireError
@@ -36,15 +36,15 @@ from fedloom_sites.deploy.protocol.envelope import (
     UNABLE_STATUS,
     Envelope,
     Kind,
-    Pending,
-    Reply,
+    PendingRequest,
+    ValidReply,
     digest_of,
-    unseal,
+    unseal_message,
 )
 from fedloom_sites.deploy.protocol.identity import is_signed
-from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
-from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, Rejected, UnableReply, plain
-from fedloom_sites.deploy.settings import Server, bound_of
+from fedloom_sites.deploy.protocol.lengths import upload_norms, values_out_of_range
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, RejectedReply, UnableReply, make_printable
+from fedloom_sites.deploy.settings import Server, norm_bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
@@ -53,11 +53,11 @@ WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
 """Pattern of the text in which Flower wraps an error raised in a site's process."""
 
 
-class _Draft(NamedTuple):
+class _ReplyDraft(NamedTuple):
     """A reply that is being checked: the message, its request, and all parts that have passed so far."""
 
     message: Message
-    pending: Pending
+    pending: PendingRequest
     is_late: bool = False
     answered: Collection[int] = ()
     envelope: Envelope = Envelope({}, [], {})
@@ -75,7 +75,7 @@ class _Draft(NamedTuple):
         return self.pending.kind != "hello" and self.pending.read is None
 
 
-class Checks:
+class ReplyChecks:
     """Checks that the server applies to replies.
 
     Args:
@@ -104,8 +104,8 @@ class Checks:
         self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
 
     def check(
-        self, message: Message, pending: Pending | None, *, is_late: bool = False, answered: Collection[int] = ()
-    ) -> Reply:
+        self, message: Message, pending: PendingRequest | None, *, is_late: bool = False, answered: Collection[int] = ()
+    ) -> ValidReply:
         """Check a message, and return the reply that it contains.
 
         Args:
@@ -119,17 +119,17 @@ class Checks:
             Rejected: a check has failed. The message describes the failure. No other errors are possible.
         """
         if pending is None:
-            raise Rejected(1, "the reply does not answer an open message")
-        draft = _Draft(message, pending, is_late, answered)
+            raise RejectedReply(1, "the reply does not answer an open message")
+        draft = _ReplyDraft(message, pending, is_late, answered)
         try:
             for _, _, step in self.STEPS:
                 draft = step(self, draft)
-        except Rejected:
+        except RejectedReply:
             raise
         except Exception as error:  # whatever else cannot be read counts as little as the rest
-            raise Rejected(3, f"the reply cannot be read ({type(error).__name__})") from error
+            raise RejectedReply(3, f"the reply cannot be read ({type(error).__name__})") from error
         head = draft.head
-        return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
+        return ValidReply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
 
     def longest(self, kind: Kind, array: int = 0) -> int:
         """Return the maximum number of bytes in a reply of a kind, including the array of a session's step."""
@@ -153,14 +153,14 @@ class Checks:
                 f"is {need}. The state before the round is saved. Run the command again to continue",
             )
 
-    def _no_error(self, draft: _Draft) -> _Draft:
+    def _no_error(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.message.has_error():
             error = draft.message.error
             sentence = re.sub(WRAPPED_ERROR_PATTERN, r"\2", str(error.reason), flags=re.DOTALL)
-            raise Rejected(2, f"error {error.code} from the node: {sentence}")
+            raise RejectedReply(2, f"error {error.code} from the node: {sentence}")
         return draft
 
-    def _read(self, draft: _Draft) -> _Draft:
+    def _read(self, draft: _ReplyDraft) -> _ReplyDraft:
         """Check the envelope of a reply (step 3), and return the reply with its contents.
 
         A different release is reported before the other fields are checked.
@@ -169,13 +169,15 @@ class Checks:
         record = content.get(HEAD_RECORD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
         if isinstance(release, str) and release != __version__:
-            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, but the server runs {__version__}")
+            raise RejectedReply(
+                4, f"the site runs fedloom {make_printable(release)[:30]}, but the server runs {__version__}"
+            )
         try:
-            return draft._replace(envelope=unseal(content, REPLY_FIELDS, STATUS_FIELDS, most, most))
+            return draft._replace(envelope=unseal_message(content, REPLY_FIELDS, STATUS_FIELDS, most, most))
         except WireError as error:
-            raise Rejected(3, str(error)) from None
+            raise RejectedReply(3, str(error)) from None
 
-    def _identify(self, draft: _Draft) -> _Draft:
+    def _identify(self, draft: _ReplyDraft) -> _ReplyDraft:
         head, pending = draft.head, draft.pending
         wanted = {
             "protocol": PROTOCOL_VERSION,
@@ -190,24 +192,24 @@ class Checks:
             if head[name] != value:
                 got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
                 hint = ". The site has another agreement, or has not approved this one" if name == "experiment" else ""
-                raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
+                raise RejectedReply(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
         client: int = head["client"]
         if client not in self._keys:
-            raise Rejected(4, f"no site has number {client}")
+            raise RejectedReply(4, f"no site has number {client}")
         fields = {name: value for name, value in head.items() if name != "signature"}
         fields |= {"metrics": draft.envelope.metrics}
         if not is_signed(self._keys[client], fields, head["signature"]):
-            raise Rejected(4, f"the signature was not made with the key of client {client}")
+            raise RejectedReply(4, f"the signature was not made with the key of client {client}")
         return draft
 
-    def _no_refusal(self, draft: _Draft) -> _Draft:
+    def _no_refusal(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.head["status"] == UNABLE_STATUS:
             raise UnableReply(draft.head["reason"])
         if draft.head["status"] != "ok":
-            raise Rejected(2, f"the site rejected the message: {draft.head['reason']}")
+            raise RejectedReply(2, f"the site rejected the message: {draft.head['reason']}")
         return draft
 
-    def _data(self, draft: _Draft) -> _Draft:
+    def _data(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.pending.kind == "hello":
             self.check_data(draft.head)
         return draft
@@ -218,23 +220,23 @@ class Checks:
         Raises:
             Rejected: the data do not match the experiment, or are larger than a site may claim.
         """
-        for name, want in compared(self._settings.samples).items():
+        for name, want in comparable_facts(self._settings.samples).items():
             if (got := head[name]) != want:
-                raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, but the experiment has {want}")
+                raise RejectedReply(3, f"{name} of the site's data is {str(got)[:200]}, but the experiment has {want}")
         sizes, limit = head["sizes"], self._settings.examples_limit
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
-            raise Rejected(9, f"the sample counts must be three numbers from 0 to {limit}, got {str(sizes)[:60]}")
+            raise RejectedReply(9, f"the sample counts must be three numbers from 0 to {limit}, got {str(sizes)[:60]}")
         if not re.fullmatch(rf"[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}", head["figures"]):
-            raise Rejected(9, f"figures must be hexadecimal digits, got {head['figures'][:60]!r}")
+            raise RejectedReply(9, f"figures must be hexadecimal digits, got {head['figures'][:60]!r}")
 
-    def _decode(self, draft: _Draft) -> _Draft:
+    def _decode(self, draft: _ReplyDraft) -> _ReplyDraft:
         pending, arrays = draft.pending, draft.envelope.arrays
         if pending.kind == "hello":
             return draft
         assert self._forms is not None
         count = 0 if pending.kind in ("score", "result") else 1
         if len(arrays) != count:
-            raise Rejected(5, f"expected {count} arrays, got {len(arrays)}")
+            raise RejectedReply(5, f"expected {count} arrays, got {len(arrays)}")
         if not count:
             return draft
         upload = partial(self._forms.read_up, client=draft.head["client"], down=pending.down)
@@ -242,33 +244,33 @@ class Checks:
         try:
             return draft._replace(value=read(arrays[0]))
         except WireError as error:
-            raise Rejected(6, str(error)) from None
+            raise RejectedReply(6, str(error)) from None
 
-    def _finite(self, draft: _Draft) -> _Draft:
+    def _finite(self, draft: _ReplyDraft) -> _ReplyDraft:
         value = draft.value
         if draft.is_round and value is not None:
             parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
             if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-                raise Rejected(8, "the arrays contain NaN or infinite numbers")
+                raise RejectedReply(8, "the arrays contain NaN or infinite numbers")
         return draft
 
-    def _counts(self, draft: _Draft) -> _Draft:
+    def _counts(self, draft: _ReplyDraft) -> _ReplyDraft:
         if not draft.is_round:
             return draft
         assert self._sizes is not None
         head, declared = draft.head, int(self._sizes[draft.head["client"], 0])
         if head["samples"] != declared:
-            raise Rejected(
+            raise RejectedReply(
                 9,
                 f"the site reports {head['samples']} training samples, but declared {declared} at the start of the "
                 f"run. {GROWTH_HINT}",
             )
         work = head.get("work", [0, 0, 0])
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MAX_WORK_COUNT for k in work):
-            raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")
+            raise RejectedReply(9, f"work must be three counts, got {str(work)[:60]}")
         return draft
 
-    def _metrics(self, draft: _Draft) -> _Draft:
+    def _metrics(self, draft: _ReplyDraft) -> _ReplyDraft:
         """Remove values that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
@@ -285,27 +287,27 @@ class Checks:
                 metrics[key] = float(number)
         return draft._replace(metrics=metrics)
 
-    def _length(self, draft: _Draft) -> _Draft:
+    def _length(self, draft: _ReplyDraft) -> _ReplyDraft:
         """Check the norms of the upload's fields, with the model as its difference from the download (step 11)."""
         if not isinstance(draft.value, Upload):
             return draft
         job, up, pending = self._job, draft.value.up, draft.pending
         assert job is not None
-        norms = {name: float(length) for name, length in lengths(job, up, pending.down).items()}
+        norms = {name: float(length) for name, length in upload_norms(job, up, pending.down).items()}
         for name, norm in norms.items():
-            bound = bound_of(self._settings.norm_bound, name)
+            bound = norm_bound_of(self._settings.norm_bound, name)
             if not (norm <= bound and math.isfinite(norm)):
-                raise Rejected(
+                raise RejectedReply(
                     11, f"the norm of the difference in {name} is {norm:.4g}, but at most {bound:.4g} is allowed"
                 )
-        if not bool(usable((*up,), 1, job.setting.engine.norm_bound).all()):
-            raise Rejected(11, f"the norm of a field exceeds engine.norm_bound = {job.setting.engine.norm_bound}")
+        if not bool(usable_uploads_mask((*up,), 1, job.setting.engine.norm_bound).all()):
+            raise RejectedReply(11, f"the norm of a field exceeds engine.norm_bound = {job.setting.engine.norm_bound}")
         if any(bool((weight < 0).any()) for weight in job.weights(up)):
-            raise Rejected(11, "the client's model has a negative weight")
+            raise RejectedReply(11, "the client's model has a negative weight")
         self._check_ranges(up, pending)
         return draft._replace(norm=math.hypot(*norms.values()))
 
-    def _check_ranges(self, up: object, pending: Pending) -> None:
+    def _check_ranges(self, up: object, pending: PendingRequest) -> None:
         """Check that numbers that a client cannot choose freely are within their ranges (step 11).
 
         If a channel changes the upload, the ranges are unknown, so nothing is checked.
@@ -315,22 +317,22 @@ class Checks:
         if job.setting.upload_transform is not None or not up:
             return
         work = job.work(pending.round, torch.tensor([pending.client]))
-        for name, number, low, high in out_of_range(up, job.algorithm.ranges(pending.down, up, work)):
-            raise Rejected(11, f"{name} is {number:.4g}, but must be from {low:.4g} to {high:.4g}")
+        for name, number, low, high in values_out_of_range(up, job.algorithm.ranges(pending.down, up, work)):
+            raise RejectedReply(11, f"{name} is {number:.4g}, but must be from {low:.4g} to {high:.4g}")
 
-    def _check_time(self, draft: _Draft) -> _Draft:
+    def _check_time(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.is_late and draft.pending.kind != "hello":
             raise LateReply
         return draft
 
-    def _reject_repeated(self, draft: _Draft) -> _Draft:
+    def _reject_repeated(self, draft: _ReplyDraft) -> _ReplyDraft:
         client = draft.head["client"]
         if not draft.is_late and client in draft.answered:
-            raise Rejected(12, f"client {client} has already answered")
+            raise RejectedReply(12, f"client {client} has already answered")
         return draft
 
     STEPS: ClassVar[
-        Sequence[tuple[int, str, Callable[[Checks, _Draft], _Draft]]]
+        Sequence[tuple[int, str, Callable[[ReplyChecks, _ReplyDraft], _ReplyDraft]]]
     ] = (  # 1: `check` itself, the message that it answers is known
         (2, "no error of the node", _no_error),
         (3, "records, fields and bytes of its kind", _read),

@@ -121,7 +121,7 @@ class Envelope(NamedTuple):
     metrics: dict[str, float]
 
 
-class Request(NamedTuple):
+class SiteRequest(NamedTuple):
     """Message to one node.
 
     Attributes:
@@ -132,7 +132,7 @@ class Request(NamedTuple):
         down: message that the client receives, from which the norm of the difference is computed.
         node: Flower's number for the node. The number is set when the message is sent.
         round: round of the message, if it differs from the round of the other messages sent with it.
-        read, most: see `Pending`.
+        read, most: see `PendingRequest`.
     """
 
     kind: Kind
@@ -146,7 +146,7 @@ class Request(NamedTuple):
     most: int = 0
 
 
-class Pending(NamedTuple):
+class PendingRequest(NamedTuple):
     """Message that was sent to a site and whose reply is still expected.
 
     Attributes:
@@ -170,7 +170,7 @@ class Pending(NamedTuple):
     most: int = 0
 
 
-class Reply(NamedTuple):
+class ValidReply(NamedTuple):
     """Valid reply.
 
     Attributes:
@@ -199,7 +199,7 @@ def digest_of(arrays: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def seal(
+def seal_message(
     head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
 ) -> RecordDict:
     """Build the records of a message."""
@@ -225,18 +225,18 @@ def common_head(experiment: str, kind: str, round: int, client: int, nonce: byte
     )
 
 
-def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
+def message_of(request: SiteRequest, round: int, experiment: str, ttl: float) -> tuple[Message, PendingRequest]:
     """Return a Flower message to a site with a fresh nonce, and the entry to keep until the reply arrives."""
     nonce, round = new_nonce(), round if request.round is None else request.round
     client = -1 if request.client is None else request.client
     head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
-    records, kind = seal({**head, **(request.more or {})}, request.arrays), MESSAGE_TYPES[request.kind]
+    records, kind = seal_message({**head, **(request.more or {})}, request.arrays), MESSAGE_TYPES[request.kind]
     message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
     down, read, most = request.down, request.read, request.most
-    return message, Pending(request.kind, round, request.client, request.node, nonce, down, read, most)
+    return message, PendingRequest(request.kind, round, request.client, request.node, nonce, down, read, most)
 
 
-def unseal(
+def unseal_message(
     content: RecordDict,
     fields: Mapping[str, Mapping[str, type]],
     status: Mapping[str, type],
@@ -258,25 +258,31 @@ def unseal(
     head, arrays = content.get(HEAD_RECORD), content.get(ARRAYS_RECORD)
     names = {HEAD_RECORD, ARRAYS_RECORD} | ({METRICS_RECORD} if METRICS_RECORD in content else set())
     if set(content) != names or not isinstance(head, ConfigRecord) or not isinstance(arrays, ArrayRecord):
-        raise WireError(f"records must be {HEAD_RECORD} and {ARRAYS_RECORD}, got {sorted(map(_short, content))[:8]}")
-    size = sum(len(name) + _size(value) for name, value in head.items())
+        raise WireError(
+            f"records must be {HEAD_RECORD} and {ARRAYS_RECORD}, got {sorted(map(_short_repr, content))[:8]}"
+        )
+    size = sum(len(name) + _head_value_bytes(value) for name, value in head.items())
     if size > head_limit:
         raise WireError(f"the header has {size} bytes, but at most {head_limit} are allowed")
-    return Envelope(_head(head, fields, status), unpack_arrays(arrays, limit), _metrics(content))
+    return Envelope(_check_head(head, fields, status), unpack_arrays(arrays, limit), _check_metrics(content))
 
 
-def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type]) -> dict[str, Any]:
+def _check_head(
+    record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type]
+) -> dict[str, Any]:
     kind = record.get("kind")
     if not isinstance(kind, str) or kind not in fields:
-        raise WireError(f"unknown kind of message {_short(kind)}")
+        raise WireError(f"unknown kind of message {_short_repr(kind)}")
     wanted = {**COMMON_FIELDS, **status}
     refusal = "status" in wanted and record.get("status") != "ok"
     wanted |= {} if refusal else fields[kind]
     if set(record) != set(wanted):
-        raise WireError(f"the header must have the fields {sorted(wanted)}, got {sorted(map(_short, record))[:30]}")
+        raise WireError(
+            f"the header must have the fields {sorted(wanted)}, got {sorted(map(_short_repr, record))[:30]}"
+        )
     for name, value in record.items():
         if type(value) is not wanted[name]:
-            raise WireError(f"{name} must be of type {wanted[name].__name__}, got {_short(value)}")
+            raise WireError(f"{name} must be of type {wanted[name].__name__}, got {_short_repr(value)}")
         if isinstance(value, str | bytes) and len(value) > 10_000:
             raise WireError(f"{name} is too long ({len(value)} characters)")
     return dict(record)
@@ -294,7 +300,7 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
     """
     if len(record) > MAX_ARRAYS or list(record) != [f"{k}" for k in range(len(record))]:
         raise WireError(
-            f"arrays must be named 0 to {MAX_ARRAYS - 1}, got {[_short(name) for name in list(record)[:8]]}"
+            f"arrays must be named 0 to {MAX_ARRAYS - 1}, got {[_short_repr(name) for name in list(record)[:8]]}"
         )
     total = sum(len(array.data) for array in record.values())
     if total > limit:
@@ -302,11 +308,13 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
     for name, array in record.items():
         got = (array.stype, array.dtype, tuple(array.shape))
         if got != (ARRAY_STYPE, ARRAY_DTYPE, (len(array.data),)):
-            raise WireError(f"array {name} must be {ARRAY_STYPE} {ARRAY_DTYPE} [{len(array.data)}], got {_short(got)}")
+            raise WireError(
+                f"array {name} must be {ARRAY_STYPE} {ARRAY_DTYPE} [{len(array.data)}], got {_short_repr(got)}"
+            )
     return [array.data for array in record.values()]
 
 
-def _metrics(content: RecordDict) -> dict[str, float]:
+def _check_metrics(content: RecordDict) -> dict[str, float]:
     """Return at most `MAX_FIGURES` values, keyed by names of limited length.
 
     Any values except lists are allowed.
@@ -318,17 +326,19 @@ def _metrics(content: RecordDict) -> dict[str, float]:
         raise WireError(f"{METRICS_RECORD} must contain at most {MAX_FIGURES} numbers")
     for name, value in record.items():
         if len(name) > 100 or isinstance(value, list):
-            raise WireError(f"{METRICS_RECORD} must contain only single numbers with short names, got {_short(name)}")
+            raise WireError(
+                f"{METRICS_RECORD} must contain only single numbers with short names, got {_short_repr(name)}"
+            )
     return dict(record)  # type: ignore[arg-type]  # lists were refused
 
 
-def _size(value: object) -> int:
+def _head_value_bytes(value: object) -> int:
     """Return the size in bytes of a value in a header, with one byte for each character."""
     if isinstance(value, list):
-        return sum(map(_size, value)) + len(value)
+        return sum(map(_head_value_bytes, value)) + len(value)
     return len(value) if isinstance(value, str | bytes) else 8
 
 
-def _short(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "..."

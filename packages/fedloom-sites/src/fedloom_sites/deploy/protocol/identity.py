@@ -28,7 +28,7 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def signing_key(path: Path) -> Ed25519PrivateKey:
+def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Read the private key of a site from its file.
 
     Raises:
@@ -44,7 +44,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def public_line(private: bytes) -> str:
+def public_key_line(private: bytes) -> str:
     """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not such a key."""
     try:
         key = load_ssh_private_key(private, None)
@@ -53,7 +53,7 @@ def public_line(private: bytes) -> str:
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
-def verifying_key(line: str, site: str) -> Ed25519PublicKey:
+def read_verifying_key(line: str, site: str) -> Ed25519PublicKey:
     """Read a site's public key from its OpenSSH line.
 
     Raises:
@@ -73,7 +73,7 @@ def signed_text(fields: Mapping[str, object]) -> bytes:
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 
-def sign(key: Ed25519PrivateKey, fields: Mapping[str, object]) -> bytes:
+def sign_fields(key: Ed25519PrivateKey, fields: Mapping[str, object]) -> bytes:
     """Sign fields."""
     return key.sign(signed_text(fields))
 

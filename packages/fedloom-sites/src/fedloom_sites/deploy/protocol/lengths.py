@@ -17,7 +17,7 @@ RELATIVE_SLACK = 1 + 1e-4
 """Factor by which a number may exceed its range."""
 
 
-def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
+def upload_norms(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
     """Compute the norms ``[m]`` of uploads' fields, with the model represented by its change from the download.
 
     Fields with a single number, except the model, have ranges instead (`Algorithm.ranges`).
@@ -26,13 +26,13 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
     for name, field in up._asdict().items():
         kind = job.fields[name]
         if kind.primary or field.shape[1] > 1:
-            whole = absolute(kind, field.shape[1], down[0].shape[-1])
+            whole = is_absolute_model(kind, field.shape[1], down[0].shape[-1])
             change = field - job.algorithm.received(down, up) if whole else field
             norms[name] = change.double().square().sum(1).sqrt()
     return norms
 
 
-def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
+def shorten_upload(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
     """Project the fields of one client's upload onto their bounds.
 
     Two bounds apply: the agreed norm of a field's difference, and ``engine.norm_bound`` for the field itself.
@@ -48,22 +48,22 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
         The upload, and whether the norm of any field was too large.
     """
     fields, is_cut = up._asdict(), False
-    for name, norm in lengths(job, up, down).items():
+    for name, norm in upload_norms(job, up, down).items():
         most = bounds.get(name, math.inf)
         if float(norm) <= most:
             continue
         field, is_cut = fields[name], True
-        whole = absolute(job.fields[name], field.shape[1], down[0].shape[-1])
+        whole = is_absolute_model(job.fields[name], field.shape[1], down[0].shape[-1])
         start = job.algorithm.received(down, up).expand_as(field) if whole else torch.zeros_like(field)
-        fields[name] = start + _cut(field - start, most)
+        fields[name] = start + _scale_to_max_norm(field - start, most)
     longest = math.inf if job.setting.engine.norm_bound is None else job.setting.engine.norm_bound
     for name, field in fields.items():
         if float(torch.linalg.vector_norm(field.double())) > longest:
-            fields[name], is_cut = _cut(field, longest), True
+            fields[name], is_cut = _scale_to_max_norm(field, longest), True
     return type(up)(**fields), is_cut
 
 
-def _cut(row: Tensor, most: float) -> Tensor:
+def _scale_to_max_norm(row: Tensor, most: float) -> Tensor:
     """Scale a finite row down to a maximum norm.
 
     The row is first divided by its largest absolute value to prevent overflow.
@@ -73,7 +73,9 @@ def _cut(row: Tensor, most: float) -> Tensor:
     return (unit * (most / float(unit.square().sum().sqrt()))).to(row)
 
 
-def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Iterator[tuple[str, float, float, float]]:
+def values_out_of_range(
+    up: object, ranges: Mapping[str, tuple[object, object]]
+) -> Iterator[tuple[str, float, float, float]]:
     """Yield the field, the value, and the minimum and maximum of the range, for every number that is outside its range.
 
     Args:
@@ -91,6 +93,6 @@ def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Ite
                 yield name, number, low, high
 
 
-def absolute(kind: Any, width: int, received: int) -> bool:
+def is_absolute_model(kind: Any, width: int, received: int) -> bool:
     """Return True if a field is the model itself, so that its difference from the received model is bounded."""
     return bool(kind.primary and kind.base == "zero" and width == received)

@@ -11,7 +11,7 @@ GROWTH_HINT = "If the data grow, declare a snapshot at the site: fedloom deploy 
 """Advice for a site whose number of samples has changed."""
 
 
-class Rejected(FedloomError):
+class RejectedReply(FedloomError):
     """Error: a reply is rejected.
 
     Args:
@@ -20,24 +20,24 @@ class Rejected(FedloomError):
     """
 
     def __init__(self, step: int, reason: str) -> None:
-        self.step, self.reason = step, plain(reason)
+        self.step, self.reason = step, make_printable(reason)
         super().__init__(f"step {step}: {self.reason}")
 
 
-class LateReply(Rejected):
+class LateReply(RejectedReply):
     """Error: a valid reply to a message for whose answer the server no longer waits."""
 
     def __init__(self) -> None:
         super().__init__(1, "too late, its round continues without it")
 
 
-class UnableReply(Rejected):
+class UnableReply(RejectedReply):
     """Error: a site could not write to its disk. The same message may be answered later."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(2, f"the site cannot answer now: {reason}")
 
 
-def plain(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return external text in a form that is safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

@@ -19,14 +19,14 @@ from flwr.app import RecordDict
 from fedloom.data import Federation
 from fedloom.errors import FedloomError, sentence_of
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
-from fedloom_sites.deploy.ops.keys import KeyPair, key_pair
-from fedloom_sites.deploy.protocol.envelope import REQUEST_FIELDS, Envelope, seal, unseal
-from fedloom_sites.deploy.protocol.identity import signing_key
+from fedloom_sites.deploy.ops.keys import KeyPair, make_key_pair
+from fedloom_sites.deploy.protocol.envelope import REQUEST_FIELDS, Envelope, seal_message, unseal_message
+from fedloom_sites.deploy.protocol.identity import read_signing_key
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, has_counters
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.terms import check_models, check_summands, check_terms, read_terms
-from fedloom_sites.deploy.setting_files import digest
+from fedloom_sites.deploy.setting_files import sha256_hex
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.state import SiteState
@@ -35,7 +35,7 @@ from fedloom_sites.deploy.site.trainer import Trainer
 SIGNING_KEY_FILE = "signing-key"
 
 
-class StandIn:
+class StandInSite:
     """Stand-in for another site in a session, which follows the protocol and sends zeros.
 
     Args:
@@ -58,10 +58,13 @@ class StandIn:
     def reply(self, content: RecordDict) -> RecordDict:
         """Return the reply to one step of a session."""
         try:
-            arrays, head = [self._answer(unseal(content, REQUEST_FIELDS, {}, 1 << 40))], {"status": "ok", "reason": ""}
+            arrays, head = (
+                [self._answer(unseal_message(content, REQUEST_FIELDS, {}, 1 << 40))],
+                {"status": "ok", "reason": ""},
+            )
         except FedloomError as error:
             arrays, head = [], {"status": "refused", "reason": sentence_of(error)}
-        return seal(head, arrays)
+        return seal_message(head, arrays)
 
     def _answer(self, envelope: Envelope) -> bytes:
         head, arrays, member = envelope.head, envelope.arrays, self._member
@@ -96,7 +99,7 @@ class RehearsedSite:
 
     def __init__(self, site: Site, folder: Path) -> None:
         self.client, self.clients, self.folder = site.client, site.clients, folder
-        self._pairs: list[KeyPair] = [key_pair("signing") for _ in range(site.clients)]
+        self._pairs: list[KeyPair] = [make_key_pair("signing") for _ in range(site.clients)]
         self._copies = 0
         changes: dict[str, Any] = {"memory": None, "approval": False}
         if site.secure is not None:
@@ -150,8 +153,8 @@ class RehearsedSite:
                 count, state = (sizes or {}).get(c, client.sizes), client.site.state / f"stand-in-{c}"
                 memory = None if client.site.memory is None else client.site.memory / f"stand-in-{c}"
                 site = client.site.with_(client=c, site=f"stand-in-{c}", state=state, memory=memory)
-                key = signing_key(self._key_file(client.site.state, c))
-                sites[c] = StandIn(site, key, client.trainer, count, client.figures if count[0] else "")
+                key = read_signing_key(self._key_file(client.site.state, c))
+                sites[c] = StandInSite(site, key, client.trainer, count, client.figures if count[0] else "")
         return RogueServer(sites, client.trainer)
 
     def later_rogue(self, number: int, memory: Path) -> RogueServer:
@@ -176,7 +179,7 @@ class RehearsedSite:
                 shutil.copytree(agreed.parent / CODE_FOLDER, folder / CODE_FOLDER)
             if (agreed.parent / INITIAL_MODEL_FILE).is_file():
                 shutil.copy(agreed.parent / INITIAL_MODEL_FILE, folder)
-        return {"experiment": folder / agreed.name, "fingerprint": digest(content)}
+        return {"experiment": folder / agreed.name, "fingerprint": sha256_hex(content)}
 
     @property
     def other_clients(self) -> list[int]:

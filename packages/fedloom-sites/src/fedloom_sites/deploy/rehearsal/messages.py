@@ -15,37 +15,37 @@ from fedloom.analyses.patients import Groups
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import FedloomError, direction_in, sentence_of
 from fedloom_sites.deploy.alarms import site_status
-from fedloom_sites.deploy.analyses import DEFAULT_LEAST
-from fedloom_sites.deploy.noise import deployed, noise_of_site
+from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS
+from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     REQUEST_FIELDS,
     common_head,
     digest_of,
-    seal,
+    seal_message,
 )
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
-from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
 from fedloom_sites.deploy.rehearsal.rogue import BLANK_VALUES, RogueServer
 from fedloom_sites.deploy.rehearsal.samples import BUDGET_SETTINGS, ask_upload, change_first_sample
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.terms import AnalysisStep
-from fedloom_sites.deploy.settings import Shared
+from fedloom_sites.deploy.settings import SharedSettings
 from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
-MOST_MODELS = int(Shared.model_fields["models_per_round"].default)
+MAX_ROUND_MODELS = int(SharedSettings.model_fields["models_per_round"].default)
 """Number of models in one round above which differences between answers reveal single samples."""
-MODELS_TRIED = 12
-LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
+TRIED_MODEL_COUNT = 12
+MIN_GROUP_ROWS = int(Groups.model_fields["min_rows"].default)
 """Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
 BOMB_BYTES = 1 << 30
 """Number of bytes in a crafted table after decompression."""
 BIDI_NAME = "age\u202egnp"
 
 
-class Message(NamedTuple):
+class BadMessage(NamedTuple):
     """Message that a site should reject.
 
     Attributes:
@@ -63,18 +63,18 @@ class Message(NamedTuple):
     drop: str = ""
 
 
-def write_good_message(site: RehearsedSite, rogue: RogueServer) -> Message:
+def write_good_message(site: RehearsedSite, rogue: RogueServer) -> BadMessage:
     """Return a valid message that requests the upload of the first round, after the first steps of a session."""
     download = rogue.download()
     if site.site.secure is None:
-        return Message("good", "train", {"round": 1, "weight": 0.5, "scored": -1}, [download])
+        return BadMessage("good", "train", {"round": 1, "weight": 0.5, "scored": -1}, [download])
     session = rogue.begin(1)
     inbox = secure.join_parts({p: parts[site.client] for p, parts in session.sealed.items() if p != site.client})
     arrays = [download, rogue.terms(1, download).encode(), inbox]
-    return Message("good", "masked", {"round": 1, "session": session.nonce}, arrays)
+    return BadMessage("good", "masked", {"round": 1, "session": session.nonce}, arrays)
 
 
-def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[Message]:
+def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[BadMessage]:
     """Yield messages that no site should answer, each with a single fault."""
     rounds = rogue.trainer.rounds
     heads: Mapping[str, Mapping[str, Any]] = {
@@ -120,9 +120,9 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[Mess
     yield good._replace(name="too many arrays", arrays=[*good.arrays, *[b"0"] * 6])
     yield good._replace(name="no arrays", arrays=[])
     if site.site.secure is not None:
-        yield Message("a plain training", "train", {"round": 1, "weight": 0.5, "scored": -1}, [first])
+        yield BadMessage("a plain training", "train", {"round": 1, "weight": 0.5, "scored": -1}, [first])
         for step, count in {"masked": 3, "tally": 2, "agree": 1, "count": 1, "unmask": 1}.items():
-            yield Message(f"{step} without a session", step, {"round": 1, "session": b"0" * 16}, [b""] * count)
+            yield BadMessage(f"{step} without a session", step, {"round": 1, "session": b"0" * 16}, [b""] * count)
 
 
 def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
@@ -131,14 +131,14 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     state = rogue.sites[site.client].site.state
     answered, sent = list[str](), 0
     if _status_of(rogue, site.client, write_good_message(site, rogue)) != "ok":
-        raise Inapplicable(f"the site rejects valid messages: {rogue.refused[-1]}")
+        raise InapplicableAttack(f"the site rejects valid messages: {rogue.refused[-1]}")
     before = _files_of(state)
     for message in write_bad_messages(site, rogue):
         sent += 1
         if _status_of(rogue, site.client, message) == "ok":
             answered.append(message.name)
     wrong = [*answered, *(f"the file {name}" for name in sorted(_files_of(state) - before))]
-    return judge(
+    return judge_attack(
         bool(wrong),
         f"{sent} malformed, foreign, truncated and huge messages",
         "a site reads only messages of the agreed form",
@@ -146,13 +146,13 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     )
 
 
-def _status_of(rogue: RogueServer, c: int, message: Message) -> str:
+def _status_of(rogue: RogueServer, c: int, message: BadMessage) -> str:
     fields = {**COMMON_FIELDS, **REQUEST_FIELDS.get(message.kind, {})}
     head = {name: BLANK_VALUES[type_] for name, type_ in fields.items()}
     head |= common_head(rogue.sites[c].site.fingerprint, message.kind, 0, c, b"", digest_of(message.arrays))
     head |= {k: v for k, v in message.head.items() if k in head or k == "path"}
     head.pop(message.drop, None)
-    reply = rogue.sites[c].reply(seal(head, message.arrays))
+    reply = rogue.sites[c].reply(seal_message(head, message.arrays))
     reply_head, arrays = reply["head"], reply["arrays"]
     assert isinstance(reply_head, ConfigRecord)
     assert isinstance(arrays, ArrayRecord)
@@ -172,8 +172,8 @@ def send_huge_message(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of sending a message with more bytes than the site reads."""
     limit = min(site.site.message_limit, 4 << 20)
     rogue = site.rogue(message_limit=limit)
-    message = Message("huge", "train" if site.site.secure is None else "masked", {"round": 1}, [bytes(limit + 1)])
-    return judge(
+    message = BadMessage("huge", "train" if site.site.secure is None else "masked", {"round": 1}, [bytes(limit + 1)])
+    return judge_attack(
         _status_of(rogue, site.client, message) == "ok",
         "one byte more than message_limit",
         f"a site reads at most {site.site.message_limit >> 20} MiB of one message (message_limit)",
@@ -184,10 +184,10 @@ def send_huge_message(site: RehearsedSite) -> AttackOutcome:
 def ask_many_models(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of requests for answers to many models in one round."""
     rogue = site.rogue()
-    answered = sum(ask_upload(site, rogue, 1, rogue.download(0.01 * k)) > 0 for k in range(MODELS_TRIED))
-    return judge(
-        answered > MOST_MODELS,
-        f"{MODELS_TRIED} models in one round",
+    answered = sum(ask_upload(site, rogue, 1, rogue.download(0.01 * k)) > 0 for k in range(TRIED_MODEL_COUNT))
+    return judge_attack(
+        answered > MAX_ROUND_MODELS,
+        f"{TRIED_MODEL_COUNT} models in one round",
         f"a site answers {site.site.models_per_round} models of a round (models_per_round)",
         f"{answered} answers to models that the server chose",
         f"{answered} answers",
@@ -216,10 +216,10 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of requests that exceed the site's epsilon: every round twice, with different models."""
     copy = site.copy()
     trainer = copy.trainer
-    noise = noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors))
+    noise = noise_of_site(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors))
     limit = site.site.epsilon
     if noise is None and limit is None:
-        raise Inapplicable("no noise (delta) is agreed on, and the site sets no limit on epsilon")
+        raise InapplicableAttack("no noise (delta) is agreed on, and the site sets no limit on epsilon")
     rogue, releases, rounds = site.rogue(copy), 0, min(trainer.rounds, 20)
     for t in [*range(1, rounds + 1), *range(1, rounds + 1)]:
         releases += ask_upload(site, rogue, t, rogue.download(1e-3 * releases)) > 0
@@ -228,7 +228,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
     tried = f"{2 * rounds} releases, two for each round, with different models"
     is_open = spent > most * (1 + 1e-9) or (noise is None and releases > 0)
     budget = "epsilon in site.toml" if limit is not None else "epsilon of the agreed rounds"
-    return judge(
+    return judge_attack(
         is_open,
         tried,
         f"the ledger stops at {most:.3g} ({budget})",
@@ -242,14 +242,14 @@ def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
     trainer = site.copy().trainer
     groups = SiteGroups(trainer)
     if not groups.sums.groups:
-        raise Inapplicable("the experiment publishes no groups")
+        raise InapplicableAttack("the experiment publishes no groups")
     counts = {name: int(rows.sum()) for name, rows in groups.members.items()}
-    small = {name: count for name, count in counts.items() if 0 < count < LEAST_ROWS}
-    return judge(
+    small = {name: count for name, count in counts.items() if 0 < count < MIN_GROUP_ROWS}
+    return judge_attack(
         bool(small),
         f"figures of {len(groups.sums.groups)} groups",
-        f"a site publishes a group of {LEAST_ROWS} or more rows of each class (min_rows)",
-        f"figures of {len(small)} groups with fewer than {LEAST_ROWS} rows, the smallest with "
+        f"a site publishes a group of {MIN_GROUP_ROWS} or more rows of each class (min_rows)",
+        f"figures of {len(small)} groups with fewer than {MIN_GROUP_ROWS} rows, the smallest with "
         f"{min(small.values(), default=0)}",
         f"figures of {len(counts)} groups",
     )
@@ -260,19 +260,19 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
     trainer = site.copy().trainer
     agreed = SiteAnalyses(trainer, site.folder).agreed
     if not agreed:
-        raise Inapplicable("the experiment has no analysis that is computed from sums")
+        raise InapplicableAttack("the experiment has no analysis that is computed from sums")
     rows, small = client_rows(trainer.fed, site.client), list[str]()
     for name, one in agreed.items():
-        rules = one.rules.with_(min_subjects=max(DEFAULT_LEAST, one.rules.min_subjects))
+        rules = one.rules.with_(min_subjects=max(DEFAULT_MIN_SUBJECTS, one.rules.min_subjects))
         usual = replace(one, analysis=one.analysis.with_(rules=rules))
         cells = (one.publish(rows) & ~usual.publish(rows)).bit_count() if one.flags else 0
-        cells += one.rules.min_subjects <= rows.count < DEFAULT_LEAST
+        cells += one.rules.min_subjects <= rows.count < DEFAULT_MIN_SUBJECTS
         small += [f"{cells} of {name}"] if cells else []
-    return judge(
+    return judge_attack(
         bool(small),
         f"cells of {', '.join(agreed)} with few patients of this site",
-        f"a site answers zero for cells with fewer than {DEFAULT_LEAST} patients (rules, min_subjects)",
-        f"cells with fewer than {DEFAULT_LEAST} patients: {', '.join(small)}",
+        f"a site answers zero for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
+        f"cells with fewer than {DEFAULT_MIN_SUBJECTS} patients: {', '.join(small)}",
     )
 
 
@@ -282,7 +282,7 @@ def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])
     differing = sum(one != other for one, other in zip(*transcripts, strict=True))
-    return judge(
+    return judge_attack(
         differing > 0,
         f"{len(transcripts[0])} crafted questions of agreed and other analyses",
         "a site answers only the agreed questions, each once, and its rejections depend only on the message",
@@ -327,7 +327,7 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
     path, data = _table_of(site)
     path.write_text(f"{BIDI_NAME},label\n1,0\n2,1\n", encoding="utf-8")
     reason = _read_table(site, data)
-    return judge(
+    return judge_attack(
         not reason,
         "a table with a column whose name contains U+202E",
         "names with characters that change the direction of text are rejected",
@@ -346,7 +346,7 @@ def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
             file.write(block)
     reason = _read_table(site, data)
     path.unlink()
-    return judge(
+    return judge_attack(
         not reason,
         f"a compressed table of {BOMB_BYTES >> 30} GiB in a few MB",
         "a file unpacks to a bounded size, in bounded time",
@@ -360,7 +360,7 @@ def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
     if site.site.samples.table is None or not Path(str(source[key])).suffix:
-        raise Inapplicable("the site's data are not stored as a table in a file")
+        raise InapplicableAttack("the site's data are not stored as a table in a file")
     path = site.folder / f"crafted{suffix}"
     return path, source | {key: str(path)}
 

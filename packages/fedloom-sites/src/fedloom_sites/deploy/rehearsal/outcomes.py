@@ -14,7 +14,7 @@ Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
 """
 
 
-class Inapplicable(Exception):
+class InapplicableAttack(Exception):
     """Error: an attack cannot be applied to a site. The message states the reason."""
 
 
@@ -50,7 +50,7 @@ class AttackRow(NamedTuple):
         return {"attack": self.attack, **self.outcome._asdict()}
 
 
-def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "nothing") -> AttackOutcome:
+def judge_attack(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "nothing") -> AttackOutcome:
     """Return the outcome of an attack that a rule either stops or does not stop.
 
     Args:

@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fedloom.errors import ConfigError, sentence_of
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.messages import MESSAGE_ATTACKS
-from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, AttackRow, Inapplicable
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, AttackRow, InapplicableAttack
 from fedloom_sites.deploy.rehearsal.samples import SAMPLE_ATTACKS
 from fedloom_sites.deploy.rehearsal.sums import SUM_ATTACKS
 from fedloom_sites.deploy.settings import Site
@@ -25,7 +25,7 @@ REHEARSED_ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]
 """Name of every attack, and the function that carries it out."""
 
 
-def rehearse(site: Site) -> Iterator[AttackRow]:
+def rehearse_attacks(site: Site) -> Iterator[AttackRow]:
     """Yield the results of a dishonest server's attacks on copies of a site, with its data and settings.
 
     Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
@@ -47,14 +47,14 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
             raise ConfigError(f"site {site.site} has no training samples, so the rehearsal has no samples to attack")
         _ = copies.copy().trainer.job
         for name, attack in REHEARSED_ATTACKS:
-            yield AttackRow(name, _play(copies, attack))
+            yield AttackRow(name, _play_attack(copies, attack))
 
 
-def _play(copies: RehearsedSite, attack: Callable[[RehearsedSite], AttackOutcome]) -> AttackOutcome:
+def _play_attack(copies: RehearsedSite, attack: Callable[[RehearsedSite], AttackOutcome]) -> AttackOutcome:
     try:
-        with redirect_stderr(io.StringIO()), undisturbed(copies.site.threads):  # the copies' logs
+        with redirect_stderr(io.StringIO()), isolate_torch_settings(copies.site.threads):  # the copies' logs
             return attack(copies)
-    except Inapplicable as error:
+    except InapplicableAttack as error:
         return AttackOutcome("not tried", "", "", str(error))
     except Exception as error:  # whatever it is, the attack has shown nothing
         return AttackOutcome("OPEN", "the attack ended with an error", "unknown", sentence_of(error))

@@ -21,13 +21,13 @@ from fedloom_sites.deploy.protocol.envelope import (
     Kind,
     common_head,
     digest_of,
-    seal,
+    seal_message,
 )
-from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.protocol.identity import read_verifying_key
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Integers
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.trainer import Trainer
@@ -85,7 +85,7 @@ class RogueServer:
         """Send a message with arbitrary fields, and return the head and the arrays of the reply."""
         head = {name: BLANK_VALUES[type_] for name, type_ in {**COMMON_FIELDS, **REQUEST_FIELDS.get(kind, {})}.items()}
         head |= common_head(self.sites[c].site.fingerprint, kind, 0, c, b"", digest_of(arrays)) | fields
-        reply = self.sites[c].reply(seal(head, arrays))
+        reply = self.sites[c].reply(seal_message(head, arrays))
         reply_head, data = reply["head"], reply["arrays"]
         assert isinstance(reply_head, ConfigRecord)
         assert isinstance(data, ArrayRecord)
@@ -113,7 +113,7 @@ class RogueServer:
         assert model is not None
         return self.trainer.forms.write_model(model * (1 + change))
 
-    def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
+    def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> SessionTerms:
         """Return the terms of a session, which are true except for the given fields."""
         everyone = range(len(self.sites))
         facts = {"sizes": self.sizes, "cohort": everyone, "round": t, "trains": download is not None}
@@ -122,7 +122,7 @@ class RogueServer:
         facts["models"] = tuple(hashlib.sha256(m).hexdigest() for m in models)
         if (more.get("scored", -1) >= 0 or more.get("question") is not None) and "figures" not in more:
             facts["figures"] = tuple(s.figures for s in self.sites)
-        return Terms(**facts | more)
+        return SessionTerms(**facts | more)
 
     def begin(self, t: int, clients: Collection[int] | None = None) -> RogueSession:
         """Ask some or all sites for the first two steps of a session, and return the session."""
@@ -160,7 +160,7 @@ class RogueSession:
     def vector(
         self,
         c: int,
-        terms: Terms,
+        terms: SessionTerms,
         download: bytes | None,
         *models: bytes,
         peers: Collection[int] | None = None,
@@ -183,20 +183,20 @@ class RogueSession:
         if sent_back is not None:
             self.shown[c] = sent_back
 
-    def counts(self, terms: Terms) -> counters.AnswerCounts:
+    def counts(self, terms: SessionTerms) -> counters.AnswerCounts:
         """Open the counters, and return their totals."""
         answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
         agreed = self.rogue.sites[min(self.vectors)].site.secure
         assert agreed is not None
-        public = {c: verifying_key(agreed.keys[c], f"client {c}") for c in self.vectors}
+        public = {c: read_verifying_key(agreed.keys[c], f"client {c}") for c in self.vectors}
         messages = {c: v[-counters.COUNTERS_BYTES :] for c, v in self.vectors.items()}
         return counters.open_counters(
             self.session, self.bound(terms), [*self.sealed], messages, answers, public
         )[0]  # fmt: skip
 
-    def bound(self, terms: Terms) -> bytes:
+    def bound(self, terms: SessionTerms) -> bytes:
         """Return the digest on which the masks of the session depend."""
-        return secure.bound_to(self.session, terms.digest, [*self.sealed])
+        return secure.session_binding(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:
         """Ask a site for the shares that open the sum of the sites whose vectors arrived.
@@ -227,16 +227,16 @@ class RogueSession:
         """True if enough shares have arrived to remove the masks."""
         return len(self.told) >= self.session.threshold
 
-    def total(self, terms: Terms) -> Integers:
+    def total(self, terms: SessionTerms) -> Integers:
         """Return the sum of the vectors without their masks."""
         bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
-        secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
+        secrets, wrong = shares.restore_secrets(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong
         sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]
-        return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
+        return secure.unmask_sum(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
 
 
-def has_counters(terms: Terms, trainer: Trainer) -> bool:
+def has_counters(terms: SessionTerms, trainer: Trainer) -> bool:
     """Return True if the vectors of a session contain counters."""
     if terms.question is not None or (terms.scored >= 0 and trainer.scoring == "masked"):
         return True

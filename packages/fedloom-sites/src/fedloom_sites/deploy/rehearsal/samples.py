@@ -13,10 +13,10 @@ from torch import Tensor
 from fedloom.data import Federation
 from fedloom.engine.clients.scores import pass_shared
 from fedloom.engine.job import Job
-from fedloom_sites.deploy.noise import deployed, noise_of_site
-from fedloom_sites.deploy.protocol.lengths import absolute
+from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
+from fedloom_sites.deploy.protocol.lengths import is_absolute_model
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
-from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer
 from fedloom_sites.deploy.rehearsal.sums import play_session
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
@@ -28,11 +28,11 @@ BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 1
 """Settings without a budget, for attacks that need more answers than an agreement allows."""
 READ_ERROR = 0.01
 """Maximum relative error with which a sample counts as read."""
-MOST_COMPARED = 2000
+MAX_COMPARED_SAMPLES = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
 """AUROC of guessing the training samples from which on a model is considered to memorize. 0.5 is chance."""
-MOST_TWINS = 8
+MAX_REPLACEMENT_SAMPLES = 8
 """Maximum number of samples that are tried in place of the first sample."""
 UNIT_SCALE = 1e-3
 """Scale of crafted weights: so small that the loss is nearly the same for all samples."""
@@ -66,18 +66,18 @@ def find_first_layer(job: Job, features: int) -> FirstLayer:
     after = [name for name in names[1:] if len(shapes[name]) == 2 and int(shapes[name][1]) == units]
     biases = [name for name in names[1:3] if tuple(shapes[name]) == (units,)]
     if len(first) != 2 or int(first[1]) != features or not after or not biases:
-        raise Inapplicable(
+        raise InapplicableAttack(
             "the first layer of the model is not a hidden linear layer, and this attack reads samples from such a layer"
         )
     return FirstLayer(names[0], biases[0], after[0], units)
 
 
-def training_rows(client: Any, fed: Federation) -> Tensor:
+def site_training_rows(client: Any, fed: Federation) -> Tensor:
     """Return the training samples of a site as the model receives them, ``[n, features]`` float64."""
-    index = fed.indices("train", client)[:MOST_COMPARED]
+    index = fed.indices("train", client)[:MAX_COMPARED_SAMPLES]
     rows = fed.fetch(index)
     if not rows.is_floating_point():
-        raise Inapplicable("the samples are text")
+        raise InapplicableAttack("the samples are text")
     return rows.reshape(len(index), -1).double()
 
 
@@ -137,10 +137,10 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
     for name, kind in job.fields.items():
         field = fields.get(name)
         if kind.primary and field is not None and field.numel() == job.oracle.layout.d:
-            if absolute(kind, field.numel(), job.oracle.layout.d) or kind.keeps:
+            if is_absolute_model(kind, field.numel(), job.oracle.layout.d) or kind.keeps:
                 break
             return field.reshape(-1)
-    raise Inapplicable(
+    raise InapplicableAttack(
         f"uploads of {type(job.algorithm).__name__} are not model updates, and this attack reads model updates"
     )
 
@@ -165,10 +165,10 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
     return change_of(job, up._asdict())
 
 
-def protection_of(site: RehearsedSite) -> str:
+def protection_of_upload(site: RehearsedSite) -> str:
     """Return what protects a site's upload: masks, noise, or nothing."""
     trainer = site.copy().trainer
-    if noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
+    if noise_of_site(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"
     return "nothing" if site.site.secure is None else "masks"
 
@@ -185,14 +185,14 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
             session.vector(c, rogue.terms(1, download), download)
             numbers.add(session.vectors.get(c, b"")[SIGNATURE_BYTES:])
         is_open = upload is not None or len(numbers) == 1
-        return judge(
+        return judge_attack(
             is_open, tried, "every upload is masked, and each session draws new masks", "an upload without masks"
         )
     tried = "one round with an honest model"
     if upload is None:
         return AttackOutcome("stopped", tried, "nothing", f"the site refuses: {rogue.refused[-1]}")
     learned = f"the whole upload, {len(upload):,} bytes"
-    if protection_of(site) == "noise":
+    if protection_of_upload(site) == "noise":
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each upload")
     return AttackOutcome("OPEN", tried, learned, "no masks and no noise: use secure aggregation, or trust the server")
 
@@ -200,18 +200,18 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
 def read_by_bins(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of reading samples from a single answer to a model that sorts them into bins (R6)."""
     rogue = site.rogue()
-    rows = training_rows(site.client, site.fed)
+    rows = site_training_rows(site.client, site.fed)
     layer = find_first_layer(rogue.trainer.job, rows.shape[1])
     change = ask_change(site, rogue, craft_bins(rogue, layer, rows))
     count = 0 if change is None else count_read(read_bins(layer, rogue.trainer.job, change), rows)
     tried = f"one crafted model with {layer.units} bins"
     learned = f"{count} of {len(rows)} training samples, to {READ_ERROR:.0%}"
-    protection = protection_of(site)
+    protection = protection_of_upload(site)
     if count and protection == "masks":
         remains = "a sum hides the origin of samples, not the samples. Add noise (delta), or trust the server"
         return AttackOutcome("remains", tried, f"{learned}, in the sum of a round", remains)
     rule = "noise (delta)" if protection != "masks" else "training blurs single samples. Noise (delta) hides them"
-    return judge(bool(count), tried, rule, learned, "0 samples")
+    return judge_attack(bool(count), tried, rule, learned, "0 samples")
 
 
 def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
@@ -263,13 +263,15 @@ def change_first_sample(site: RehearsedSite) -> Federation:
     fed = site.fed
     rows = torch.cat([fed.indices(part, site.client) for part in ("train", "validation", "test")])
     figures = site.copy().figures
-    for sample in (fed.data.x[rows].amax(0), *fed.data.x[rows[1:MOST_TWINS]]):
+    for sample in (fed.data.x[rows].amax(0), *fed.data.x[rows[1:MAX_REPLACEMENT_SAMPLES]]):
         x = fed.data.x.clone()
         x[fed.indices("train", site.client)[0]] = sample
         changed = replace(fed, data=replace(fed.data, x=x))
         if site.copy(changed).figures == figures:
             return changed
-    raise Inapplicable("every candidate replacement for the first sample would change a fact that the site publishes")
+    raise InapplicableAttack(
+        "every candidate replacement for the first sample would change a fact that the site publishes"
+    )
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
@@ -278,13 +280,15 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     All numbers except the masked numbers are compared.
     """
     if site.site.secure is None and not site.copy().trainer.private:
-        raise Inapplicable("the server receives this site's answers directly; see the table row about single uploads")
+        raise InapplicableAttack(
+            "the server receives this site's answers directly; see the table row about single uploads"
+        )
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
     rogues = [site.rogue(twin) for twin in twins]
     try:
-        rows: Tensor | None = training_rows(site.client, twins[1].trainer.fed)
+        rows: Tensor | None = site_training_rows(site.client, twins[1].trainer.fed)
         find_first_layer(rogues[0].trainer.job, rows.shape[1] if rows is not None else 0)
-    except Inapplicable:
+    except InapplicableAttack:
         rows = None
     differing, questions, end = 0, 0, time.monotonic() + QUESTION_SECONDS
     for download in craft_questions(rogues[0], rows):
@@ -292,7 +296,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
         differing += len({_see_answer(site, rogue, download) for rogue in rogues}) > 1
         if time.monotonic() > end:
             break
-    return judge(
+    return judge_attack(
         differing > 0,
         f"{questions} crafted models, to the site with one sample and with another in its place",
         "a rejection, its sentence and its length depend only on the message",
@@ -333,7 +337,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
     losses = {part: _losses_of(job, model, site.client, part) for part in ("train", "validation", "test")}
     inside, outside = losses["train"], torch.cat([losses["validation"], losses["test"]])
     if not len(inside) or not len(outside) or not bool(torch.cat([inside, outside]).isfinite().all()):
-        raise Inapplicable("the site has no training or held-out samples to compare, or a loss is not finite")
+        raise InapplicableAttack("the site has no training or held-out samples to compare, or a loss is not finite")
     ranks = (outside[:, None] > inside[None]).double() + 0.5 * (outside[:, None] == inside[None]).double()
     area = float(ranks.mean())
     learned = f"AUROC {area:.2f} (chance: 0.50)"
@@ -349,7 +353,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
 def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
     """Return the losses of a model on one part of the site's samples."""
     outputs, index, _ = pass_shared(job, model, torch.tensor([client]), part)
-    return job.oracle.task.loss(outputs, job.eval_fed.targets(index)).flatten()[:MOST_COMPARED]
+    return job.oracle.task.loss(outputs, job.eval_fed.targets(index)).flatten()[:MAX_COMPARED_SAMPLES]
 
 
 SAMPLE_ATTACKS: Sequence[tuple[str, Any]] = (

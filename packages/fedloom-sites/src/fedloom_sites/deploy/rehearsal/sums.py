@@ -12,33 +12,33 @@ import torch
 from torch import Tensor
 
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
-from fedloom_sites.deploy.rehearsal.copies import RehearsedSite, StandIn
-from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
+from fedloom_sites.deploy.rehearsal.copies import RehearsedSite, StandInSite
+from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import ScoreVector
-from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
+from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, SecureSettings
 
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
 """Time in seconds after which a series of sums ends. The number was chosen so that a person can wait for a rehearsal to
 end."""
-NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
+UNMASKED_REASON = "uploads leave this site without masks. See the row on single uploads"
 
 
-def agreed_of(site: RehearsedSite) -> Secure:
+def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
     """Return the settings of secure sums on which the sites agreed.
 
     Raises:
         Inapplicable: the agreement does not include secure sums.
     """
     if site.site.secure is None:
-        raise Inapplicable(NOT_SUMS)
+        raise InapplicableAttack(UNMASKED_REASON)
     return site.site.secure
 
 
@@ -51,7 +51,7 @@ def play_session(
     clients: Collection[int] | None = None,
     survivors: Collection[int] | None = None,
     **more: Any,
-) -> tuple[RogueSession, Terms]:
+) -> tuple[RogueSession, SessionTerms]:
     """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
     The vector of the rehearsed site determines how long the vectors of the other sites are.
@@ -75,7 +75,7 @@ def play_session(
         if c == site.client and c in session.vectors:
             resize_stand_ins(rogue, session, c)
     if survivors is not None:
-        confirm(session, survivors)
+        confirm_survivors(session, survivors)
     if not {*(survivors or ())} <= {*session.vectors}:
         return session, terms
     for c in sorted({*session.vectors} - {*(survivors or session.vectors)}) if session.has_counters else ():
@@ -89,11 +89,11 @@ def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
     """Make the stand-ins' vectors as long as the site's vector."""
     end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
-        if isinstance(other, StandIn):
+        if isinstance(other, StandInSite):
             other.length = (len(session.vectors[c]) - SIGNATURE_BYTES - end) // 8
 
 
-def confirm(session: RogueSession, survivors: Collection[int]) -> None:
+def confirm_survivors(session: RogueSession, survivors: Collection[int]) -> None:
     """Ask the given sites to sign that the sum covers only them."""
     listed = secure.join_parts(dict.fromkeys(sorted(survivors), b""))
     for c in survivors:
@@ -114,7 +114,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
 
     If no sum is opened, the other rows prove little.
     """
-    agreed_of(site)
+    agreed_secure_settings(site)
     rogue = site.rogue()
     session, _ = play_session(site, rogue, 1, rogue.download())
     tried = f"one honest round of {site.clients} sites"
@@ -131,7 +131,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
     This is requirement R5 of the trust audit.
     """
-    agreed, opened = agreed_of(site), list[int]()
+    agreed, opened = agreed_secure_settings(site), list[int]()
     empty = [0, 0, 0]
     for full in range(1, agreed.threshold):
         for scores in (False, True):
@@ -140,7 +140,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
             models: tuple[Any, ...] = (None, rogue.model()) if scores else (rogue.download(),)
             session, _ = play_session(site, rogue, 1, *models)
             opened += [full] if session.is_open and site.client in session.vectors else []
-    return judge(
+    return judge_attack(
         bool(opened),
         f"sums in which 1 to {agreed.threshold - 1} of {site.clients} sites have samples",
         f"a sum needs {agreed.threshold} sites with samples",
@@ -150,7 +150,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
 def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of claiming that most vectors were lost, and of sending two different lists of vectors."""
-    agreed, learned_sums = agreed_of(site), list[str]()
+    agreed, learned_sums = agreed_secure_settings(site), list[str]()
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
         few = sorted([site.client, *site.other_clients[: count - 1]])
@@ -159,11 +159,11 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
     rogue = site.rogue()
     session, _ = play_session(site, rogue, 1, rogue.download())
     first, session.told, session.shown = session.is_open, {}, {}
-    confirm(session, site.other_clients)
+    confirm_survivors(session, site.other_clients)
     for c in site.other_clients:
         session.open(c, site.other_clients)
     learned_sums += ["two sums of one round, whose difference is this site's"] if first and session.is_open else []
-    return judge(
+    return judge_attack(
         bool(learned_sums),
         f"{agreed.threshold} drop-outs and lists of survivors of 1 to {agreed.threshold - 1} sites, "
         "and two different lists",
@@ -174,7 +174,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of sums (of uploads and of scores) in which this site has nearly all of the weight."""
-    agreed, learned_sums = agreed_of(site), list[float]()
+    agreed, learned_sums = agreed_secure_settings(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
         rest = max(1, int(count * (1 - share) / share / max(1, site.clients - 1)))
@@ -194,7 +194,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
         rows = session.total(terms)[: vector.length].reshape(len(heavy), -1) if session.is_open else np.zeros((0, 4))
         if any(is_heavy and bool(row.any()) for is_heavy, row in zip(heavy, rows, strict=False)):
             learned_sums.append(share)
-    return judge(
+    return judge_attack(
         bool(learned_sums),
         f"sums in which this site has up to {HEAVY_SHARES[-1]:.0%} of the samples",
         f"a site has at most {agreed.max_share:.0%} of a sum (max_share)",
@@ -204,10 +204,10 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome if the same model is requested again in the next round, without this site."""
-    agreed_of(site)
+    agreed_secure_settings(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
-        raise Inapplicable("the experiment has only one round")
+        raise InapplicableAttack("the experiment has only one round")
     for what in ("uploads", "scores"):
         if what == "scores" and rogue.trainer.scoring != "masked":
             continue
@@ -215,7 +215,7 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
         first, _ = play_session(site, rogue, 1, *models)
         second, _ = play_session(site, rogue, 2, *models, clients=site.other_clients)
         learned_sums += [what] if first.is_open and second.is_open else []
-    return judge(
+    return judge_attack(
         bool(learned_sums),
         "the same model in the next round, without this site",
         "sums on the same model contain the same sites",
@@ -251,7 +251,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of models that hardly change, if this site is left out of every second round (R7)."""
-    agreed, everyone = agreed_of(site), range(site.clients)
+    agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
     sizes = [len(row) for row in rows]
@@ -260,17 +260,17 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     rule = f"sums contain the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
     learned = f"{differences} differences that contain this site's uploads"
     if (("uploads", site.client),) not in find_isolated(rows, agreed.threshold):
-        return judge(False, tried, rule, learned)
+        return judge_attack(False, tried, rule, learned)
     if site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, each with its noise", "epsilon counts each round")
     if max(differences, agreed.changes) <= MAX_CHANGES:
         return AttackOutcome("remains", tried, learned, f"{rule}. Agree on changes = 0 if no site may be away")
-    return judge(True, tried, rule, learned)
+    return judge_attack(True, tried, rule, learned)
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of sums that each leave out a different one of the other sites, which isolates this site."""
-    agreed, everyone = agreed_of(site), range(site.clients)
+    agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
     tried = f"{len(cohorts)} sums with nearly the same model, each without another of the other sites"
@@ -278,18 +278,18 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
     if is_alone and site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each round")
     rule = f"{agreed.steady_sites} sites of every sum have never been absent (steady)"
-    return judge(is_alone, tried, rule, learned)
+    return judge_attack(is_alone, tried, rule, learned)
 
 
-def begin_again(site: RehearsedSite) -> AttackOutcome:
+def repeat_session_start(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of a second experiment on the same data and the same model, without this site (R12)."""
-    agreed_of(site)
+    agreed_secure_settings(site)
     memory = site.folder / "again"
     rogue = site.later_rogue(0, memory)
     download = rogue.download()
     before, _ = play_session(site, rogue, 1, download)
     after, _ = play_session(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
-    return judge(
+    return judge_attack(
         before.is_open and after.is_open,
         "another experiment on the same data and model, without this site",
         f"a site remembers sums by the name of its data ({site.site.data_name!r}), across experiments",
@@ -299,7 +299,7 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
 
 def change_terms(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of changing models or terms within a session, and of sending different models to the sites."""
-    agreed_of(site)
+    agreed_secure_settings(site)
     rogue, c = site.rogue(), site.client
     first, second = rogue.download(), rogue.download(0.5)
     session, learned_sums, vectors = rogue.begin(1), list[str](), set[bytes]()
@@ -321,7 +321,7 @@ def change_terms(site: RehearsedSite) -> AttackOutcome:
     for k in [*session.vectors]:
         session.open(k)
     learned_sums += ["a sum of different models"] if session.is_open else []
-    return judge(
+    return judge_attack(
         bool(learned_sums),
         "two models and two lists of terms in one session, and a different model for each site",
         "a session has one answer, and masks fit one model and one list of terms",
@@ -337,6 +337,6 @@ SUM_ATTACKS: Sequence[tuple[str, Any]] = (
     ("one model twice", repeat_model),
     ("neighboring sums", compare_neighbors),
     ("all others leave", leave_one_by_one),
-    ("the study started again", begin_again),
+    ("the study started again", repeat_session_start),
     ("changed terms", change_terms),
 )

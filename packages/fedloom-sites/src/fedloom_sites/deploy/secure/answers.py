@@ -13,10 +13,10 @@ from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES, read_counters
-from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, SIGNATURE_BYTES, Broken, Integers
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, SIGNATURE_BYTES, Integers, ProtocolBroken
 
 
-def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, Ed25519PublicKey]) -> secure.Advert:
+def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, Ed25519PublicKey]) -> secure.KeyAdvert:
     """Return the only advertisement in a message.
 
     Args:
@@ -37,7 +37,7 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
         )
     try:
         secure.check_adverts(name, adverts, public)
-    except Broken as error:
+    except ProtocolBroken as error:
         raise WireError(f"{error}. Do both sides have the same agreement?") from None
     return adverts[0]
 

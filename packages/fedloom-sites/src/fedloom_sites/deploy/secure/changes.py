@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 
 MAX_CHANGES = 4
 """Maximum number of changes per site, which allows a site to be absent twice from the sums over its data.
@@ -36,7 +36,7 @@ Weights = Mapping[str, Mapping[str, Sequence[float]]]
 """Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""
 
 
-class States(NamedTuple):
+class AnswerStates(NamedTuple):
     """States from which the sites in a sum answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class States(NamedTuple):
     bases: Mapping[str, int]
 
 
-class Changes(NamedTuple):
+class CohortChanges(NamedTuple):
     """Sites in the latest sum, and the number of changes so far.
 
     Attributes:
@@ -70,7 +70,7 @@ class Changes(NamedTuple):
         """The sites in the latest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
-    def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
+    def changed(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> set[str]:
         """Return the sites whose presence, weight or state differs between a new sum and the latest sum.
 
         A site that answers from a state that differs from that of most sites differs from the previous sum and from the
@@ -86,7 +86,7 @@ class Changes(NamedTuple):
         changed = {*self.sites} ^ {*sites}
         for what, now in weights.items():
             before = self.record["weights"].get(what)
-            changed |= set() if before is None else reweighted(before, now)
+            changed |= set() if before is None else find_reweighted_sites(before, now)
         moved = self._find_moved_sites(states) | {*self.record.get("moved", ())}
         return changed | (moved & {*sites})
 
@@ -95,7 +95,7 @@ class Changes(NamedTuple):
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def add_sum(self, sites: Collection[str], weights: Weights, states: States) -> Changes:
+    def add_sum(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> CohortChanges:
         """Return the updated record after a sum.
 
         Args:
@@ -114,7 +114,7 @@ class Changes(NamedTuple):
                 else f"a site may leave the sums over the same data, or return, at most {self.limit} times "
                 "(changes in the table secure)"
             )
-            raise Broken(
+            raise ProtocolBroken(
                 "the sites of the sum, or their weights or states, differ from the previous sum in "
                 f"{', '.join(over)}; {why}"
             )
@@ -122,7 +122,7 @@ class Changes(NamedTuple):
         counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
         steady = [c for c in sites if c not in counts]
         if changed and len(steady) < self.steady:
-            raise Broken(
+            raise ProtocolBroken(
                 f"the sum differs from the previous sum in {', '.join(sorted(changed))}. Only "
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
                 "are required (key `steady` in the table `secure`)"
@@ -143,7 +143,7 @@ class Changes(NamedTuple):
             }
         )
 
-    def _find_moved_sites(self, states: States) -> set[str]:
+    def _find_moved_sites(self, states: AnswerStates) -> set[str]:
         """Return the sites that answer from a state that differs from that of most sites in the newest sum of uploads.
 
         If the server accepted the newest sum, all its sites answer from the state after that round, otherwise from the
@@ -159,7 +159,7 @@ class Changes(NamedTuple):
         return {c for group in groups.values() for c in group} - {*max(groups.values(), key=len, default=[])}
 
 
-def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
+def find_reweighted_sites(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
     """Return the sites whose weight changed by a factor that differs from that of the largest group of sites.
 
     Args:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fedloom.errors import WireError
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
-from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers, Secrets, Session
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Integers, ProtocolBroken, Session, SessionSecrets
 
 ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)
 """Counters that a site sends if it answers from its samples, sends a neutral upload instead, has no answer to a
@@ -44,8 +44,8 @@ class AnswerCounts(NamedTuple):
 
 
 def write_counters(
-    session: Session, bound: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey, peers: Collection[int],
-    counters: Sequence[int],
+    session: Session, bound: bytes, client: int, secrets: SessionSecrets, key: Ed25519PrivateKey,
+    peers: Collection[int], counters: Sequence[int],
 ) -> bytes:  # fmt: skip
     """Encode a site's masked counters, preceded by the site's signature.
 
@@ -59,9 +59,9 @@ def write_counters(
         counters: the site's counters.
     """
     own = secrets._replace(seed=secrets.counting)
-    sent = secure.masked(session, _masks(bound), client, own, peers, np.array(counters, dtype=np.uint64))
+    sent = secure.mask_vector(session, _mask_label(bound), client, own, peers, np.array(counters, dtype=np.uint64))
     numbers = sent.astype("<u8", copy=False).tobytes()
-    return key.sign(_signed(bound, numbers)) + numbers
+    return key.sign(_signed_counters_text(bound, numbers)) + numbers
 
 
 def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> bytes:
@@ -73,7 +73,7 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
     if len(message) != COUNTERS_BYTES:
         raise WireError(f"masked counters and their signature must have {COUNTERS_BYTES} bytes, got {len(message)}")
     try:
-        public.verify(message[:SIGNATURE_BYTES], _signed(bound, message[SIGNATURE_BYTES:]))
+        public.verify(message[:SIGNATURE_BYTES], _signed_counters_text(bound, message[SIGNATURE_BYTES:]))
     except InvalidSignature:
         raise WireError("the signature does not match these counters: the site received a different request") from None
     return message
@@ -99,12 +99,14 @@ def open_counters(
     try:
         numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
     except WireError as error:
-        raise Broken(str(error)) from None
-    secrets, wrong = shares.restored(session, peers, messages, answers, of_counters=True)
+        raise ProtocolBroken(str(error)) from None
+    secrets, wrong = shares.restore_secrets(session, peers, messages, answers, of_counters=True)
     total: Integers = np.sum([np.frombuffer(one, dtype="<u8") for one in numbers], axis=0, dtype=np.uint64)
-    total = secure.unmasked(session, _masks(bound), messages, total, secrets)
+    total = secure.unmask_sum(session, _mask_label(bound), messages, total, secrets)
     if bool((total > len(messages)).any()) or int(total[:2].sum()) > len(messages):
-        raise Broken("the sum of counters is out of range: a site sent wrong counters, or a mask was not removed")
+        raise ProtocolBroken(
+            "the sum of counters is out of range: a site sent wrong counters, or a mask was not removed"
+        )
     return AnswerCounts(*total.tolist()), wrong
 
 
@@ -118,23 +120,23 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
         Broken: too few sites contribute, or a site is silent. The message states how many there are.
     """
     if counts.answered < threshold:
-        raise Broken(
+        raise ProtocolBroken(
             f"only {counts.answered} sites answered from their samples, but a sum needs {threshold} to be decrypted"
         )
     if counts.silent:
-        raise Broken(
+        raise ProtocolBroken(
             f"{counts.silent} of the sites could not answer. The difference between this sum and a "
             "sum that includes their answers would reveal these answers"
         )
 
 
-def _masks(bound: bytes) -> bytes:
+def _mask_label(bound: bytes) -> bytes:
     """Return the label from which the masks of the counters are derived.
 
     With it, the mask streams of the counters differ from those of the vectors.
     """
-    return secure.derived(bound, b"", b"counters")
+    return secure.derive_key(bound, b"", b"counters")
 
 
-def _signed(bound: bytes, numbers: bytes) -> bytes:
+def _signed_counters_text(bound: bytes, numbers: bytes) -> bytes:
     return b"fedloom counters\n" + bound + numbers

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom_sites.deploy.secure.protocol import Broken, Integers
+from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
 
 RESOLUTION_BITS = 36
 """Each number is sent as an integer multiple of 2^-36."""
@@ -17,7 +17,7 @@ The sum of 100 numbers or changes stays below 2^58 steps, so no sum wraps around
 """
 
 
-def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
+def encode_integers(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
     """Convert numbers ``[D]`` to integer multiples of the resolution, and return how many were clipped.
 
     Numbers outside the range are clipped to its ends.
@@ -31,7 +31,7 @@ def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
     return steps.view(np.uint64), count
 
 
-def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def decode_integers(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Convert an integer sum of ``count`` numbers or changes to float64 ``[D]``.
 
     Raises:
@@ -40,5 +40,7 @@ def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]
     steps = total.view(np.int64)
     limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS
     if bool(((steps > limit) | (steps < -limit)).any()):
-        raise Broken(f"the sum of {count} sites is out of range: a site sent a wrong vector, or a mask was not removed")
+        raise ProtocolBroken(
+            f"the sum of {count} sites is out of range: a site sent a wrong vector, or a mask was not removed"
+        )
     return np.ldexp(steps.astype(np.float64), -RESOLUTION_BITS)

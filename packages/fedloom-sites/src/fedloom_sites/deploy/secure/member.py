@@ -19,21 +19,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
 from fedloom.engine import Setting
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.schedule import Stream
-from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, released
+from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, deployed_part
 from fedloom_sites.deploy.protocol.envelope import Kind
-from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.protocol.identity import read_verifying_key
 from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import MAX_SITES, SIGNATURE_BYTES, Broken, Integers
-from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, Progress, Stage, progress_of
-from fedloom_sites.deploy.secure.terms import Terms, check_summands
-from fedloom_sites.deploy.settings import Secure, Site
+from fedloom_sites.deploy.secure.protocol import MAX_SITES, SIGNATURE_BYTES, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, SessionProgress, Stage, progress_of
+from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
+from fedloom_sites.deploy.settings import SecureSettings, Site
 
 
 def check_maskable(setting: Setting, *, verify: bool = False) -> None:
@@ -48,7 +48,7 @@ def check_maskable(setting: Setting, *, verify: bool = False) -> None:
             The message names this part.
     """
     setting = setting.resolved()
-    if verify and accounted(setting.upload_transform, setting.aggregator) is not None:
+    if verify and find_accounted_noise(setting.upload_transform, setting.aggregator) is not None:
         raise Refused(
             "with a delta, sites store the last models without a sum of scores, so these models do not follow from "
             "sums that the sites verify",
@@ -77,7 +77,7 @@ def check_maskable(setting: Setting, *, verify: bool = False) -> None:
         )
     elif (
         isinstance(setting.aggregator, PrivateMean)
-        and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
+        and 0 < deployed_part(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
     ):
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     stored = {kind.keeps or kind.accumulates for kind in fields.values()}
@@ -117,7 +117,7 @@ class SessionMember:
         self._agreed, self._client, self._key = site.secure, site.client, key
         self._path = folder / "session" / "session.json"
         self._agreement = site.secure.digest(site.fingerprint)
-        self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
+        self._public = {c: read_verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         agreed = site.secure
         self._opened = OpenedSums(
             folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.client
@@ -133,7 +133,7 @@ class SessionMember:
         self._opened.begin(name, record.get("name"))
         if record.get("name") != name.hex():
             secrets = secure.new_secrets()
-            advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
+            advert = secure.write_adverts([secure.make_advert(name, self._client, secrets, self._key)])
             record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             record |= {"link": link.hex()} if link else {}
             self._save(record)
@@ -145,15 +145,15 @@ class SessionMember:
         record = self._session(round, nonce, "shares")
         self._store_once(record, "adverts", message.hex())
         if "shares" not in record:
-            session, secrets = self._agreed_by(record, message), _secrets(record)
-            parts = shares.share(session, self._client, secrets, self._key)
+            session, secrets = self._agreed_by(record, message), _stored_secrets(record)
+            parts = shares.make_shares(session, self._client, secrets, self._key)
             record["own"] = parts.pop(self._client).hex()
             record["shares"] = secure.join_parts(parts).hex()
             self._save(record)
         return self._bytes(record, "shares")
 
     def receive(
-        self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]], *,
+        self, round: int, nonce: bytes, message: bytes, terms: SessionTerms, weights: Mapping[int, Sequence[float]], *,
         is_noisy: bool = False,
     ) -> bytes:  # fmt: skip
         """Read the other sites' shares (first half of step 3), and return accusations.
@@ -175,7 +175,7 @@ class SessionMember:
         """
         record = self._session(round, nonce, "masked")
         if "link" in record and not {terms.download, *terms.models} <= {"", record["link"]}:
-            raise Broken("the terms name another chain of opened sums than the keys of this session")
+            raise ProtocolBroken("the terms name another chain of opened sums than the keys of this session")
         self._store_once(record, "inbox", message.hex())
         self._store_once(record, "terms", terms.digest.hex())
         self._store_once(record, "sums", terms.sums)
@@ -185,18 +185,18 @@ class SessionMember:
         self._store_once(record, "noisy", is_noisy)
         self._store_once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
-            session, secrets = self._agreed_by(record), _secrets(record)
-            sealed = _read(message, shares.SEALED_SHARE_BYTES)
+            session, secrets = self._agreed_by(record), _stored_secrets(record)
+            sealed = _read_parts(message, shares.SEALED_SHARE_BYTES)
             if not set(sealed) <= set(session.adverts) - {self._client}:
-                raise Broken("shares came from sites that did not advertise keys")
+                raise ProtocolBroken("shares came from sites that did not advertise keys")
             if len(sealed) + 1 < session.threshold:
-                raise Broken(f"{len(sealed) + 1} sites sent shares, but {session.threshold} are required")
+                raise ProtocolBroken(f"{len(sealed) + 1} sites sent shares, but {session.threshold} are required")
             held, accuses = {self._client: bytes.fromhex(record["own"])}, dict[int, bytes]()
             for c, part in sealed.items():
                 try:
                     held[c] = shares.open_share(session, self._client, secrets, c, part, self._public[c])
-                except shares.Unreadable:
-                    accuses[c] = shares.accuse(session, self._client, c, self._key)
+                except shares.UnreadableShare:
+                    accuses[c] = shares.sign_accusation(session, self._client, c, self._key)
             if accuses:
                 record["accuses"] = secure.join_parts(accuses).hex()
             else:
@@ -239,11 +239,11 @@ class SessionMember:
         self._store_once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
-        sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
-        signature = self._key.sign(secure.statement(bound, peers))
+        sent = secure.mask_vector(self._agreed_by(record), bound, self._client, _stored_secrets(record), peers, vector)
+        signature = self._key.sign(secure.encode_statement(bound, peers))
         counted = b""
         if counts:
-            session, secrets = self._agreed_by(record), _secrets(record)
+            session, secrets = self._agreed_by(record), _stored_secrets(record)
             counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
         numbers = sent.astype("<u8", copy=False).tobytes()
         relayed = "link" in record and "uploads" in record["sums"]
@@ -253,13 +253,15 @@ class SessionMember:
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return the one-time keys for those of this site's messages that other sites say they cannot decrypt."""
         record = self._session(round, nonce, "open")
-        session, secrets = self._agreed_by(record), _secrets(record)
-        for accuser, signature in _read(message, SIGNATURE_BYTES).items():
+        session, secrets = self._agreed_by(record), _stored_secrets(record)
+        for accuser, signature in _read_parts(message, SIGNATURE_BYTES).items():
             if accuser not in session.adverts or not shares.is_accused(
                 session, accuser, self._client, signature, self._public[accuser]
             ):
-                raise Broken(f"the accusation against this site is not signed by client {accuser}")
-        return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
+                raise ProtocolBroken(f"the accusation against this site is not signed by client {accuser}")
+        return secure.join_parts(
+            {c: shares.one_time_key(session, secrets, c) for c in _read_parts(message, SIGNATURE_BYTES)}
+        )
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return this site's signed consent to a sum over the sites whose vectors have arrived (step 4).
@@ -267,11 +269,11 @@ class SessionMember:
         This step is necessary only if some vectors are missing.
         """
         record = self._session(round, nonce, "agree")
-        arrived = self._arrived(record, _read(message, 0))
+        arrived = self._arrived(record, _read_parts(message, 0))
         self._check_change(record, arrived)
         self._store_once(record, "arrived", message.hex())
         self._save(record)
-        return self._key.sign(secure.statement(self._bound(record), arrived))
+        return self._key.sign(secure.encode_statement(self._bound(record), arrived))
 
     def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return the shares that unmask the counters (in a session with counters, before step 5).
@@ -281,14 +283,14 @@ class SessionMember:
         """
         record = self._session(round, nonce, "count")
         if not record["counters"]:
-            raise Broken("the sum of this session is decrypted without counters")
-        signed = _read(message, SIGNATURE_BYTES)
+            raise ProtocolBroken("the sum of this session is decrypted without counters")
+        signed = _read_parts(message, SIGNATURE_BYTES)
         if "counted" not in record:
             held, arrived = _list_held_shares(record), self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived, of_counters=True))
-            record |= {"counted": answer.hex(), "survivors": _listed(signed)}
+            record |= {"counted": answer.hex(), "survivors": _encode_clients(signed)}
             self._save(record)
-        self._store_once(record, "survivors", _listed(signed))
+        self._store_once(record, "survivors", _encode_clients(signed))
         return self._bytes(record, "counted")
 
     def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
@@ -306,8 +308,8 @@ class SessionMember:
                 sites answered from their samples.
         """
         record = self._session(round, nonce, "unmask")
-        signed = _read(message, SIGNATURE_BYTES)
-        survivors = _listed(signed)
+        signed = _read_parts(message, SIGNATURE_BYTES)
+        survivors = _encode_clients(signed)
         if REVEALED_ENTRY not in record:
             held = _list_held_shares(record)
             if record["counters"]:
@@ -331,8 +333,8 @@ class SessionMember:
             Broken: opening the sum is not allowed.
         """
         arrived = self._arrived(record, signed)
-        if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
-            raise Broken("this site has signed a sum over different sites")
+        if not {record.get("arrived"), record.get("survivors")} <= {None, _encode_clients(signed)}:
+            raise ProtocolBroken("this site has signed a sum over different sites")
         secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
         bases = {str(c): record["bases"][str(c)] for c in arrived}
         self._opened.reveal(
@@ -358,20 +360,23 @@ class SessionMember:
         Raises:
             Broken: counters are missing or too small. The message states the reason.
         """
-        sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
+        sent, peers = _read_parts(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
-            raise Broken(f"expected counters of the {len(arrived)} sites of the sum, got counters of {len(sent)}")
+            raise ProtocolBroken(
+                f"expected counters of the {len(arrived)} sites of the sum, got counters of {len(sent)}"
+            )
         answers = {
-            c: _read(part, secure.KEY_BYTES) for c, part in _read(openers, len(peers) * (4 + secure.KEY_BYTES)).items()
+            c: _read_parts(part, secure.KEY_BYTES)
+            for c, part in _read_parts(openers, len(peers) * (4 + secure.KEY_BYTES)).items()
         }
         if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
-            raise Broken("the shares of the counter masks do not belong to the sites of the session")
+            raise ProtocolBroken("the shares of the counter masks do not belong to the sites of the session")
         session, bound = self._agreed_by(record), self._bound(record)
         counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
 
     @property
-    def agreed(self) -> Secure:
+    def agreed(self) -> SecureSettings:
         """Settings of secure aggregation on which all sites have agreed."""
         return self._agreed
 
@@ -387,26 +392,28 @@ class SessionMember:
             Broken: opening the sum is not allowed.
         """
         if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
-            raise Broken(
+            raise ProtocolBroken(
                 "the list of sites whose vector arrived contains a site that sent no shares, or does "
                 "not contain this site"
             )
         if len(clients) < self._agreed.threshold:
-            raise Broken(f"the sum contains {len(clients)} sites, but must contain at least {self._agreed.threshold}")
+            raise ProtocolBroken(
+                f"the sum contains {len(clients)} sites, but must contain at least {self._agreed.threshold}"
+            )
         weights = {int(c): values for c, values in record["weights"].items()}
         check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
         return [*clients]
 
     def _bound(self, record: dict[str, Any]) -> bytes:
         peers = [int(c) for c in record["held"]]
-        return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
+        return secure.session_binding(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
     def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
         """Check that the session's stage permits an answer to this kind of message, and return the session's record."""
         record = self._load()
         link = bytes.fromhex(record.get("link", ""))
         same = record.get("name") == secure.session_name(self._agreement, round, nonce, link).hex()
-        (progress_of(record) if same else Progress()).advance(kind)
+        (progress_of(record) if same else SessionProgress()).advance(kind)
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
@@ -415,26 +422,26 @@ class SessionMember:
         Within a session, a stored value never changes.
         """
         if record.setdefault(name, value) != value:
-            raise Broken(f"the {name} of a session cannot change")
+            raise ProtocolBroken(f"the {name} of a session cannot change")
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
         """Return the session of the sites that advertised keys, after checking newly arrived advertisements."""
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
-        name, adverts = bytes.fromhex(record["name"]), _adverts(message)
+        name, adverts = bytes.fromhex(record["name"]), _stored_adverts(message)
         try:
             secure.check_adverts(name, adverts, self._public)
-        except Broken as error:
+        except ProtocolBroken as error:
             if "link" not in record:
                 raise
-            raise Broken(
+            raise ProtocolBroken(
                 f"{error}. The site has opened other sums than this site, because the server or a site has shown them "
                 "different vectors, or the server has changed the keys"
             ) from None
         if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
-            raise Broken("this site's own keys are missing, or are not the keys that the site advertised")
+            raise ProtocolBroken("this site's own keys are missing, or are not the keys that the site advertised")
         if len(adverts) < self._agreed.threshold:
-            raise Broken(f"{len(adverts)} sites advertised keys, but {self._agreed.threshold} are required")
+            raise ProtocolBroken(f"{len(adverts)} sites advertised keys, but {self._agreed.threshold} are required")
         return secure.session_of(name, self._agreed.threshold, adverts)
 
     @staticmethod
@@ -451,10 +458,10 @@ class SessionMember:
 @lru_cache(maxsize=1)
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
     """Rebuild a session from the advertisements that were stored."""
-    return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
+    return secure.session_of(name, threshold, _stored_adverts(bytes.fromhex(adverts)))
 
 
-def _listed(clients: Collection[int]) -> str:
+def _encode_clients(clients: Collection[int]) -> str:
     """Encode a list of sites as hexadecimal digits."""
     return secure.join_parts(dict.fromkeys(clients, b"")).hex()
 
@@ -476,19 +483,19 @@ def _list_held_shares(record: dict[str, Any]) -> dict[int, bytes]:
     return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 
-def _secrets(record: dict[str, Any]) -> secure.Secrets:
-    return secure.Secrets(*map(bytes.fromhex, record["secrets"]))
+def _stored_secrets(record: dict[str, Any]) -> secure.SessionSecrets:
+    return secure.SessionSecrets(*map(bytes.fromhex, record["secrets"]))
 
 
-def _read(message: bytes, width: int) -> dict[int, bytes]:
+def _read_parts(message: bytes, width: int) -> dict[int, bytes]:
     try:
         return secure.split_parts(message, width)
     except WireError as error:
-        raise Broken(str(error)) from None
+        raise ProtocolBroken(str(error)) from None
 
 
-def _adverts(message: bytes) -> list[secure.Advert]:
+def _stored_adverts(message: bytes) -> list[secure.KeyAdvert]:
     try:
         return secure.read_adverts(message)
     except WireError as error:
-        raise Broken(str(error)) from None
+        raise ProtocolBroken(str(error)) from None

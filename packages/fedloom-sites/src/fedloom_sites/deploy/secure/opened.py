@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedloom.storage import hold, make_folder, release, write_atomic
-from fedloom.storage.disk import regular
+from fedloom.storage import make_folder, release_lock, take_lock, write_atomic
+from fedloom.storage.disk import check_regular_file
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
-from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes, States
+from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, AnswerStates, CohortChanges
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
-from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
+from fedloom_sites.deploy.secure.protocol import MAX_ANALYSIS_STEPS, ProtocolBroken
 
 REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
@@ -48,8 +48,8 @@ class OpenedSums:
         memory: folder for what the site remembers about these data across experiments. None if the site remembers only
             this experiment.
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
-        changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
-        steady: minimum number of sites in a sum that have never changed (see `Changes`).
+        changes: maximum number of times that a site may leave the sums or return to them (see `CohortChanges`).
+        steady: minimum number of sites in a sum that have never changed (see `CohortChanges`).
         own: number of this site. None if the site may have a different name in every experiment.
     """
 
@@ -76,8 +76,8 @@ class OpenedSums:
         with self._open() as record:
             experiment = self._read_experiment(record)
             if name.hex() in experiment["past"]:
-                raise Broken("this session is over")
-            if before is not None and _ended(experiment, before):
+                raise ProtocolBroken("this session is over")
+            if before is not None and _record_session_end(experiment, before):
                 self._write(record)
 
     def check_change(
@@ -140,7 +140,7 @@ class OpenedSums:
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
                 forgotten = experiment["forgotten"]
                 if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES_ENTRY, -1)):
-                    raise Broken(
+                    raise ProtocolBroken(
                         f"round {t} is too long ago: fedloom no longer knows whether the {what} of "
                         "this round were already summed"
                     )
@@ -148,18 +148,18 @@ class OpenedSums:
                 is_new |= str(t) not in opened
                 before = opened.setdefault(str(t), new)
                 if before["bases"].keys() != bases.keys():
-                    raise Broken(
+                    raise ProtocolBroken(
                         f"the {what} of round {t} were already summed over different sites. The "
                         "difference between the two sums would reveal individual sites"
                     )
                 if before != new:
-                    raise Broken(
+                    raise ProtocolBroken(
                         f"the {what} of round {t} were already summed for a different model or from different states"
                     )
                 for other in self._find_same_models(record, what, models[what]):
                     apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
                     if 0 < apart < threshold:
-                        raise Broken(
+                        raise ProtocolBroken(
                             f"the {what} on these models were already summed in another round, and "
                             f"{apart} of the sites differ. The difference between the two sums would "
                             "reveal these sites"
@@ -177,7 +177,7 @@ class OpenedSums:
                 is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
                 record["turns"] += is_neutral != record["neutral"]
                 record["neutral"] = is_neutral
-            _ended(experiment, name)
+            _record_session_end(experiment, name)
             self._write(record)
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -206,18 +206,18 @@ class OpenedSums:
             Broken: the site has a different name in this agreement.
         """
         if record.get("own", self._own) != self._own:
-            raise Broken(
+            raise ProtocolBroken(
                 "this site took part in earlier sums over these data under another name, and under "
                 "the new name its changes would be counted from zero. Keep the earlier name of the "
                 "site in the agreement"
             )
 
-    def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
+    def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> AnswerStates:
         named = {self._name(c): t for c, t in bases.items()}
-        return States(self._folder.name, sums.get("uploads"), named)
+        return AnswerStates(self._folder.name, sums.get("uploads"), named)
 
-    def _changes(self, record: Mapping[str, Any]) -> Changes:
-        return Changes(record["sites"], self._limit, self._steady)
+    def _changes(self, record: Mapping[str, Any]) -> CohortChanges:
+        return CohortChanges(record["sites"], self._limit, self._steady)
 
     @staticmethod
     def _find_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
@@ -266,7 +266,7 @@ class OpenedSums:
         newest = max([*rounds, *_summed_rounds(self._folder)], default=-1)
         answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_END}")]
         untouched = bool(answered) and all(one.get("whole") is True and not one["steps"] for one in answered)
-        steps = {} if newest < 0 or untouched else {ANALYSES_ENTRY: MOST_STEPS}
+        steps = {} if newest < 0 or untouched else {ANALYSES_ENTRY: MAX_ANALYSIS_STEPS}
         document = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
         record["experiments"][self._folder.name] = document
         self._write(record)
@@ -283,10 +283,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
     make_folder(folder, mode=0o700)
     fd = os.open(folder / ".turn", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        hold(fd, folder, wait=True)
+        take_lock(fd, folder, wait=True)
         yield
     finally:
-        release(fd)
+        release_lock(fd)
         os.close(fd)
 
 
@@ -299,7 +299,7 @@ def _summed_rounds(folder: Path) -> list[int]:
     ]
 
 
-def _ended(record: dict[str, Any], name: str) -> bool:
+def _record_session_end(record: dict[str, Any], name: str) -> bool:
     """Record that a session has ended, and return True if its end was not yet recorded."""
     new = name not in record["past"]
     if new:
@@ -310,7 +310,7 @@ def _ended(record: dict[str, Any], name: str) -> bool:
 def read_checked(path: Path) -> dict[str, Any] | None:
     """Return the values in a file with a checksum, or None if the file is missing or damaged."""
     try:
-        text, _, digest = regular(path).read_bytes().rpartition(b"\n")
+        text, _, digest = check_regular_file(path).read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
         values = json.loads(text)

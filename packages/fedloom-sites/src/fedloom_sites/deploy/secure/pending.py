@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.storage import make_folder, write_atomic
-from fedloom.storage.disk import regular
-from fedloom.storage.files import discard
+from fedloom.storage.disk import check_regular_file
+from fedloom.storage.files import delete_files
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Integers
 
@@ -82,7 +82,7 @@ class PendingSums:
         if entry is None:
             return None
         try:
-            content = regular(self._folder / entry["file"]).read_bytes()
+            content = check_regular_file(self._folder / entry["file"]).read_bytes()
             if hashlib.sha256(content).hexdigest() != entry["digest"]:
                 return None
             total = np.frombuffer(content, dtype="<u8")
@@ -125,7 +125,7 @@ class PendingSums:
         write_checked(self._folder / UNMASKED_FILE, entries)
         kept = {one["file"] for one in entries.values()}
         old = [path for end in ("sum", "masked") for path in self._folder.glob(f"*.{end}") if path.name not in kept]
-        discard(*old)
+        delete_files(*old)
 
     def _read(self) -> dict[str, dict[str, Any]]:
         return read_checked(self._folder / UNMASKED_FILE) or {}

@@ -13,10 +13,10 @@ out along the way.
 3. Every site adds to its vector a mask derived from its own seed, and for every other site a mask derived from the key
    that the two sites share. The two sites add this pairwise mask with opposite signs. Numbers are integers modulo 2^64
    (see `integers`), so a masked vector is uniformly distributed regardless of its content. The masks depend on the
-   entire request to the sites and on the list of sites that shared secrets (see `bound_to`), so masks cancel only
-   between sites that received the same request and list. Together with its vector, a site signs that the sum may cover
-   all sites that shared secrets (see `statement`). 4. If a vector is missing, the sites sign the list of the sites
-   whose vectors arrived. Each site signs only one such list.
+   entire request to the sites and on the list of sites that shared secrets (see `session_binding`), so masks cancel
+   only between sites that received the same request and list. Together with its vector, a site signs that the sum may
+   cover all sites that shared secrets (see `encode_statement`). 4. If a vector is missing, the sites sign the list of
+   the sites whose vectors arrived. Each site signs only one such list.
 5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the other
    sites. They never reveal shares of both secrets of the same site, and reveal shares only for a list that
    ``threshold`` sites have signed. With these shares, the server removes the masks from the sum. Each site has
@@ -58,18 +58,18 @@ other's vector from the sum."""
 ACCUSATION_PREFIX = b"accuses\n"
 """Prefix of an answer in step 3 that accuses another site of an unreadable share."""
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
-MOST_STEPS = 1 << 16
+MAX_ANALYSIS_STEPS = 1 << 16
 """Maximum number of steps in an analysis, regardless of the agreement."""
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
 """Vector ``[D]`` of integers modulo 2^64."""
 
 
-class Broken(Refused):
+class ProtocolBroken(Refused):
     """Error: a step of the protocol cannot be carried out. The message reveals nothing about the numbers in the sum."""
 
 
-class Secrets(NamedTuple):
+class SessionSecrets(NamedTuple):
     """Secrets that a site creates for a single session.
 
     Attributes:
@@ -83,7 +83,7 @@ class Secrets(NamedTuple):
     counting: bytes
 
 
-class Advert(NamedTuple):
+class KeyAdvert(NamedTuple):
     """A site's signed public keys in a session, and the commitments to its seeds."""
 
     client: int
@@ -108,7 +108,7 @@ class Session:
 
     name: bytes
     threshold: int
-    adverts: Mapping[int, Advert]
+    adverts: Mapping[int, KeyAdvert]
 
     @cached_property
     def digest(self) -> bytes:
@@ -133,7 +133,7 @@ def safe_threshold(sites: int) -> int:
     return max(MIN_SITES, 2 * sites // 3 + 1)
 
 
-def colluders(sites: int, threshold: int) -> int:
+def max_colluders(sites: int, threshold: int) -> int:
     """Return the maximum number of sites that can collude with a server without learning another site's upload.
 
     With n sites and a threshold T, the condition 2 T > n + c limits the server to one sum, and T >= c + 2 leaves two
@@ -157,20 +157,20 @@ def session_name(agreement: bytes, round: int, nonce: bytes, link: bytes = b"") 
 # --------------------------------------------------------------------------------------------------------------- keys
 
 
-def new_secrets() -> Secrets:
+def new_secrets() -> SessionSecrets:
     """Fresh random secrets."""
     sealing, masking = (X25519PrivateKey.generate().private_bytes_raw() for _ in range(2))
-    return Secrets(sealing, masking, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES))
+    return SessionSecrets(sealing, masking, os.urandom(KEY_BYTES), os.urandom(KEY_BYTES))
 
 
-def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
+def make_advert(session: bytes, client: int, secrets: SessionSecrets, key: Ed25519PrivateKey) -> KeyAdvert:
     """Return a site's public keys, signed with its signing key."""
-    sealing, masking = public_of(secrets.sealing), public_of(secrets.masking)
-    new = Advert(client, sealing, masking, committed(secrets.seed), committed(secrets.counting), b"")
-    return new._replace(signature=key.sign(_advertised(session, new)))
+    sealing, masking = derive_public_key(secrets.sealing), derive_public_key(secrets.masking)
+    new = KeyAdvert(client, sealing, masking, commit_to_seed(secrets.seed), commit_to_seed(secrets.counting), b"")
+    return new._replace(signature=key.sign(_signed_advert_text(session, new)))
 
 
-def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int, Ed25519PublicKey]) -> None:
+def check_adverts(session: bytes, adverts: Collection[KeyAdvert], keys: Mapping[int, Ed25519PublicKey]) -> None:
     """Check that every advertisement was sent by its site and belongs to this session.
 
     Raises:
@@ -178,41 +178,43 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
             key, or contains a key with which no site can compute a common secret.
     """
     if len({a.client for a in adverts}) != len(adverts):
-        raise Broken("the keys of one site are advertised twice")
+        raise ProtocolBroken("the keys of one site are advertised twice")
     publics = [key for a in adverts for key in (a.sealing, a.masking)]
     if len(set(publics)) != len(publics):
-        raise Broken("two sites advertise the same key")
+        raise ProtocolBroken("two sites advertise the same key")
     for a in adverts:
         if a.client not in keys:
-            raise Broken(f"keys are advertised for client {a.client}, which is not in the agreement")
+            raise ProtocolBroken(f"keys are advertised for client {a.client}, which is not in the agreement")
         try:
-            keys[a.client].verify(a.signature, _advertised(session, a))
+            keys[a.client].verify(a.signature, _signed_advert_text(session, a))
         except InvalidSignature:
-            raise Broken(f"the keys of client {a.client} are not signed by that client for this session") from None
+            raise ProtocolBroken(
+                f"the keys of client {a.client} are not signed by that client for this session"
+            ) from None
         for public in (a.sealing, a.masking):  # a point of small order gives no common secret with any private key
-            common(private_key(bytes(KEY_BYTES)), public)
+            shared_secret(load_private_key(bytes(KEY_BYTES)), public)
 
 
-def _advertised(session: bytes, a: Advert) -> bytes:
+def _signed_advert_text(session: bytes, a: KeyAdvert) -> bytes:
     return b"fedloom keys\n" + session + a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting
 
 
-def committed(seed: bytes) -> bytes:
+def commit_to_seed(seed: bytes) -> bytes:
     """Return a commitment to a random 256-bit seed. The commitment hides the seed."""
     return hashlib.sha256(b"fedloom seed\n" + seed).digest()
 
 
-def public_of(private: bytes) -> bytes:
+def derive_public_key(private: bytes) -> bytes:
     """Derive a public key from a private key."""
-    return private_key(private).public_key().public_bytes_raw()
+    return load_private_key(private).public_key().public_bytes_raw()
 
 
-def private_key(private: bytes) -> X25519PrivateKey:
+def load_private_key(private: bytes) -> X25519PrivateKey:
     """Load an X25519 private key from its bytes."""
     return X25519PrivateKey.from_private_bytes(private)
 
 
-def common(private: X25519PrivateKey, public: bytes) -> bytes:
+def shared_secret(private: X25519PrivateKey, public: bytes) -> bytes:
     """Compute the Diffie-Hellman secret that only the owners of two key pairs know.
 
     Raises:
@@ -221,10 +223,10 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise Broken("an advertised key is not an X25519 public key") from None
+        raise ProtocolBroken("an advertised key is not an X25519 public key") from None
 
 
-def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
+def derive_key(secret: bytes, salt: bytes, use: bytes) -> bytes:
     """Derive 256 bits for a single use from a secret, with HKDF-SHA256."""
     return HKDF(SHA256(), KEY_BYTES, salt, b"fedloom " + use).derive(secret)
 
@@ -232,13 +234,13 @@ def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
 # --------------------------------------------------------------------------------------------------------- agreement
 
 
-def bound_to(session: Session, question: bytes, peers: Collection[int]) -> bytes:
+def session_binding(session: Session, question: bytes, peers: Collection[int]) -> bytes:
     """Return the digest of a session, of the request to its sites, and of the sites that share masks."""
     body = question + join_parts(dict.fromkeys(peers, b""))
     return hashlib.sha256(b"fedloom session\n" + session.digest + body).digest()
 
 
-def statement(bound: bytes, arrived: Collection[int]) -> bytes:
+def encode_statement(bound: bytes, arrived: Collection[int]) -> bytes:
     """Encode the statement that a site signs to consent to a sum over the given sites."""
     return b"fedloom sum\n" + bound + join_parts(dict.fromkeys(arrived, b""))
 
@@ -250,44 +252,44 @@ def check_statement(
 
     Args:
         session: agreed session.
-        bound: see `bound_to`.
+        bound: see `session_binding`.
         signed: signature of each site in the sum, or zeros if the signature is missing.
         keys: verification keys of all sites.
 
     Raises:
         Broken: too few sites have signed, or a signature belongs to a different sum.
     """
-    text, count = statement(bound, [*signed]), 0
+    text, count = encode_statement(bound, [*signed]), 0
     for client, signature in signed.items():
         if not any(signature):
             continue
         try:
             keys[client].verify(signature, text)
         except (InvalidSignature, KeyError):
-            raise Broken(
+            raise ProtocolBroken(
                 f"client {client} has not signed this sum: the client received a different request, "
                 "or was asked to sum different sites"
             ) from None
         count += 1
     if count < session.threshold:
-        raise Broken(f"only {count} sites have signed this sum, but {session.threshold} are required")
+        raise ProtocolBroken(f"only {count} sites have signed this sum, but {session.threshold} are required")
 
 
 # -------------------------------------------------------------------------------------------------------------- masks
 
 
-def stream(key: bytes, length: int) -> Integers:
+def mask_stream(key: bytes, length: int) -> Integers:
     """Return uniform integers ``[length]`` modulo 2^64, generated from a 256-bit key that is used only once."""
     cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8").astype(np.uint64, copy=False)
 
 
-def masked(
-    session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
+def mask_vector(
+    session: Session, bound: bytes, client: int, secrets: SessionSecrets, peers: Collection[int], vector: Integers
 ) -> Integers:
     """Mask a site's vector ``[D]`` with the site's own mask and with the masks that it shares with the ``peers``."""
-    total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
-    masking = private_key(secrets.masking)
+    total = vector + mask_stream(derive_key(secrets.seed, bound, b"seed"), len(vector))
+    masking = load_private_key(secrets.masking)
     for peer in peers:
         if peer != client:
             _add_pair(total, session, bound, client, masking, peer)
@@ -302,18 +304,18 @@ def _add_pair(
     The peer adds it with the opposite sign.
     """
     pair = b"mask" + b"".join(c.to_bytes(4, "little") for c in sorted((client, peer)))
-    mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), len(total))
+    mask = mask_stream(derive_key(shared_secret(masking, session.adverts[peer].masking), bound, pair), len(total))
     (np.add if client < peer else np.subtract)(total, mask, out=total)
 
 
-def unmasked(
+def unmask_sum(
     session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
     """Remove the masks from the sum of the vectors that have arrived, and return the sum.
 
     Args:
         session: agreed session.
-        bound: see `bound_to`.
+        bound: see `session_binding`.
         arrived: sites whose vectors have arrived.
         total: masked sum of these vectors.
         secrets: seeds of these sites, and masking keys of the other sites that share masks with them.
@@ -321,9 +323,9 @@ def unmasked(
     total = total.copy()
     for owner, secret in secrets.items():
         if owner in arrived:
-            total -= stream(derived(secret, bound, b"seed"), len(total))
+            total -= mask_stream(derive_key(secret, bound, b"seed"), len(total))
             continue
-        masking = private_key(secret)
+        masking = load_private_key(secret)
         for peer in arrived:
             _add_pair(total, session, bound, owner, masking, peer)
     return total
@@ -355,12 +357,12 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
     return parts
 
 
-def write_adverts(adverts: Collection[Advert]) -> bytes:
+def write_adverts(adverts: Collection[KeyAdvert]) -> bytes:
     """Encode advertisements as a message."""
     return join_parts({a.client: a.sealing + a.masking + a.seed + a.counting + a.signature for a in adverts})
 
 
-def read_adverts(message: bytes) -> list[Advert]:
+def read_adverts(message: bytes) -> list[KeyAdvert]:
     """Decode the advertisements in a message.
 
     Raises:
@@ -368,9 +370,9 @@ def read_adverts(message: bytes) -> list[Advert]:
     """
     parts = split_parts(message, 4 * KEY_BYTES + SIGNATURE_BYTES)
     cuts = (*(slice(k * KEY_BYTES, (k + 1) * KEY_BYTES) for k in range(4)), slice(4 * KEY_BYTES, None))
-    return [Advert(c, *(part[cut] for cut in cuts)) for c, part in parts.items()]
+    return [KeyAdvert(c, *(part[cut] for cut in cuts)) for c, part in parts.items()]
 
 
-def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:
+def session_of(name: bytes, threshold: int, adverts: Collection[KeyAdvert]) -> Session:
     """Build the session of all sites that have advertised keys."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

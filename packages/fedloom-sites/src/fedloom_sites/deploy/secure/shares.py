@@ -26,14 +26,14 @@ from fedloom.seeds import numpy_generator
 from fedloom_sites.deploy.secure.protocol import (
     KEY_BYTES,
     SIGNATURE_BYTES,
-    Broken,
-    Secrets,
+    ProtocolBroken,
     Session,
-    committed,
-    common,
-    derived,
-    private_key,
-    public_of,
+    SessionSecrets,
+    commit_to_seed,
+    derive_key,
+    derive_public_key,
+    load_private_key,
+    shared_secret,
 )
 
 SHARE_NONCE_BYTES, _HALF_KEY_BYTES = 12, KEY_BYTES // 2
@@ -49,11 +49,11 @@ MAX_SUBSETS = 200
 """Maximum number of subsets of a secret's shares that are tried."""
 
 
-class Unreadable(Broken):
+class UnreadableShare(ProtocolBroken):
     """Error: a share cannot be decrypted although its sender has signed it."""
 
 
-def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
+def make_shares(session: Session, client: int, secrets: SessionSecrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
     """Return one share of this site's seeds and masking key for every site in the session.
 
     All shares are sealed, except those for this site itself.
@@ -65,27 +65,29 @@ def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKe
             shares[k] += part
     sealed = {}
     for to, plain in zip(session.adverts, shares, strict=True):
-        sealed[to] = plain if to == client else _sealed(session, client, to, secrets, plain, key)
+        sealed[to] = plain if to == client else _seal_share(session, client, to, secrets, plain, key)
     return sealed
 
 
-def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: bytes, key: Ed25519PrivateKey) -> bytes:
-    private, nonce = private_key(one_time_key(session, secrets, to)), os.urandom(SHARE_NONCE_BYTES)
-    way = _way(session, common(private, session.adverts[to].sealing), sender, to)
+def _seal_share(
+    session: Session, sender: int, to: int, secrets: SessionSecrets, plain: bytes, key: Ed25519PrivateKey
+) -> bytes:
+    private, nonce = load_private_key(one_time_key(session, secrets, to)), os.urandom(SHARE_NONCE_BYTES)
+    way = _share_cipher(session, shared_secret(private, session.adverts[to].sealing), sender, to)
     body = private.public_key().public_bytes_raw() + nonce + AESGCM(way).encrypt(nonce, plain, session.digest)
     return body + key.sign(_share_header(session, sender, to, body))
 
 
-def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
+def one_time_key(session: Session, secrets: SessionSecrets, to: int) -> bytes:
     """Derive the private key that a site uses to seal its share for one other site.
 
     The key does not open any other share.
     """
-    return derived(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
+    return derive_key(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
 
 
 def open_share(
-    session: Session, client: int, secrets: Secrets, sender: int, sealed: bytes, public: Ed25519PublicKey
+    session: Session, client: int, secrets: SessionSecrets, sender: int, sealed: bytes, public: Ed25519PublicKey
 ) -> bytes:
     """Return the decrypted share that another site sent to this site.
 
@@ -102,12 +104,12 @@ def open_share(
         Unreadable: the share was made by its sender, but cannot be decrypted.
     """
     if not is_signed(session, sender, client, sealed, public):
-        raise Broken(f"the share of client {sender} was not made with the keys of this session")
+        raise ProtocolBroken(f"the share of client {sender} was not made with the keys of this session")
     try:
-        secret = common(private_key(secrets.sealing), sealed[:KEY_BYTES])
-    except Broken as error:
-        raise Unreadable(str(error)) from None
-    return decrypted(session, secret, sender, client, sealed)
+        secret = shared_secret(load_private_key(secrets.sealing), sealed[:KEY_BYTES])
+    except ProtocolBroken as error:
+        raise UnreadableShare(str(error)) from None
+    return decrypt_share(session, secret, sender, client, sealed)
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
@@ -119,7 +121,7 @@ def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed2
     return True
 
 
-def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
+def decrypt_share(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
     """Decrypt a sealed share with ``common``, the secret shared by its one-time key and the receiver's key.
 
     Raises:
@@ -130,18 +132,18 @@ def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: byt
         sealed[KEY_BYTES + SHARE_NONCE_BYTES : -SIGNATURE_BYTES],
     )
     try:
-        return AESGCM(_way(session, common, sender, to)).decrypt(nonce, text, session.digest)
+        return AESGCM(_share_cipher(session, common, sender, to)).decrypt(nonce, text, session.digest)
     except InvalidTag:
-        raise Unreadable(f"the share of client {sender} for client {to} cannot be decrypted") from None
+        raise UnreadableShare(f"the share of client {sender} for client {to} cannot be decrypted") from None
 
 
 def _share_header(session: Session, sender: int, to: int, body: bytes) -> bytes:
     return b"fedloom share\n" + session.digest + sender.to_bytes(4, "little") + to.to_bytes(4, "little") + body
 
 
-def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
+def _share_cipher(session: Session, common: bytes, sender: int, to: int) -> bytes:
     use = b"share" + sender.to_bytes(4, "little") + to.to_bytes(4, "little")
-    return derived(common, session.digest, use)
+    return derive_key(common, session.digest, use)
 
 
 def reveal_shares(
@@ -163,17 +165,19 @@ def reveal_shares(
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
     """Combine a threshold of shares, given as ``(index, share)``, to recover the secret, like `Shamir.combine`.
 
-    Each half of the secret is a weighted sum of the shares, multiplied by a factor. `_weights` computes the weights and
-    the factor, which depend only on the indices.
+    Each half of the secret is a weighted sum of the shares, multiplied by a factor. `_interpolation_weights` computes
+    the weights and the factor, which depend only on the indices.
     """
-    (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
+    (weights, factor), halves = _interpolation_weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
         for k in (0, 1):
-            halves[k] ^= multiply(weight, int.from_bytes(both[k * _HALF_KEY_BYTES : (k + 1) * _HALF_KEY_BYTES]))
-    return b"".join(multiply(factor, half).to_bytes(_HALF_KEY_BYTES) for half in halves)
+            halves[k] ^= multiply_in_field(
+                weight, int.from_bytes(both[k * _HALF_KEY_BYTES : (k + 1) * _HALF_KEY_BYTES])
+            )
+    return b"".join(multiply_in_field(factor, half).to_bytes(_HALF_KEY_BYTES) for half in halves)
 
 
-def multiply(a: int, b: int) -> int:
+def multiply_in_field(a: int, b: int) -> int:
     """Multiply two elements of GF(2^128), taking one step per bit of ``a``.
 
     The bits of an integer represent the coefficients of a polynomial.
@@ -186,17 +190,17 @@ def multiply(a: int, b: int) -> int:
     return product
 
 
-def invert(a: int) -> int:
+def invert_in_field(a: int) -> int:
     """Compute the inverse of a nonzero element of GF(2^128) as its power 2^128 - 2."""
     inverse = 1
     for _ in range(_HALF_KEY_BITS - 1):
-        a = multiply(a, a)
-        inverse = multiply(inverse, a)
+        a = multiply_in_field(a, a)
+        inverse = multiply_in_field(inverse, a)
     return inverse
 
 
 @lru_cache(maxsize=2 * MAX_SUBSETS)
-def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
+def _interpolation_weights(places: tuple[int, ...]) -> tuple[list[int], int]:
     """Compute the weights of the shares with these indices, and the factor of the weighted sum.
 
     The weights are the Lagrange polynomials at 0, and the factor is one. If this takes fewer bits, the weights are
@@ -206,26 +210,26 @@ def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
     weights = []
     for k in places:
         rest = [place for place in places if place != k]
-        above, below = (reduce(multiply, factors, 1) for factors in (rest, [k ^ place for place in rest]))
-        weights.append(multiply(above, invert(below)))
-    apart = reduce(multiply, (a ^ b for a, b in itertools.combinations(places, 2)), 1)
-    multiples = [multiply(weight, apart) for weight in weights]
-    forms = (weights, 1), (multiples, invert(apart))
+        above, below = (reduce(multiply_in_field, factors, 1) for factors in (rest, [k ^ place for place in rest]))
+        weights.append(multiply_in_field(above, invert_in_field(below)))
+    apart = reduce(multiply_in_field, (a ^ b for a, b in itertools.combinations(places, 2)), 1)
+    multiples = [multiply_in_field(weight, apart) for weight in weights]
+    forms = (weights, 1), (multiples, invert_in_field(apart))
     return min(forms, key=lambda form: sum(element.bit_length() for element in (*form[0], form[1])))
 
 
 # --------------------------------------------------------------------------------------------------------- accusations
 
 
-def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey) -> bytes:
+def sign_accusation(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey) -> bytes:
     """Return a signed accusation that another site's share for this site cannot be decrypted."""
-    return key.sign(_accusation(session, accuser, accused))
+    return key.sign(_accusation_text(session, accuser, accused))
 
 
 def is_accused(session: Session, accuser: int, accused: int, signature: bytes, public: Ed25519PublicKey) -> bool:
     """Return True if the accuser has signed the accusation that it cannot decrypt its share from the accused site."""
     try:
-        public.verify(signature, _accusation(session, accuser, accused))
+        public.verify(signature, _accusation_text(session, accuser, accused))
     except InvalidSignature:
         return False
     return True
@@ -243,23 +247,25 @@ def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: 
         sealed: sealed share, whose signature has already been checked.
         private: the sender's private key for this message (see `one_time_key`).
     """
-    if public_of(private) != sealed[:KEY_BYTES]:
+    if derive_public_key(private) != sealed[:KEY_BYTES]:
         return False
     try:
-        decrypted(session, common(private_key(private), session.adverts[to].sealing), sender, to, sealed)
-    except Broken:
+        decrypt_share(
+            session, shared_secret(load_private_key(private), session.adverts[to].sealing), sender, to, sealed
+        )
+    except ProtocolBroken:
         return False
     return True
 
 
-def _accusation(session: Session, accuser: int, accused: int) -> bytes:
+def _accusation_text(session: Session, accuser: int, accused: int) -> bytes:
     return b"fedloom accusation\n" + session.digest + accuser.to_bytes(4, "little") + accused.to_bytes(4, "little")
 
 
 # ------------------------------------------------------------------------------------------------------------- secrets
 
 
-class Undecided(Broken):
+class UndecidedShares(ProtocolBroken):
     """Error: none of the subsets of shares that were tried gives the owner's secret.
 
     Args:
@@ -272,7 +278,7 @@ class Undecided(Broken):
         super().__init__(f"no subset of the {count} shares of client {owner}'s secret fits the committed value")
 
 
-def restored(
+def restore_secrets(
     session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
     of_counters: bool = False,
 ) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
@@ -291,25 +297,26 @@ def restored(
         Undecided: the shares do not give a secret that matches its owner's commitment.
     """
     if len(answers) < session.threshold:
-        raise Broken(f"only {len(answers)} sites sent their shares, but {session.threshold} are required")
+        raise ProtocolBroken(f"only {len(answers)} sites sent their shares, but {session.threshold} are required")
 
     def fits(owner: int, secret: bytes) -> bool:
         advert = session.adverts[owner]
         if owner not in arrived:
-            return public_of(secret) == advert.masking
-        return committed(secret) == (advert.counting if of_counters else advert.seed)
+            return derive_public_key(secret) == advert.masking
+        return commit_to_seed(secret) == (advert.counting if of_counters else advert.seed)
 
     place = {c: k + 1 for k, c in enumerate(session.adverts)}
     secrets, wrong = dict[int, bytes](), set[int]()
     for owner in peers:
         parts = {c: (place[c], shares[owner]) for c, shares in answers.items() if c not in wrong}
         tried = (
-            (combine_shares([parts[c] for c in subset]), subset) for subset in _subsets([*parts], session.threshold)
+            (combine_shares([parts[c] for c in subset]), subset)
+            for subset in _share_subsets([*parts], session.threshold)
         )
         first = next(tried, None)
         match = next((x for x in itertools.chain([first], tried) if x and fits(owner, x[0])), None)
         if match is None:
-            raise Undecided(owner, len(parts))
+            raise UndecidedShares(owner, len(parts))
         secrets[owner], subset = match
         if match is not first:
             rest = [parts[c] for c in subset[1:]]
@@ -317,7 +324,7 @@ def restored(
     return secrets, wrong
 
 
-def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
+def _share_subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
     """Yield at most `MAX_SUBSETS` subsets of a given size: first cyclic windows of the list, then random subsets."""
     m = len(clients)
     if m < size:

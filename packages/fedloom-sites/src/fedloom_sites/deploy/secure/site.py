@@ -16,22 +16,22 @@ from fedloom.engine.job import Job
 from fedloom.errors import WireError
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
-from fedloom_sites.deploy.protocol.lengths import shortened
+from fedloom_sites.deploy.protocol.lengths import shorten_upload
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
-from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Broken, Integers
-from fedloom_sites.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.terms import SessionTerms, check_models, check_summands, check_terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector, bits_before
-from fedloom_sites.deploy.settings import Site, bound_of
+from fedloom_sites.deploy.settings import Site, norm_bound_of
 from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.asked import AskedModels
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import part_sizes
-from fedloom_sites.deploy.site.plain import Answer, metrics_of, single
-from fedloom_sites.deploy.site.state import Generation
-from fedloom_sites.deploy.site.trainer import Trained, Trainer
+from fedloom_sites.deploy.site.plain import Answer, message_metrics, single_array
+from fedloom_sites.deploy.site.state import StateGeneration
+from fedloom_sites.deploy.site.trainer import TrainedRound, Trainer
 
 
 class MaskedAnswers:
@@ -88,7 +88,7 @@ class MaskedAnswers:
         if kind == "score":
             return self._scores(envelope)
         if kind == "result":
-            self._analyses.keep(single(arrays))
+            self._analyses.keep(single_array(arrays))
             return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
             return {}, [self._masked(envelope)], None
@@ -124,7 +124,7 @@ class MaskedAnswers:
         head, trainer = envelope.head, self._trainer
         job, _ = trainer.attach_local_data(head["accepted"], trainer.weighed(head["weight"]))
         scores = trainer.scores(job, envelope.arrays, head["round"], common=head["global"])
-        return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
+        return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], message_metrics(scores)
 
     def _masked(self, envelope: Envelope) -> bytes:
         """Return the site's masked training result, its masked scores of the received models, or both."""
@@ -139,7 +139,7 @@ class MaskedAnswers:
             message, inbox, *models = envelope.arrays[trains:]
             terms = read_terms(message)
             if (terms.round, terms.trains) != (t, trains):
-                raise Broken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
+                raise ProtocolBroken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             if self._agreed.verify:
                 download, models = self._replay.compute_messages(terms, download, models)
@@ -164,7 +164,7 @@ class MaskedAnswers:
         if download is not None:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
-                    raise Broken(
+                    raise ProtocolBroken(
                         f"the row of site {self._site.site} that the server has summed is no longer "
                         "on this disk, so the change since then is unknown. The site cannot take "
                         "part in this run again"
@@ -194,7 +194,7 @@ class MaskedAnswers:
                 self._member.keep_answer(*result)
         return result
 
-    def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
+    def _scored(self, job: Job, terms: SessionTerms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
         """Return the site's encoded scores (after the last round, with those of its groups) and its counters.
 
         The vector is zero if any of these scores is not finite, and empty if no scores are summed.
@@ -232,7 +232,7 @@ class MaskedAnswers:
         self._numbers = len(vector) + len(counts)
         return message
 
-    def _weighed(self, terms: Terms) -> Job:
+    def _weighed(self, terms: SessionTerms) -> Job:
         """Return the run, with the shares of the objective that follow from the numbers of samples in these terms.
 
         The shares are cached as long as the numbers of samples do not change.
@@ -248,11 +248,11 @@ class MaskedAnswers:
             weights: the site's weights in the cohort's mean, and in sums that are kept or accumulated over rounds.
         """
 
-        def send(job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
+        def send(job: Job, state: StateGeneration | None, trained: TrainedRound, down: object) -> dict[str, Tensor]:
             trainer, output, is_cut = self._trainer, trained.output, False
             if not isinstance(job.setting.aggregator, SharedMean):  # which clips in exact arithmetic
-                bounds = {name: bound_of(self._agreed.norm_bound, name) for name in job.fields}
-                upload, is_cut = shortened(job, output.upload, down, bounds)
+                bounds = {name: norm_bound_of(self._agreed.norm_bound, name) for name in job.fields}
+                upload, is_cut = shorten_upload(job, output.upload, down, bounds)
                 output = output._replace(upload=upload)
             output = output._replace(work=torch.zeros_like(output.work)) if trainer.private else output
             before = None if state is None else state.group("kept")

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from fedloom.analyses.patients import GroupScore
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.processes.clients import ScoreRequest, Scores, TrainRequest, TrainResult
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
-from fedloom_sites.deploy.protocol.envelope import Request
+from fedloom_sites.deploy.protocol.envelope import SiteRequest
 from fedloom_sites.deploy.replay import decode_sum, make_result
 from fedloom_sites.deploy.secure.counters import AnswerCounts
-from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
-from fedloom_sites.deploy.secure.sums import SecureSums, Sum, Weights
-from fedloom_sites.deploy.secure.terms import Terms, check_summands
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.sums import SecureSums, SessionSum, Weights
+from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import AnalysisSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
@@ -38,7 +38,7 @@ class MaskedSites(Sites):
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
         assert settings.secure is not None
-        private = accounted(job.setting.upload_transform, job.setting.aggregator) is not None
+        private = find_accounted_noise(job.setting.upload_transform, job.setting.aggregator) is not None
         self._agreed = settings.secure
         self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
         length = self._uploads.length
@@ -81,12 +81,12 @@ class MaskedSites(Sites):
             uploads = decode_sum(job, self._uploads, total, count, shares, self._agreed.norm_bound)
             return *uploads, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        def request_sum(scored: int, asks: Mapping[int, Request], *, again: bool = False) -> Sum:
+        def request_sum(scored: int, asks: Mapping[int, SiteRequest], *, again: bool = False) -> SessionSum:
             terms = self._terms(t, shares, asks, scored, download)
 
-            def letter(c: int, inbox: bytes) -> Request:
+            def letter(c: int, inbox: bytes) -> SiteRequest:
                 models = asks[c].arrays if c in asks else ()
-                return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
+                return SiteRequest("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
             length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
             is_counted = self._uploads.is_counted
@@ -132,7 +132,7 @@ class MaskedSites(Sites):
             raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
         self._transport.note("neutral uploads", t, clients, reason)
 
-    def _give_up_scores(self, t: int, session: Sum) -> None:
+    def _give_up_scores(self, t: int, session: SessionSum) -> None:
         """Log that the sites do not open the scores of a round, because a site has no finite score."""
         assert session.counts is not None
         self._tallied = t, {}
@@ -142,7 +142,7 @@ class MaskedSites(Sites):
         )
         self._transport.note("scores given up", t, session.clients, reason)
 
-    def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
+    def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, SiteRequest]]:
         """Return the round whose scores are summed in the training session, and the requests for these scores.
 
         If a site does not train, or these scores were already requested, they are summed first, in a separate session,
@@ -179,12 +179,12 @@ class MaskedSites(Sites):
         yield self.global_sizes(request)
 
     def analysis_sum(
-        self, terms: Terms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
+        self, terms: SessionTerms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
     ) -> AnalysisSum:
         models = () if request is None else next(iter(self._score_letters(request).values())).arrays
 
-        def letter(c: int, inbox: bytes) -> Request:
-            return Request("tally", c, [terms.encode(), inbox, *models], {"accepted": terms.bases[c]})
+        def letter(c: int, inbox: bytes) -> SiteRequest:
+            return SiteRequest("tally", c, [terms.encode(), inbox, *models], {"accepted": terms.bases[c]})
 
         def read(total: Integers, count: int) -> Integers:
             form.decode(total, count)
@@ -205,8 +205,8 @@ class MaskedSites(Sites):
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
-        def letter(c: int, inbox: bytes) -> Request:
-            return Request("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
+        def letter(c: int, inbox: bytes) -> SiteRequest:
+            return SiteRequest("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
 
         n, with_groups = self._figures.length, t == self._job.setting.rounds
 
@@ -222,19 +222,24 @@ class MaskedSites(Sites):
                 return
             figures, self._groups = session.value
             self._tallied = t, figures
-        except (Broken, GivenUp, RunStopped) as error:
+        except (ProtocolBroken, GivenUp, RunStopped) as error:
             if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
                 raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None
             self._tallied = t, {}
             self._transport.note("scores given up", t, asks, str(error))
 
     def _terms(
-        self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
-    ) -> Terms:
+        self,
+        t: int,
+        cohort: Collection[int],
+        asks: Mapping[int, SiteRequest],
+        scored: int,
+        download: bytes | None = None,
+    ) -> SessionTerms:
         """Build a session's terms."""
         first, link = next(iter(asks.values()), None), self._sessions.find_link(t - (download is not None)).hex()
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
-        return Terms(
+        return SessionTerms(
             round=t,
             trains=download is not None,
             sizes=tuple(map(tuple, self._transport.sizes.tolist())),
@@ -272,11 +277,11 @@ class MaskedSites(Sites):
                 f"message_limit is {limit}. Raise message_limit at the server and at all sites, or omit verify"
             )
 
-    def _weights(self, terms: Terms) -> Weights:
+    def _weights(self, terms: SessionTerms) -> Weights:
         """Return every site's weights in the sums of a session, computed in the same way as at the sites."""
         return terms.weights(terms.weighed(self._job, self._settings.samples))
 
-    def _check_cohort(self, terms: Terms) -> Weights:
+    def _check_cohort(self, terms: SessionTerms) -> Weights:
         """Check whether the sites would open a sum of this cohort, and return the cohort's weights.
 
         If the check fails, a new cohort is drawn.
@@ -287,7 +292,7 @@ class MaskedSites(Sites):
         weights, agreed = self._weights(terms), self._agreed
         try:
             check_summands(weights, terms.cohort, agreed.threshold, agreed.max_share)
-        except Broken as error:
+        except ProtocolBroken as error:
             if len(terms.cohort) >= agreed.threshold and not {*self._transport.nodes} <= {*terms.cohort}:
                 raise GivenUp(f"round {terms.round}: {error}", [*terms.cohort]) from None
         return weights

@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from fedloom_sites.deploy.protocol.envelope import Kind
-from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 
 
 class Stage(IntEnum):
@@ -60,24 +60,24 @@ ENTRY_STAGES = {
 """Stage that each entry of a site's session record indicates."""
 
 
-class Progress(NamedTuple):
+class SessionProgress(NamedTuple):
     """Stage that a session has reached."""
 
     stage: Stage = Stage.NEW
 
-    def require_stage(self, stage: Stage) -> Progress:
+    def require_stage(self, stage: Stage) -> SessionProgress:
         """Check that the session has reached a stage and still stores its secrets, and return its progress.
 
         Raises:
             Broken: the session has not yet reached the stage, or has ended.
         """
         if self.stage < stage or self.stage is Stage.REVEALED:
-            raise Broken(
+            raise ProtocolBroken(
                 "the message belongs to a different session, or this session has ended or has not reached this step"
             )
         return self
 
-    def advance(self, kind: Kind) -> Progress:
+    def advance(self, kind: Kind) -> SessionProgress:
         """Return the stage that follows a message of the given kind.
 
         Raises:
@@ -86,9 +86,9 @@ class Progress(NamedTuple):
         earliest, stage = STAGE_MOVES[kind]
         if kind == "unmask" and self.stage is Stage.REVEALED:
             return self
-        return Progress(max(self.require_stage(earliest).stage, stage))
+        return SessionProgress(max(self.require_stage(earliest).stage, stage))
 
 
-def progress_of(record: Mapping[str, object]) -> Progress:
+def progress_of(record: Mapping[str, object]) -> SessionProgress:
     """Return the stage that a session has reached according to the site's record."""
-    return Progress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))
+    return SessionProgress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))

@@ -15,25 +15,25 @@ import numpy as np
 
 from fedloom.engine import Setting
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
-from fedloom_sites.deploy.protocol.envelope import Kind, Request
-from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, verifying_key
+from fedloom_sites.deploy.protocol.envelope import Kind, SiteRequest
+from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, read_verifying_key
 from fedloom_sites.deploy.relay import Relays
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
-from fedloom_sites.deploy.secure.changes import Changes, States
+from fedloom_sites.deploy.secure.changes import AnswerStates, CohortChanges
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
-from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Broken, Integers
-from fedloom_sites.deploy.secure.stages import Progress, Stage
-from fedloom_sites.deploy.secure.terms import Terms, check_summands
+from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.stages import SessionProgress, Stage
+from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 MAX_ATTEMPTS = 3
 """Maximum number of requests for the shares of a sum before the server gives up."""
 
-Ask = Callable[[int, bytes], Request]
+Ask = Callable[[int, bytes], SiteRequest]
 """Function that maps a client and the other sites' sealed shares to the request for the client's vector."""
 
 
@@ -41,7 +41,7 @@ Weights = Mapping[int, Sequence[float]]
 """The weights of every site in the sums of a session (see `Terms.weights`)."""
 
 
-class Sum(NamedTuple):
+class SessionSum(NamedTuple):
     """Sum that results from a session.
 
     Attributes:
@@ -57,12 +57,12 @@ class Sum(NamedTuple):
     counts: counters.AnswerCounts | None
 
 
-class _Course(NamedTuple):
+class _SessionCourse(NamedTuple):
     """Session in progress, with its round, nonce and stage."""
 
     round: int
     nonce: bytes
-    progress: Progress = Progress()
+    progress: SessionProgress = SessionProgress()
 
 
 class SecureSums:
@@ -84,19 +84,19 @@ class SecureSums:
         assert settings.secure is not None
         self._transport, self._settings, self._agreed = transport, settings, settings.secure
         self._agreement = settings.secure.digest(settings.fingerprint)
-        self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(settings.secure.keys)}
+        self._public = {c: read_verifying_key(line, f"client {c}") for c, line in enumerate(settings.secure.keys)}
         self._unmasked = PendingSums(settings.checkpoints)
         self._out, self._is_noisy = set[int](), is_noisy
         self._changes_path = settings.checkpoints / "summed-sites.json"
         agreed = settings.secure
-        self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
+        self._changes = CohortChanges(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
         self._relays = Relays(settings, run, length) if agreed.verify and run is not None else None
 
     def find_link(self, t: int) -> bytes:
         """Return the link of the chain of opened sums after round ``t``, or empty bytes if sites do not verify sums."""
         return b"" if self._relays is None else self._relays.find_link(t)
 
-    def _relay(self, terms: Terms, cohort: list[int]) -> list[int]:
+    def _relay(self, terms: SessionTerms, cohort: list[int]) -> list[int]:
         """Send the records of opened sums to the sites that lack them, and return the sites that have opened all.
 
         Raises:
@@ -108,7 +108,7 @@ class SecureSums:
             lacking = self._relays.find_missing(t, cohort).get(r, [])
             nonce, parts = self._relays.read(r)
             ask = {
-                c: Request("relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, most=KEY_BYTES)
+                c: SiteRequest("relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, most=KEY_BYTES)
                 for c in lacking
             }
             need = max(0, self._agreed.threshold - len(cohort) + len(lacking))
@@ -126,9 +126,9 @@ class SecureSums:
         return self._unmasked.find_match(sums)
 
     def sum(
-        self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
+        self, terms: SessionTerms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
         counted: bool = False, again: bool = False,
-    ) -> Sum:  # fmt: skip
+    ) -> SessionSum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
         A sum that was requested before the server stopped is now revealed.
@@ -159,8 +159,8 @@ class SecureSums:
             pending, counts = self._counted(pending)
             try:
                 counters.check_enough(counts, self._agreed.threshold)
-            except Broken:
-                return Sum(None, pending.clients, [0, 0], counts)
+            except ProtocolBroken:
+                return SessionSum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED_SHARE_BYTES
         up = len(pending.adverts) // n + n * part + SIGNATURE_BYTES + 8 * length + n * (4 + secure.KEY_BYTES)
@@ -168,11 +168,11 @@ class SecureSums:
         if self._relays is not None and terms.trains:
             record = 8 * length + 2 * (4 + SIGNATURE_BYTES) + n * (4 + KEY_BYTES)
             up, down = up + SIGNATURE_BYTES, down + len(pending.adverts) + len(pending.clients) * record
-        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
+        return SessionSum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
+    def _collected(self, terms: SessionTerms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
         """Run all steps of a session except the last, and return the masked sum.
 
         Nothing has been revealed at this point.
@@ -186,28 +186,28 @@ class SecureSums:
                 return session_sum
 
     def _begun(
-        self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
+        self, terms: SessionTerms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
     ) -> PendingSum | None:
         """Begin a session.
 
         Return the masked sum of one session, or None if a site was excluded, so that a new session must begin.
         """
-        t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
+        t, course, public = terms.round, _SessionCourse(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
         link = self.find_link(t - terms.trains)
         name = secure.session_name(self._agreement, t, course.nonce, link)
-        ask = {c: Request("keys", c, [link] if link else []) for c in cohort}
+        ask = {c: SiteRequest("keys", c, [link] if link else []) for c in cohort}
         course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
         everyone = secure.write_adverts(adverts.values())
         session = secure.session_of(name, self._agreed.threshold, adverts.values())
-        ask = {c: Request("shares", c, [everyone]) for c in adverts}
+        ask = {c: SiteRequest("shares", c, [everyone]) for c in adverts}
         course, sealed = self._step(
             course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]), wanted=wanted
         )
         self._check_leaving(terms, weights, sealed)
         inbox = {c: secure.join_parts({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
-        bound = secure.bound_to(session, terms.digest, [*sealed])
-        text = secure.statement(bound, [*sealed])
+        bound = secure.session_binding(session, terms.digest, [*sealed])
+        text = secure.encode_statement(bound, [*sealed])
         ask = {c: request(c, inbox[c]) for c in sealed}
         course, answers = self._step(
             course,
@@ -234,8 +234,8 @@ class SecureSums:
         masked_counters = {c: one for c, (_, _, one, _) in vectors.items()} if counted else {}
         if vectors.keys() != sealed.keys():
             arrived = secure.join_parts(dict.fromkeys(vectors, b""))
-            text = secure.statement(bound, vectors)
-            ask = {c: Request("agree", c, [arrived]) for c in vectors}
+            text = secure.encode_statement(bound, vectors)
+            ask = {c: SiteRequest("agree", c, [arrived]) for c in vectors}
             _, signed = self._step(course, "agree", ask, lambda c, m: read_signature(m, text, public[c]))
         if self._relays is not None and terms.trains:
             parts = {c: part for c, (_, _, _, part) in vectors.items()}
@@ -257,7 +257,7 @@ class SecureSums:
 
     def _judge(
         self,
-        course: _Course,
+        course: _SessionCourse,
         session: secure.Session,
         accusations: Mapping[int, Mapping[int, bytes]],
         sealed: Mapping[int, Mapping[int, bytes]],
@@ -278,7 +278,7 @@ class SecureSums:
                 valid = accused in sealed and accuser != accused
                 if valid and shares.is_accused(session, accuser, accused, signature, self._public[accuser]):
                     against.setdefault(accused, {})[accuser] = signature
-        ask = {c: Request("open", c, [secure.join_parts(signed)]) for c, signed in against.items()}
+        ask = {c: SiteRequest("open", c, [secure.join_parts(signed)]) for c, signed in against.items()}
         opened = dict[int, Any]()
         if ask:
             _, opened = self._step(course, "open", ask, lambda _, m: secure.split_parts(m, secure.KEY_BYTES), need=0)
@@ -300,7 +300,7 @@ class SecureSums:
                 )
         return len(self._out) > before
 
-    def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
+    def _exclude_revealing(self, terms: SessionTerms, clients: Collection[int]) -> list[int]:
         """Return the sites whose vectors may be summed.
 
         If the same models were already summed in a different round, return the sites in that sum.
@@ -330,7 +330,7 @@ class SecureSums:
             clients = [c for c in clients if c in before.clients]
         return [*clients]
 
-    def _same_sites(self, terms: Terms, weights: Weights, cohort: list[int]) -> list[int]:
+    def _same_sites(self, terms: SessionTerms, weights: Weights, cohort: list[int]) -> list[int]:
         """Return the cohort without sites that would return to the sums more often than agreed."""
         listed, _ = self._counting(terms, weights, cohort)
         returning = (
@@ -349,7 +349,7 @@ class SecureSums:
         )
         return [c for c in cohort if c not in stays_out]
 
-    def _check_leaving(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
+    def _check_leaving(self, terms: SessionTerms, weights: Weights, clients: Collection[int]) -> None:
         """Raise an error if the sites would not open a sum because a site that has left too often is missing from it.
 
         Raises:
@@ -359,12 +359,12 @@ class SecureSums:
             return
         try:
             self._changes.add_sum(*self._counting(terms, weights, clients), self._collect_states(terms, clients))
-        except Broken as error:
+        except ProtocolBroken as error:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {terms.round}: {error}. The run continues when the sites of that sum are back"
             ) from None
 
-    def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
+    def _enter_change(self, terms: SessionTerms, weights: Weights, clients: Collection[int]) -> None:
         """Store and log which sites are in a sum before its shares are requested."""
         if self._is_noisy:
             return
@@ -383,15 +383,15 @@ class SecureSums:
             self._transport.note("other sites", terms.round, clients, reason)
 
     def _counting(
-        self, terms: Terms, weights: Weights, clients: Collection[int]
+        self, terms: SessionTerms, weights: Weights, clients: Collection[int]
     ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
         """Return the sites in a sum whose contribution is unknown, and their weights, computed as at the sites."""
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
 
-    def _collect_states(self, terms: Terms, clients: Collection[int]) -> States:
-        return States("", terms.sums.get("uploads"), {self._name(c): terms.bases[c] for c in clients})
+    def _collect_states(self, terms: SessionTerms, clients: Collection[int]) -> AnswerStates:
+        return AnswerStates("", terms.sums.get("uploads"), {self._name(c): terms.bases[c] for c in clients})
 
     def _name(self, client: int) -> str:
         names = self._agreed.names
@@ -409,7 +409,7 @@ class SecureSums:
             self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
             try:
                 total, answers = self._open(pending)
-            except Broken as error:
+            except ProtocolBroken as error:
                 why = str(error)
                 self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
                 continue
@@ -439,19 +439,19 @@ class SecureSums:
             GivenUp: the counters were requested too often, or the numbers are not valid counters.
         """
         session, t, why = self._session_of(pending), pending.round, "they were never revealed"
-        bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
+        bound, is_new = secure.session_binding(session, pending.question, pending.shared), not pending.shown
         peers = pending.shared
         while pending.shown or pending.attempts < MAX_ATTEMPTS:
             if not pending.shown:
                 self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
-                ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
-                course = _Course(t, pending.nonce, Progress(Stage.MASKED))
+                ask = {c: SiteRequest("count", c, [_encode_signatures(pending)]) for c in pending.clients}
+                course = _SessionCourse(t, pending.nonce, SessionProgress(Stage.MASKED))
                 _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, peers))
                 pending = pending._replace(shown={c: secure.join_parts(one) for c, one in shown.items()})
             answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in pending.shown.items()}
             try:
                 counts, wrong = counters.open_counters(session, bound, peers, pending.counters, answers, self._public)
-            except Broken as error:
+            except ProtocolBroken as error:
                 why, is_new, pending = str(error), True, pending._replace(shown={})
                 self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
                 continue
@@ -475,30 +475,30 @@ class SecureSums:
             Broken: the sites' shares do not give secrets that match their owners' commitments.
         """
         session = self._session_of(pending)
-        bound = secure.bound_to(session, pending.question, pending.shared)
+        bound = secure.session_binding(session, pending.question, pending.shared)
         counted = [secure.join_parts(pending.counters), secure.join_parts(pending.shown)] if pending.counters else []
-        message = [_signatures(pending), *counted]
-        ask = {c: Request("unmask", c, message) for c in pending.clients}
-        course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
+        message = [_encode_signatures(pending), *counted]
+        ask = {c: SiteRequest("unmask", c, message) for c in pending.clients}
+        course = _SessionCourse(pending.round, pending.nonce, SessionProgress(Stage.MASKED))
         _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, pending.shared))
-        secrets, wrong = shares.restored(session, pending.shared, pending.clients, answers)
+        secrets, wrong = shares.restore_secrets(session, pending.shared, pending.clients, answers)
         for client in sorted(wrong):
             self._leave_out(pending.round, client, "its shares of the others' secrets are wrong")
         right = {c: one for c, one in answers.items() if c not in wrong}
-        return secure.unmasked(session, bound, pending.clients, pending.total, secrets), right
+        return secure.unmask_sum(session, bound, pending.clients, pending.total, secrets), right
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _step(
         self,
-        course: _Course,
+        course: _SessionCourse,
         kind: Kind,
-        requests: dict[int, Request],
+        requests: dict[int, SiteRequest],
         read: Callable[[int, bytes], Any],
         need: int | None = None,
         most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
-    ) -> tuple[_Course, dict[int, Any]]:
+    ) -> tuple[_SessionCourse, dict[int, Any]]:
         """Carry out a step of a session, and return the new progress and the sites' answers, keyed by client."""
         progress = course.progress.advance(kind)
 
@@ -539,10 +539,10 @@ class SecureSums:
             )
         try:
             check_summands(weights, clients, threshold, self._agreed.max_share)
-        except Broken as error:
+        except ProtocolBroken as error:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from None
 
 
-def _signatures(pending: PendingSum) -> bytes:
+def _encode_signatures(pending: PendingSum) -> bytes:
     """Encode the sites in a sum, each with its signature, or with zeros if the signature is missing."""
     return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

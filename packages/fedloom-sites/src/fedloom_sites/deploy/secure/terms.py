@@ -29,7 +29,7 @@ from fedloom.local import Nothing
 from fedloom.values import Value
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
-from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEPS, Broken
+from fedloom_sites.deploy.secure.protocol import MAX_ANALYSIS_STEPS, MAX_SITES, MIN_SITES, ProtocolBroken
 from fedloom_sites.deploy.site.local_data import federation_of
 
 MAX_TERMS_BYTES = 1 << 18
@@ -48,7 +48,7 @@ class AnalysisStep(Value):
         pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
         description="name of the analysis, or its import path for user code",
     )
-    step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, counted from 0")
+    step: int = Field(ge=0, lt=MAX_ANALYSIS_STEPS, description="number of the question, counted from 0")
     content: str = Field(
         pattern=r"^([0-9a-f]{2})*$",
         max_length=MAX_TERMS_BYTES,
@@ -63,7 +63,7 @@ class AnalysisStep(Value):
             Broken: the question is too long for a message to the sites.
         """
         if 2 * len(content) > MAX_TERMS_BYTES:
-            raise Broken(
+            raise ProtocolBroken(
                 f"a question of the analysis {analysis} has {len(content)} bytes, but sites accept at "
                 f"most {MAX_TERMS_BYTES // 2}. Choose fewer bins or columns"
             )
@@ -75,7 +75,7 @@ class AnalysisStep(Value):
         return bytes.fromhex(self.content)
 
 
-class Terms(Value):
+class SessionTerms(Value):
     """A session's request to all its sites."""
 
     round: int = Field(ge=0, description="round to train, or the round whose models are only scored")
@@ -210,7 +210,7 @@ class Terms(Value):
         return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
 
 
-def read_terms(message: bytes) -> Terms:
+def read_terms(message: bytes) -> SessionTerms:
     """Decode the terms of a message.
 
     Raises:
@@ -219,7 +219,7 @@ def read_terms(message: bytes) -> Terms:
     try:
         if len(message) > MAX_TERMS_BYTES:
             raise ValueError("too long")
-        return Terms.model_validate_json(message, strict=False)
+        return SessionTerms.model_validate_json(message, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -249,14 +249,14 @@ def check_summands(
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
-        raise Broken(
+        raise ProtocolBroken(
             f"{len(counting)} of the {len(clients)} sites of the sum have samples, but {threshold} are required"
         )
     columns = list(zip(*(weights[c] for c in counting), strict=True))
     for column in columns:
         share, client = max((weight, -c) for weight, c in zip(column, counting, strict=True))
         if share > most * sum(column):
-            raise Broken(
+            raise ProtocolBroken(
                 f"client {-client} has {share / sum(column):.1%} of the weight of the sum, but the "
                 f"agreement allows at most {most:.0%} (key `max_share` in the table `secure`)"
             )
@@ -283,14 +283,16 @@ def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], th
     fewest = int(remain.sum(1).argmin())
     if remain[fewest].sum() < threshold or bool((rests.max(1) > most * rests.sum(1)).any()):
         names = ", ".join(str(c) for c, stays in zip(clients, remain[fewest], strict=True) if stays)
-        raise Broken(
+        raise ProtocolBroken(
             "the fields of an upload are summed with different weights, and the difference between "
             f"two sums contains only the clients {names}, or almost only one client. Use the same "
             "weights (client_weights, aggregation_weights)"
         )
 
 
-def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
+def check_terms(
+    terms: SessionTerms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int
+) -> None:
     """Raise an error if terms belong to a different experiment, or are wrong about this site.
 
     Args:
@@ -306,31 +308,35 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     """
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
-            raise Broken(f"{terms.question.analysis} is not a valid analysis name")
+            raise ProtocolBroken(f"{terms.question.analysis} is not a valid analysis name")
         if (terms.trains, terms.scored, terms.download) != (False, -1, ""):
-            raise Broken("the terms of an analysis must not ask for anything else")
+            raise ProtocolBroken("the terms of an analysis must not ask for anything else")
     elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
-        raise Broken("terms must score a finished round, and a request for scores alone contains no download")
+        raise ProtocolBroken("terms must score a finished round, and a request for scores alone contains no download")
     if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
-        raise Broken(
+        raise ProtocolBroken(
             f"the terms must list sites of the agreement, which has {clients} sites, each once and in increasing order"
         )
     if client not in terms.cohort:
-        raise Broken(f"the terms do not list this site. They list the sites {[*terms.cohort]}")
+        raise ProtocolBroken(f"the terms do not list this site. They list the sites {[*terms.cohort]}")
     if len(terms.accepted) != len(terms.cohort) or terms.bases[client] != accepted:
-        raise Broken(
+        raise ProtocolBroken(
             "the terms must contain a round number for every site, and the number for this site must "
             f"be {accepted}, the round in the message"
         )
     if list(terms.sizes[client]) != list(sizes):
-        raise Broken(f"the terms state {[*terms.sizes[client]]} samples for this site, but it has {[*sizes]}")
+        raise ProtocolBroken(f"the terms state {[*terms.sizes[client]]} samples for this site, but it has {[*sizes]}")
     if len(terms.figures) != (clients if terms.scored >= 0 or terms.question is not None else 0):
-        raise Broken("if a sum contains more than uploads, the terms must list the metrics that every site can compute")
+        raise ProtocolBroken(
+            "if a sum contains more than uploads, the terms must list the metrics that every site can compute"
+        )
     if terms.figures and terms.figures[client] != figures:
-        raise Broken("the metrics that the terms list for this site differ from the metrics that its samples allow")
+        raise ProtocolBroken(
+            "the metrics that the terms list for this site differ from the metrics that its samples allow"
+        )
 
 
-def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
+def check_models(terms: SessionTerms, download: bytes | None, models: Sequence[bytes]) -> None:
     """Check that the received models are the models in the terms, so that they are the same at every site.
 
     Raises:
@@ -340,6 +346,6 @@ def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) 
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (
         terms.download
     ):
-        raise Broken(
+        raise ProtocolBroken(
             "the model that the server sent to this site differs from the model that the terms of the session name"
         )

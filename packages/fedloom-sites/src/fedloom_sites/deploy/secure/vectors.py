@@ -16,14 +16,14 @@ from fedloom.data import DATA_PARTS
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.seeds import generator
 from fedloom_sites.deploy.noise import SharedMean
-from fedloom_sites.deploy.protocol.lengths import absolute
+from fedloom_sites.deploy.protocol.lengths import is_absolute_model
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.protocol import Broken, Integers
-from fedloom_sites.deploy.settings import NormBound, bound_of
+from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
+from fedloom_sites.deploy.settings import NormBound, norm_bound_of
 from fedloom_sites.transport.forms import score_names
 
 WORK_COUNTS = 3
@@ -64,7 +64,9 @@ class UploadVector:
         masks = job.messages.masks
         self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
         aggregator = job.setting.aggregator
-        self.is_counted = accounted(job.setting.upload_transform, aggregator) is None  # a counter has no noise
+        self.is_counted = (
+            find_accounted_noise(job.setting.upload_transform, aggregator) is None
+        )  # a counter has no noise
         self.length = sum(self._widths.values()) + WORK_COUNTS + self.is_counted
         self._noise = aggregator if isinstance(aggregator, SharedMean) and aggregator.sigma else None
 
@@ -95,7 +97,7 @@ class UploadVector:
             if isinstance(field, KeptField):
                 last = old[name].numpy().view(np.uint64)
                 row = mass * self._select_sent(name, field.weighted(output.upload)[0])
-                steps, cut = (last, 0) if is_neutral else integers.encode(row)
+                steps, cut = (last, 0) if is_neutral else integers.encode_integers(row)
                 rows[name] = torch.from_numpy(steps.view(np.int64))
                 parts.append(steps - last)
             elif field.kind.accumulates and is_neutral:
@@ -103,7 +105,7 @@ class UploadVector:
                 cut = 0
             else:
                 up = output.upload._replace(**{name: getattr(output.upload, name).double()})
-                steps, cut = integers.encode(self._select_sent(name, field.partial(up, None, *weights)))
+                steps, cut = integers.encode_integers(self._select_sent(name, field.partial(up, None, *weights)))
                 parts.append(steps)
             clipped += cut
         counter = [np.array([is_cut or clipped > 0], dtype=np.uint64)] if self.is_counted else []
@@ -115,7 +117,7 @@ class UploadVector:
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
                 rows = type(template)(*[f[None] for f in template])
-                steps, _ = integers.encode(mass * self._select_sent(name, field.weighted(rows)[0]))
+                steps, _ = integers.encode_integers(mass * self._select_sent(name, field.weighted(rows)[0]))
                 start_rows[name] = torch.from_numpy(steps.view(np.int64))
         return start_rows
 
@@ -134,13 +136,15 @@ class UploadVector:
         if self.is_counted:
             total, clipped = total[:-1], int(total[-1])
         numbers = (
-            integers.decode(total[:-WORK_COUNTS], count) if noise is None else noise.total(total[:-WORK_COUNTS], count)
+            integers.decode_integers(total[:-WORK_COUNTS], count)
+            if noise is None
+            else noise.total(total[:-WORK_COUNTS], count)
         )
         work = torch.from_numpy(total[-WORK_COUNTS:].view(np.int64).copy())
         if bool((work < 0).any()):
-            raise Broken("the sum of work is negative: a mask was not removed")
+            raise ProtocolBroken("the sum of work is negative: a mask was not removed")
         if clipped > count:
-            raise Broken(f"the counter of clipped uploads is out of range: {clipped} of {count} sites")
+            raise ProtocolBroken(f"the counter of clipped uploads is out of range: {clipped} of {count} sites")
         sums = {}
         values = torch.from_numpy(numbers).split([*self._widths.values()])
         for (name, field), value in zip(self._fields.items(), values, strict=True):
@@ -177,12 +181,12 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
     if isinstance(job.setting.aggregator, SharedMean):
         return
     for name, value in sums.items():
-        kind, most = job.fields[name], count * bound_of(bound, name)
-        if absolute(kind, value.shape[0], job.oracle.layout.d) or not (kind.primary or value.shape[0] > 1):
+        kind, most = job.fields[name], count * norm_bound_of(bound, name)
+        if is_absolute_model(kind, value.shape[0], job.oracle.layout.d) or not (kind.primary or value.shape[0] > 1):
             continue
         norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
         if norm > most * (1 + 1e-6) + 1e-6:
-            raise Broken(
+            raise ProtocolBroken(
                 f"the norm of the sum of {name} over {count} sites is {norm:.4g}, but it can be at most {most:.4g}"
             )
 
@@ -288,7 +292,7 @@ class ScoreVector:
         values, counts = np.ldexp(rows[:, 0].astype(np.float64), -SCORE_BITS), rows[:, 1:]
         is_possible = (counts >= 0) & (counts[:, :1] <= count) & (np.abs(values) <= count * MAX_SCORE_TOTAL)[:, None]
         if not bool(is_possible.all()):
-            raise Broken("the sum of scores is out of range: a mask was not removed")
+            raise ProtocolBroken("the sum of scores is out of range: a mask was not removed")
         return {
             key: (weighted / samples if samples else np.nan, int(sites))
             for key, weighted, (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)

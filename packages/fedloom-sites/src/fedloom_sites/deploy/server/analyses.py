@@ -16,9 +16,9 @@ from torch import Tensor
 from fedloom.analyses import Bounds, Info, Question, SumRecord, run_questions
 from fedloom.errors import DataError, Refused
 from fedloom.processes.clients import ScoreRequest
-from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, TooLarge, stem_of
+from fedloom_sites.deploy.analyses import AgreedAnalysis, AnswerForm, SumTooLarge, file_stem_of
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
+from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.server.sites import Sites
 
 RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
@@ -44,8 +44,8 @@ class AnalysisServer:
 
     def __init__(self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None) -> None:
         self._sites, self._agreed, self._request = sites, agreed, request
-        self._record = folder / f"{stem_of(agreed.name)}{RECORD_END}"
-        self._sums = folder / stem_of(agreed.name)
+        self._record = folder / f"{file_stem_of(agreed.name)}{RECORD_END}"
+        self._sums = folder / file_stem_of(agreed.name)
         self._unanswered = 0
 
     def run(self) -> AnalysisEnd:
@@ -63,7 +63,7 @@ class AnalysisServer:
             terms = self._sites.analysis_terms(self._agreed.name, self._request)
             record = {"terms": terms.encode().decode(), "clients": []}
             write_checked(self._record, record)
-        common = Terms.model_validate_json(record["terms"], strict=False)
+        common = SessionTerms.model_validate_json(record["terms"], strict=False)
         public = self._agreed.terms(common)
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
@@ -87,7 +87,7 @@ class AnalysisServer:
         return AnalysisEnd(table, log)
 
     def _ask(
-        self, question: Question, bounds: Bounds, common: Terms, clients: list[int]
+        self, question: Question, bounds: Bounds, common: SessionTerms, clients: list[int]
     ) -> tuple[Tensor, Info, list[int]]:
         """Ask the sites a question, and return the sum, details of the sum, and the sites that were asked.
 
@@ -99,7 +99,7 @@ class AnalysisServer:
         may_retry = place > 0 and question.name in self._agreed.analysis.retried
         try:
             form = AnswerForm(bounds, self._agreed.clients)
-        except TooLarge:
+        except SumTooLarge:
             if not may_retry:
                 raise
             return nothing, Info(len(clients), 0, len(clients), 0), clients  # too long a step, which no site is asked
@@ -123,7 +123,7 @@ class AnalysisServer:
         Raises:
             ConfigError: the checkpoints contain steps in that format.
         """
-        stem = stem_of(self._agreed.name)
+        stem = file_stem_of(self._agreed.name)
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):
             raise Refused(
                 f"the steps of the analysis {self._agreed.name} in {self._record.parent} were "

@@ -19,7 +19,7 @@ from flwr.app import Error, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedloom.errors import FedloomError, RunStopped, Stop
-from fedloom_sites.deploy.protocol.rejected import plain
+from fedloom_sites.deploy.protocol.rejected import make_printable
 from fedloom_sites.flwr_adapter import (
     SYSTEM_MESSAGE_TYPE,
     ConfirmMessageReceivedRequest,
@@ -44,11 +44,11 @@ MAX_RETRY_SECONDS = 30.0
 """Maximum time in seconds between two attempts to reach Flower's server when it does not answer."""
 
 
-class TooLong(FedloomError):
+class ReplyTooLong(FedloomError):
     """Error: a reply claims more bytes than its kind allows."""
 
 
-def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
+def pull_replies(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
     """Return the replies that have arrived. If a reply is too long or incomplete, an error is returned in its place.
 
     Args:
@@ -65,14 +65,14 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
     for header, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
         id_, request_id = header.metadata.message_id, header.metadata.reply_to_message_id
         try:
-            replies.append(_inflated(id_, tree, fetch, limits.get(request_id, 0)))
-        except (TooLong, ObjectPullError) as error:
-            replies.append(_error(run_id, node.node_id, request_id, str(error)))
+            replies.append(_reassemble_reply(id_, tree, fetch, limits.get(request_id, 0)))
+        except (ReplyTooLong, ObjectPullError) as error:
+            replies.append(_error_reply(run_id, node.node_id, request_id, str(error)))
         client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=id_))
     return replies
 
 
-def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
+def _reassemble_reply(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
     """Reassemble a reply from its objects, and return it.
 
     Raises:
@@ -88,7 +88,7 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
         with counting:
             total += times[part] * len(content)
             if total > limit:
-                raise TooLong(f"the reply has more than {total} bytes, but at most {limit} are allowed")
+                raise ReplyTooLong(f"the reply has more than {total} bytes, but at most {limit} are allowed")
         return content
 
     message = inflate_object_from_contents(id_, pull_objects([*times], counted))
@@ -97,7 +97,7 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
     return message
 
 
-def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
+def _error_reply(run_id: int, node: int, request_id: str, reason: str) -> Message:
     metadata = Metadata(
         run_id=run_id, message_id="", src_node_id=node, dst_node_id=node, message_type=SYSTEM_MESSAGE_TYPE, group_id="",
         ttl=0, reply_to_message_id=request_id, created_at=now().timestamp(),
@@ -121,6 +121,8 @@ def call_with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
             raise
         except Exception as error:
             if time.monotonic() > end:
-                raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
+                raise RunStopped(
+                    Stop.TOO_FEW, f"Flower's server does not answer: {make_printable(str(error))}"
+                ) from error
             time.sleep(pause)
             pause = min(2 * pause, MAX_RETRY_SECONDS)

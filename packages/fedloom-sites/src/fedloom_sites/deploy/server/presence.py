@@ -17,18 +17,18 @@ from statistics import median
 
 import torch
 
-from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, Rejected
+from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, RejectedReply
 from fedloom_sites.deploy.settings import Member
-from fedloom_sites.transport.roll import Roll
+from fedloom_sites.transport.roll import NodeRegister
 
 SLOW_RATIO = 3.0
 """Multiple of the other nodes' median time above which a node is reported as slow."""
-LEAST_SECONDS = 30.0
+MIN_SLOW_SECONDS = 30.0
 """Minimum time in seconds to wait for a node: if other nodes answer immediately, a node that checks for messages only
 every few seconds, or that reads its data first, could otherwise be late by chance."""
 
 
-class NodePresence(Roll):
+class NodePresence(NodeRegister):
     """The nodes of a run, and which of them answer.
 
     Args:
@@ -75,10 +75,10 @@ class NodePresence(Roll):
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
-            raise Rejected(12, f"node {other} is already client {client}")
+            raise RejectedReply(12, f"node {other} is already client {client}")
         earlier, counts = self.sizes[client], torch.tensor(sizes)
         if self._fixed and bool(earlier.any()) and not torch.equal(earlier, counts):
-            raise Rejected(
+            raise RejectedReply(
                 9,
                 f"the site has {sizes} training, validation and test samples, but had {earlier.tolist()} "
                 f"at the start of the run. {GROWTH_HINT}",
@@ -109,7 +109,7 @@ class NodePresence(Roll):
         Args:
             times: times in seconds that the other nodes took to answer the same kind of message in this round.
         """
-        return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
+        return max(MIN_SLOW_SECONDS, self._pace * median(times)) if times else inf
 
     def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
         """Return the client that delayed a round and the other clients' median time in seconds, or None if none did.
@@ -119,7 +119,7 @@ class NodePresence(Roll):
         """
         client = max(took, key=lambda c: took[c], default=-1)
         rest = [seconds for c, seconds in took.items() if c != client]
-        is_slow = bool(rest) and took[client] > max(LEAST_SECONDS, SLOW_RATIO * median(rest))
+        is_slow = bool(rest) and took[client] > max(MIN_SLOW_SECONDS, SLOW_RATIO * median(rest))
         return (client, median(rest)) if is_slow else None
 
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:

@@ -14,7 +14,7 @@ from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.lab.experiment import Experiment
 from fedloom.lab.experiment.outputs import (
-    labelled,
+    label_rows,
     partition_table,
     write_measured,
     write_parquet,
@@ -24,7 +24,7 @@ from fedloom.rundir import GROUPS_FILE, PARTITION_FILE, SUMMARY_FILE, RunRecord,
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors
 from fedloom_sites.deploy.audit import lines_of
-from fedloom_sites.deploy.ops.status import summarize_counters, tallies
+from fedloom_sites.deploy.ops.status import summarize_clients, summarize_counters
 from fedloom_sites.deploy.settings import Server
 
 
@@ -69,7 +69,7 @@ class Results:
         """Write the scores of groups after the last round."""
         label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
         write_parquet(
-            self._settings.results / GROUPS_FILE, [labelled(group_table(scores), label, seed)] if scores else []
+            self._settings.results / GROUPS_FILE, [label_rows(group_table(scores), label, seed)] if scores else []
         )
 
     def analysis(self, name: str, table: pa.Table) -> None:
@@ -97,7 +97,7 @@ class Results:
         )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
         log = lines_of(settings.audit)
-        rows = tallies(log, members, self._rounds)
+        rows = summarize_clients(log, members, self._rounds)
         summary = Summary(
             name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,
             select_on=self._experiment.common.evaluate.select_on, warnings=(*self._notes, *summarize_counters(log)),

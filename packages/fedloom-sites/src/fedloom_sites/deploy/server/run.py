@@ -16,8 +16,8 @@ from fedloom.analyses.registry import ANALYSES, name_of
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
-from fedloom.engine.loop import End, Hooks, run_rounds
-from fedloom.engine.privacy import accounted, check_privacy, spent
+from fedloom.engine.loop import Hooks, RunEnd, run_rounds
+from fedloom.engine.privacy import check_privacy, find_accounted_noise, largest_epsilon
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
 from fedloom.engine.state import State, Times, initial_state
@@ -25,7 +25,7 @@ from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT_COLUMN, VERSION_COLUMN
 from fedloom.errors import CheckpointError, DataError, FedloomError, GivenUp, Refused, RunStopped, Stop
 from fedloom.lab.experiment import Experiment
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.rows.channels import GaussianNoise
 from fedloom.rundir import SUMMARY_FILE
 from fedloom.schedule import Stream
@@ -61,8 +61,8 @@ STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom
 FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
 
-@undisturbed()
-def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
+@isolate_torch_settings()
+def serve_run(grid: Grid, settings: Server, say: Say = print) -> Stop:
     """Train at the sites until all rounds are done, and return the reason for the end.
 
     After a stop or a crash, the same call resumes the run.
@@ -85,7 +85,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     masked, start = settings.secure is not None, settings.start is not None
     check_deployable(experiment, masked=masked, start=start, clients=settings.clients, verify=settings.verifies)
     with lock(settings.checkpoints):
-        ended = finished(settings)
+        ended = finished_reason(settings)
         if ended is not None:
             say(f"fedloom: {FINISHED_HINT if ended in (Stop.DONE, Stop.DIVERGED) else ended.value}")
             return ended
@@ -98,7 +98,7 @@ def stop_file(settings: Server) -> Path:
     return settings.audit.with_name(STOP_FILE)
 
 
-def finished(settings: Server) -> Stop | None:
+def finished_reason(settings: Server) -> Stop | None:
     """Return the reason why a run has ended if its results are written and it cannot be resumed, otherwise None.
 
     A finished run no longer needs sites.
@@ -181,7 +181,7 @@ def check_deployable(
         check_maskable(setting, verify=verify)
 
 
-def counts_samples(setting: Setting) -> str:
+def sample_count_reason(setting: Setting) -> str:
     """Return the reason why a run needs every site's numbers of samples.
 
     Return "" if the run does not need to know these numbers.
@@ -269,7 +269,7 @@ class _Run(Hooks):
         """Return True if the operator has requested the end of the run."""
         return stop_file(self._settings).exists()
 
-    def _run(self) -> End:
+    def _run(self) -> RunEnd:
         """Run the remaining rounds, and return the reason for the end."""
         settings, audit = self._settings, self._audit
         sizes, folder = self._transport.sizes, settings.checkpoints
@@ -285,7 +285,7 @@ class _Run(Hooks):
         for note in job.notes:
             self._say(f"fedloom: {note}")
         audit.write("start", round=state.round, release=__version__, sites=sorted(self._transport.nodes))
-        end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._sites, checkpoints, self, state)
+        end = RunEnd(state, stop, detail, diverged) if stop else run_rounds(job, self._sites, checkpoints, self, state)
         if end.state.records.items:
             self._results.tables(job, end.state)
         if end.stop in (Stop.DONE, Stop.DIVERGED):
@@ -324,10 +324,10 @@ class _Run(Hooks):
         """
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
-        noise, limit = accounted(setting.upload_transform, setting.aggregator), self._settings.epsilon
+        noise, limit = find_accounted_noise(setting.upload_transform, setting.aggregator), self._settings.epsilon
         try:
             if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
-                after = spent(noise, setting.sampler, state.uploads + 1, t)
+                after = largest_epsilon(noise, setting.sampler, state.uploads + 1, t)
                 if limit is not None and after > limit:
                     raise Refused(f"round {t} would raise epsilon to {after:.4g}, but the limit is {limit:.4g}")
             else:
@@ -378,9 +378,9 @@ class _Run(Hooks):
 
     def extras(self, state: State) -> dict[str, Any]:
         setting, accepted = self._job.setting, self._sites.accepted
-        noise = accounted(setting.upload_transform, setting.aggregator)
+        noise = find_accounted_noise(setting.upload_transform, setting.aggregator)
         costs = {
-            name: None if one is None else spent(one, setting.sampler, state.uploads, state.round)
+            name: None if one is None else largest_epsilon(one, setting.sampler, state.uploads, state.round)
             for name, one in {"epsilon": noise, "epsilon_sites": remaining_noise(noise)}.items()
         }
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
@@ -391,7 +391,7 @@ class _Run(Hooks):
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
             self._transport.presence.fix()
-        by = counts_samples(self._experiment.methods[0].setting.resolved())
+        by = sample_count_reason(self._experiment.methods[0].setting.resolved())
         by = by or ("verify" if self._settings.verifies else "")
         self._transport.gather(by if sizes is None else "")
 

@@ -23,7 +23,7 @@ from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
-from fedloom_sites.deploy.protocol.envelope import Reply, Request
+from fedloom_sites.deploy.protocol.envelope import SiteRequest, ValidReply
 from fedloom_sites.deploy.secure.counters import (
     ABSENT_COUNTS,
     ANSWERED_COUNTS,
@@ -32,7 +32,7 @@ from fedloom_sites.deploy.secure.counters import (
     AnswerCounts,
 )
 from fedloom_sites.deploy.secure.protocol import Integers
-from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
+from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 from fedloom_sites.transport.forms import Forms, output_of
@@ -99,21 +99,23 @@ class Sites(StreamedClients):
         forms = self._forms
         pending, self._pending = self._pending, None
         scored, asks = (-1, {}) if pending is None else (pending.round, self._score_letters(pending))
-        letters = dict[int, Request]()
+        letters = dict[int, SiteRequest]()
         for c, message in forms.write_downs(request, downloads):
             ask = asks.pop(c, None)
             parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
             more = self._place(c) | {"scored": -1 if ask is None else scored, "global": has_global}
-            letters[c] = Request("train", c, [message, *parts], more, downloads[c])
+            letters[c] = SiteRequest("train", c, [message, *parts], more, downloads[c])
         need = max(1, min(self._settings.quorum, len(letters)))
         replies = self._transport.collect_replies(request.round, letters | asks, need)
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
-        return {c: output_of(reply.value, _work(reply)) for c, reply in replies.items() if c in letters}
+        return {c: output_of(reply.value, _reply_work(reply)) for c, reply in replies.items() if c in letters}
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         message = [self._forms.write_model(request.model)]
-        replies = self._transport.collect_replies(request.round, {c: Request("ask", c, message) for c in clients}, 0)
-        return {c: (reply.value, _work(reply)) for c, reply in replies.items()}
+        replies = self._transport.collect_replies(
+            request.round, {c: SiteRequest("ask", c, message) for c in clients}, 0
+        )
+        return {c: (reply.value, _reply_work(reply)) for c, reply in replies.items()}
 
     def begin_at(self, seconds: float) -> None:
         if math.isnan(self._start):
@@ -134,11 +136,11 @@ class Sites(StreamedClients):
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
         more = self._place(client) | {"scored": -1, "global": False}
         node, message = self._transport.nodes[client], self._forms.write_down(down, server)
-        self._transport.post(round, [Request("train", client, [message], more, down, node)])
+        self._transport.post(round, [SiteRequest("train", client, [message], more, down, node)])
 
     def arrived(self) -> tuple[dict[int, ClientOutput], set[int]]:
         replies, failed = self._transport.arrived()
-        return {c: output_of(reply.value, _work(reply)) for c, reply in replies.items()}, failed
+        return {c: output_of(reply.value, _reply_work(reply)) for c, reply in replies.items()}, failed
 
     def give_up(self, client: int) -> None:
         self._transport.give_up(client)
@@ -156,7 +158,7 @@ class Sites(StreamedClients):
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
 
-    def analysis_terms(self, name: str, request: ScoreRequest | None) -> Terms:
+    def analysis_terms(self, name: str, request: ScoreRequest | None) -> SessionTerms:
         """Return the terms that are common to all steps of an analysis.
 
         Args:
@@ -165,7 +167,7 @@ class Sites(StreamedClients):
         """
         cohort, transport = sorted(self._transport.nodes), self._transport
         digests = () if request is None else self._model_digests(request, cohort[0])
-        return Terms(
+        return SessionTerms(
             round=self._job.setting.rounds, trains=False, sizes=tuple(map(tuple, transport.sizes.tolist())),
             cohort=tuple(cohort), accepted=tuple(self._place(c)["accepted"] for c in cohort), models=digests,
             common=request is not None and request.model is not None, figures=tuple(transport.figures),
@@ -173,7 +175,7 @@ class Sites(StreamedClients):
         )  # fmt: skip
 
     def analysis_sum(
-        self, terms: Terms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
+        self, terms: SessionTerms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
     ) -> AnalysisSum:
         """Return the sum of the sites' vectors in a step.
 
@@ -199,13 +201,13 @@ class Sites(StreamedClients):
                 raise WireError(str(error)) from None
             return vector, AnswerCounts(*counts)
 
-        asks = dict[int, Request]()
+        asks = dict[int, SiteRequest]()
         for c in clients or terms.cohort:
             models = letters[c].arrays if c in letters else ()
             site_terms = terms if request is None else terms.with_(models=self._model_digests(request, c))
             arrays, accepted = [site_terms.encode(), *models], {"accepted": terms.bases[c]}
             most = 8 * (form.length + COUNTER_COUNT)
-            asks[c] = Request("analysis", c, arrays, accepted, read=read, most=most)
+            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, most=most)
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
         counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
@@ -215,18 +217,18 @@ class Sites(StreamedClients):
     def share_result(self, name: str, table: pa.Table) -> None:
         """Send the result of an analysis to the connected sites."""
         content = json.dumps({"analysis": name, "columns": table.to_pydict()}).encode()
-        asks = {c: Request("result", c, [content]) for c in self._transport.nodes}
+        asks = {c: SiteRequest("result", c, [content]) for c in self._transport.nodes}
         self._transport.collect_replies(self._job.setting.rounds, asks, 0)
 
     def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
         """Return the digests of the models that a site receives."""
         return tuple(hashlib.sha256(m).hexdigest() for m in self._score_letters(request)[client].arrays)
 
-    def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
+    def _score_letters(self, request: ScoreRequest) -> dict[int, SiteRequest]:
         """Return requests for scores to every connected site."""
         has_global, t = {"global": request.model is not None}, request.round
         return {
-            c: Request("score", c, parts, self._place(c) | has_global, round=t)
+            c: SiteRequest("score", c, parts, self._place(c) | has_global, round=t)
             for c, parts in self._forms.write_models_of(request, self._transport.nodes)
         }
 
@@ -234,5 +236,5 @@ class Sites(StreamedClients):
         return {"accepted": int(self.accepted[client]), "weight": float(self._job.alpha[client])}
 
 
-def _work(reply: Reply) -> Tensor:
+def _reply_work(reply: ValidReply) -> Tensor:
     return torch.tensor([reply.head["work"]])

@@ -25,12 +25,12 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.errors import RunStopped, Stop
 from fedloom_sites.deploy.audit import Audit
-from fedloom_sites.deploy.protocol.checks import Checks
-from fedloom_sites.deploy.protocol.envelope import Pending, Reply, Request, message_of
-from fedloom_sites.deploy.protocol.identity import verifying_key
-from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, UnableReply, plain
-from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull
-from fedloom_sites.deploy.server.presence import LEAST_SECONDS, NodePresence
+from fedloom_sites.deploy.protocol.checks import ReplyChecks
+from fedloom_sites.deploy.protocol.envelope import PendingRequest, SiteRequest, ValidReply, message_of
+from fedloom_sites.deploy.protocol.identity import read_verifying_key
+from fedloom_sites.deploy.protocol.rejected import LateReply, RejectedReply, UnableReply, make_printable
+from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull_replies
+from fedloom_sites.deploy.server.presence import MIN_SLOW_SECONDS, NodePresence
 from fedloom_sites.deploy.settings import Server
 from fedloom_sites.transport.forms import Forms
 
@@ -56,14 +56,14 @@ class Transport:
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
         self._grid, self._settings, self._audit, self._say = grid, settings, audit, say
         self.members = {member.client: member for member in settings.sites}
-        self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
-        self.checks = Checks(settings, self._keys)
+        self._keys = {c: read_verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
+        self.checks = ReplyChecks(settings, self._keys)
         self.figures = [""] * settings.clients
         self.presence = NodePresence(
             self.members, settings.clients, settings.patience, settings.absent_after, settings.pace, self._met()
         )
-        self._overdue: dict[str, tuple[Pending, float]] = {}
-        self._posted: dict[str, tuple[Pending, float]] = {}
+        self._overdue: dict[str, tuple[PendingRequest, float]] = {}
+        self._posted: dict[str, tuple[PendingRequest, float]] = {}
         self._unable = set[int]()
 
     def _met(self) -> dict[int, int]:
@@ -93,7 +93,7 @@ class Transport:
             forms: formats of the run's messages.
             names: names of the values that arrive with the scores of the last round.
         """
-        self.checks = Checks(self._settings, self._keys, job, forms, self.sizes, names)
+        self.checks = ReplyChecks(self._settings, self._keys, job, forms, self.sizes, names)
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
@@ -149,15 +149,15 @@ class Transport:
         self._collect({}, {}, set())
         self.exchange(0, self._greetings(), 0, self._settings.deadline)
 
-    def _greetings(self) -> list[Request]:
+    def _greetings(self) -> list[SiteRequest]:
         """Return greetings for unknown nodes that have no pending greeting."""
         nodes = call_with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
-        return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
+        return [SiteRequest("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
 
     def collect_replies(
-        self, round: int, requests: dict[int, Request], need: int, wanted: Collection[int] = ()
-    ) -> dict[int, Reply]:
+        self, round: int, requests: dict[int, SiteRequest], need: int, wanted: Collection[int] = ()
+    ) -> dict[int, ValidReply]:
         """Send requests to sites, and return the accepted replies, keyed by client.
 
         Unanswered requests are repeated until ``need`` replies have arrived.
@@ -174,21 +174,21 @@ class Transport:
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
-        replies: dict[int, Reply] = {}
+        replies: dict[int, ValidReply] = {}
         open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
             self.greet()
             asked = self._unable if is_enough else {*open_}
             now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in {*self.nodes} & asked]
             self._unable, start = set(), time.monotonic()
-            good, bad = self.exchange(round, now, need - _counting(replies), longest, wanted)
-            longest = min(longest, max(LEAST_SECONDS, time.monotonic() - start)) if self._unable else longest
+            good, bad = self.exchange(round, now, need - _count_replies(replies), longest, wanted)
+            longest = min(longest, max(MIN_SLOW_SECONDS, time.monotonic() - start)) if self._unable else longest
             replies |= good
             if self._unable and not repeats:
                 bad |= self._unable
             repeats -= bool(self._unable)
             open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
-            is_enough = _counting(replies) >= need and not {*wanted} & {*open_}
+            is_enough = _count_replies(replies) >= need and not {*wanted} & {*open_}
             if (is_enough and not self._unable & {*open_}) or (not open_ and requests):
                 break
             if time.monotonic() > end or not requests:
@@ -196,12 +196,12 @@ class Transport:
             time.sleep(min(5 * POLL_SECONDS, self._settings.patience / 10))
         for c in open_:
             self._missed(round, c)
-        self.checks.quorum(round, _counting(replies), sum(r.kind != "score" for r in requests.values()), need)
+        self.checks.quorum(round, _count_replies(replies), sum(r.kind != "score" for r in requests.values()), need)
         return replies
 
     def exchange(
-        self, round: int, requests: Sequence[Request], need: int, deadline: float, wanted: Collection[int] = ()
-    ) -> tuple[dict[int, Reply], set[int]]:
+        self, round: int, requests: Sequence[SiteRequest], need: int, deadline: float, wanted: Collection[int] = ()
+    ) -> tuple[dict[int, ValidReply], set[int]]:
         """Send requests, and return the checked replies once all have arrived or both quorum and deadline are reached.
 
         The server waits for a ``wanted`` client until the deadline, even if the other clients have answered earlier.
@@ -211,7 +211,7 @@ class Transport:
         """
         start = time.monotonic()
         open_requests = self._push(round, requests)
-        good: dict[int, Reply] = {}
+        good: dict[int, ValidReply] = {}
         bad: set[int] = set()
         took: dict[str, dict[int, float]] = {pending.kind: {} for pending in open_requests.values()}
         while open_requests:
@@ -226,7 +226,7 @@ class Transport:
             is_over = waited > deadline or idle
             if any(pending.client in wanted for pending in open_requests.values()):
                 is_over = waited > deadline
-            if waited > self._settings.ttl or (is_over and _counting(good) >= need):
+            if waited > self._settings.ttl or (is_over and _count_replies(good) >= need):
                 break
             if open_requests and not arrived:
                 time.sleep(POLL_SECONDS)
@@ -257,7 +257,7 @@ class Transport:
                 "slow", kind=kind, round=round, client=client, site=site, seconds=took[client], others=usual
             )
 
-    def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
+    def _push(self, round: int, requests: Sequence[SiteRequest]) -> dict[str, PendingRequest]:
         """Send requests, and return those that are open, keyed by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
@@ -269,7 +269,7 @@ class Transport:
             if id_
         }
 
-    def post(self, round: int, requests: Sequence[Request]) -> None:
+    def post(self, round: int, requests: Sequence[SiteRequest]) -> None:
         """Send requests whose replies `arrived` will return later."""
         self.presence.round, now = max(self.presence.round, round), time.monotonic()
         self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
@@ -279,17 +279,17 @@ class Transport:
         """Clients whose answers to a posted request have not yet arrived."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
-    def arrived(self) -> tuple[dict[int, Reply], set[int]]:
+    def arrived(self) -> tuple[dict[int, ValidReply], set[int]]:
         """Return new replies to posted requests, and the clients whose replies were rejected or lost.
 
         The function also greets new nodes. The server waits for the answer to a greeting as long as for any other
         answer, but a greeting delays nothing.
         """
         self.post(0, self._greetings())
-        replies, failed = dict[int, Reply](), set[int]()
+        replies, failed = dict[int, ValidReply](), set[int]()
         for is_greeting in (True, False):
             some = {id_: p for id_, (p, _) in self._posted.items() if (p.kind == "hello") is is_greeting}
-            open_requests, good = dict(some), dict[int, Reply]()
+            open_requests, good = dict(some), dict[int, ValidReply]()
             self._collect(open_requests, good, set())
             ended = {id_: p for id_, p in some.items() if id_ not in open_requests}
             self._posted = {id_: posted for id_, posted in self._posted.items() if id_ not in ended}
@@ -319,7 +319,7 @@ class Transport:
         """Wait a moment."""
         time.sleep(POLL_SECONDS)
 
-    def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
+    def _collect(self, open_requests: dict[str, PendingRequest], good: dict[int, ValidReply], bad: set[int]) -> int:
         """Check the replies that have arrived, including late ones, and return the number of replies.
 
         Late replies answer messages for which the server no longer waits.
@@ -330,7 +330,7 @@ class Transport:
             id_: pending.most
             for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
         }
-        arrived = call_with_retry(lambda: pull(self._grid, limits), self._settings.ttl) if limits else []
+        arrived = call_with_retry(lambda: pull_replies(self._grid, limits), self._settings.ttl) if limits else []
         for reply in arrived:
             self._accept_or_reject(reply, open_requests, good, bad)
         return len(arrived)
@@ -339,7 +339,7 @@ class Transport:
         site = self.members[client].site if client in self.members else None
         self._audit.write("missed", round=round, client=client, site=site)
 
-    def _mark_mute(self, pending: Pending, why: str) -> None:
+    def _mark_mute(self, pending: PendingRequest, why: str) -> None:
         """Mark a node as mute because it did not answer in time, or because its answer was lost.
 
         The server no longer waits for this node.
@@ -352,7 +352,7 @@ class Transport:
             )
             self._audit.write("mute", reason=why, **self._facts(pending))
 
-    def _facts(self, pending: Pending) -> dict[str, Any]:
+    def _facts(self, pending: PendingRequest) -> dict[str, Any]:
         """Return the facts about a message that are logged.
 
         The site may be known only from the node's earlier answers.
@@ -362,7 +362,7 @@ class Transport:
         return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
 
     def _accept_or_reject(
-        self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]
+        self, reply: Message, open_requests: dict[str, PendingRequest], good: dict[int, ValidReply], bad: set[int]
     ) -> None:
         """Check a reply, and log the result."""
         id_ = reply.metadata.reply_to_message_id
@@ -374,26 +374,28 @@ class Transport:
             if pending.kind == "hello":
                 self.presence.welcome(accepted.client, pending.node, accepted.head["sizes"])
                 self.figures[accepted.client] = accepted.head["figures"]
-        except Rejected as error:
+        except RejectedReply as error:
             bad |= self._reject(error, id_, pending, overdue is not None, reply.has_error())
             return
         self.presence.answered(pending.node)
         if overdue is None:
             good[accepted.client] = accepted
-        note = plain(accepted.head["reason"])
+        note = make_printable(accepted.head["reason"])
         if note:
             self._say(f"fedloom: {self.presence.name(pending.node)} notes ({pending.kind}): {note}")
         self._audit.write(
-            "accepted", digest=accepted.digest, norm=accepted.norm, reason=note or None, message=plain(id_),
+            "accepted", digest=accepted.digest, norm=accepted.norm, reason=note or None, message=make_printable(id_),
             **self._facts(pending._replace(client=accepted.client)),
         )  # fmt: skip
 
-    def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
+    def _reject(
+        self, error: RejectedReply, id_: str, pending: PendingRequest | None, is_late: bool, lost: bool
+    ) -> set[int]:
         """Log a rejected reply, and return its client if the client receives no further request in this round.
 
         Otherwise, the returned set is empty.
         """
-        facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": plain(id_)}
+        facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": make_printable(id_)}
         if pending is None:
             self._audit.write("rejected", **facts)
             return set()
@@ -410,5 +412,5 @@ class Transport:
         return set() if pending.client is None or lost or is_late or asked_again else {pending.client}
 
 
-def _counting(replies: Mapping[int, Reply]) -> int:
+def _count_replies(replies: Mapping[int, ValidReply]) -> int:
     return sum(reply.head["kind"] != "score" for reply in replies.values())

@@ -33,16 +33,16 @@ from fedloom_sites.deploy.analyses import (
     agreed_analyses,
     columns_digest,
     empty_rows,
+    file_stem_of,
     judge_row_sets,
-    stem_of,
 )
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, lock_folder, read_checked, write_checked
-from fedloom_sites.deploy.secure.protocol import Broken, Integers
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
@@ -111,7 +111,7 @@ class SiteAnalyses:
             return empty_rows(next(iter(self.agreed.values())).schema, client)
         return client_rows(trainer.fed, client)
 
-    def answer(self, terms: Terms, models: Sequence[bytes] = ()) -> SiteAnswer:
+    def answer(self, terms: SessionTerms, models: Sequence[bytes] = ()) -> SiteAnswer:
         """Return the answer to a step. If the site cannot answer, log the reason at the site and return zeros.
 
         Args:
@@ -129,7 +129,7 @@ class SiteAnalyses:
             agreed = one.terms(terms)
             question, bounds = one.read_question(step, terms.question.message, agreed)
             if bool(models) != one.analysis.uses_models:
-                raise Broken(
+                raise ProtocolBroken(
                     f"the message must contain {'the' if one.analysis.uses_models else 'no'} models "
                     f"of the run for the analysis {name}"
                 )
@@ -164,7 +164,7 @@ class SiteAnalyses:
         with publish_reasons():
             name, content = _read_result(message)
             self._agreed(name)
-            write_atomic(self._folder / f"{stem_of(name)}.json", (json.dumps(content, indent=1) + "\n").encode())
+            write_atomic(self._folder / f"{file_stem_of(name)}.json", (json.dumps(content, indent=1) + "\n").encode())
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -177,9 +177,9 @@ class SiteAnalyses:
         return self.agreed[name]
 
     def _steps(self, name: str) -> Path:
-        return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
+        return self._folder / f"{file_stem_of(name)}{STEPS_FILE_END}"
 
-    def _attach_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
+    def _attach_models(self, terms: SessionTerms, models: Sequence[bytes]) -> ClientRows:
         """Return the site's rows, together with the run's final models as functions of the inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
@@ -206,7 +206,7 @@ class SiteAnalyses:
             {kind: function_of(row) for kind, row in kinds.items()},
         )  # fmt: skip
 
-    def _enter(self, one: AgreedAnalysis, terms: Terms, rows: str) -> bool:
+    def _enter(self, one: AgreedAnalysis, terms: SessionTerms, rows: str) -> bool:
         """Record a step before the site answers it, and return True if the rows have not changed since the first step.
 
         If they have changed, the site must not use them in an answer.
@@ -224,16 +224,18 @@ class SiteAnalyses:
         path, step = self._steps(one.name), terms.question.step
         record = read_checked(path)
         if record is None and path.exists():
-            raise Broken(
+            raise ProtocolBroken(
                 f"{path.name} of this site is damaged, so fedloom does not know which steps of the "
                 f"analysis {one.name} the site has answered"
             )
         record = record or {"rows": "", "steps": {}}
         question = digest_of([terms.question.message])
         if record["steps"].setdefault(f"{step}", question) != question:
-            raise Broken(f"step {step} of the analysis {one.name} has already been answered for a different question")
+            raise ProtocolBroken(
+                f"step {step} of the analysis {one.name} has already been answered for a different question"
+            )
         if record.setdefault("terms", terms.course) != terms.course:
-            raise Broken(
+            raise ProtocolBroken(
                 f"the analysis {one.name} was started with different terms: sites, sizes or cells have changed"
             )
         first = record["rows"] or rows
@@ -254,7 +256,7 @@ class SiteAnalyses:
             if site.fingerprint in fits:
                 return
             if len(fits) >= most:
-                raise Broken(
+                raise ProtocolBroken(
                     f"{len(fits)} experiments have already requested the analysis {one.name} of the "
                     f"data {site.data_name!r}, and every further request would reveal a difference "
                     "(key `changes` in the table `secure`). Omit the analysis, or request it for "
@@ -287,7 +289,7 @@ class SiteAnalyses:
         path = self._trainer.site.memory_folder / MEMORY_FILE
         record = read_checked(path)
         if record is None and path.exists():
-            raise Broken(
+            raise ProtocolBroken(
                 f"{path.name} of this site is damaged, so fedloom does not know the earlier analyses of the site's data"
             )
         return record or {"asked": {}, "salt": secrets.token_hex(16)}

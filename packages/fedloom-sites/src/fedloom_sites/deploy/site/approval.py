@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedloom.errors import ConfigError, Refused
 from fedloom.storage import make_folder, write_atomic
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, lock_folder, read_checked
 from fedloom_sites.deploy.settings import Site
 
@@ -56,7 +56,7 @@ def check_approved(site: Site) -> None:
     if not site.approval:
         return
     try:
-        approved = json.loads(regular(site.folder / APPROVAL_FILE).read_bytes())["digest"]
+        approved = json.loads(check_regular_file(site.folder / APPROVAL_FILE).read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         approved = None
     if approved != site.digest:
@@ -89,7 +89,7 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
     with lock_folder(folder):
         path = folder / NAMES_FILE
         try:
-            names = json.loads(regular(path).read_bytes()) if path.exists() else {}
+            names = json.loads(check_regular_file(path).read_bytes()) if path.exists() else {}
             orphans = {file.parent.name.removeprefix("data-") for file in folder.glob("data-*/*.json")} - {
                 *names.values()
             }
@@ -117,7 +117,7 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
                 f"patients, change its line to {line} in {NAMES_FILE}, which is in the site's folder "
                 "`memory`, or in `state` if `memory` is not set"
             )
-        if not path.exists() or json.loads(regular(path).read_bytes()) != names:
+        if not path.exists() or json.loads(check_regular_file(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())
 
 

@@ -13,18 +13,18 @@ from typing import Any
 from fedloom.errors import RunDirError
 from fedloom_sites.deploy.protocol.envelope import Envelope, digest_of
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MODEL_MESSAGES = ("ask", "train", "score", "analysis")
 """Kinds of messages with models that a site answers individually. Under masks, these kinds are `masked` and `tally`."""
-IN_RUN = "in the whole run"
+WHOLE_RUN_TEXT = "in the whole run"
 """Key of the entry in the record that counts, for each kind, the models answered in the entire experiment."""
 
 
-class AskedTooOften(RunDirError):
+class AskedModelTooOften(RunDirError):
     """Error: the site has already answered the maximum number of models."""
 
 
@@ -47,9 +47,9 @@ class AskedModels:
         Raises:
             AskedTooOften: the message would exceed the number of models that is allowed in a round or in the run.
         """
-        self._enter(_models(envelope))
+        self._enter(_model_digests(envelope))
 
-    def enter_masked(self, terms: Terms, accepted: int) -> None:
+    def enter_masked(self, terms: SessionTerms, accepted: int) -> None:
         """Record the models in a request for a masked vector before the site computes the vector.
 
         Args:
@@ -70,7 +70,7 @@ class AskedModels:
 
     def _enter(self, models: Mapping[tuple[str, int], str]) -> None:
         record, first = read_checked(self._path) or {}, self._memory.first()
-        total: dict[str, int] = dict(record.pop(IN_RUN, {}))
+        total: dict[str, int] = dict(record.pop(WHOLE_RUN_TEXT, {}))
         recent = {key: digests for key, digests in record.items() if int(key.partition(" ")[2]) >= first}
         most, new = self._site.models_per_round, dict[str, list[str]]()
         most_in_run = self._site.models_in_run or 2 * (self._trainer.rounds + 1)
@@ -79,24 +79,24 @@ class AskedModels:
             if digest in digests:
                 continue
             if len(digests) >= most:
-                raise AskedTooOften(
+                raise AskedModelTooOften(
                     f"round {t}: the site has already answered {most} models in messages of kind "
                     f"{kind}, which is the limit for one round (`models_per_round`). Restore the "
                     "server's newest checkpoints, or start a new experiment"
                 )
             total[kind] = total.get(kind, 0) + 1
             if total[kind] > most_in_run:
-                raise AskedTooOften(
+                raise AskedModelTooOften(
                     f"round {t}: the site has already answered {most_in_run} models in messages of "
                     f"kind {kind} in this experiment, which is the limit (`models_in_run`). Start a "
                     "new experiment"
                 )
             new[f"{kind} {t}"] = [*digests, digest]
         if new:
-            write_checked(self._path, recent | new | {IN_RUN: total})
+            write_checked(self._path, recent | new | {WHOLE_RUN_TEXT: total})
 
 
-def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
+def _model_digests(envelope: Envelope) -> dict[tuple[str, int], str]:
     """Return digests of the models in a message and of the requested state, keyed by kind and round."""
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]

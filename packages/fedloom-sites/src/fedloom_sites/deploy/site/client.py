@@ -9,9 +9,9 @@ from typing import Any
 from flwr.app import Message, RecordDict
 
 from fedloom.data import Federation
-from fedloom.data.input_spec import compared
+from fedloom.data.input_spec import comparable_facts
 from fedloom.errors import CheckpointError, DiskError, FedloomError, Refused, printable, sentence_of
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.version import __version__
 from fedloom_sites.deploy.alarms import Alarms, message_digest, raise_alarm
 from fedloom_sites.deploy.analyses import count_questions
@@ -24,10 +24,10 @@ from fedloom_sites.deploy.protocol.envelope import (
     Envelope,
     common_head,
     digest_of,
-    seal,
-    unseal,
+    seal_message,
+    unseal_message,
 )
-from fedloom_sites.deploy.protocol.identity import sign, signing_key
+from fedloom_sites.deploy.protocol.identity import read_signing_key, sign_fields
 from fedloom_sites.deploy.protocol.public import PublicReason, publish_reasons
 from fedloom_sites.deploy.secure.site import MaskedAnswers
 from fedloom_sites.deploy.settings import Site
@@ -35,8 +35,8 @@ from fedloom_sites.deploy.site.approval import check_approved, check_data_name
 from fedloom_sites.deploy.site.asked import MODEL_MESSAGES, AskedModels
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
-from fedloom_sites.deploy.site.state import Rewound, SiteState
-from fedloom_sites.deploy.site.trainer import QUOTES_NO_VALUE, Trainer
+from fedloom_sites.deploy.site.state import ServerRewound, SiteState
+from fedloom_sites.deploy.site.trainer import VALUE_FREE_ERRORS, Trainer
 from fedloom_sites.deploy.snapshots import check_snapshot
 
 
@@ -57,7 +57,7 @@ class Client:
     """
 
     def __init__(self, site: Site, fed: Federation | None = None) -> None:
-        self.site, self._key, self._has_named_data = site, signing_key(site.signing_key), False
+        self.site, self._key, self._has_named_data = site, read_signing_key(site.signing_key), False
         self._memory = SiteState(site.state, site.fingerprint, site.client)
         self.trainer = Trainer(site, self._memory, fed)
         self._asked = AskedModels(site, self._memory, self.trainer)
@@ -84,7 +84,7 @@ class Client:
         Raises:
             FedloomError: the data cannot be read, or the run cannot be built.
         """
-        with undisturbed(self.site.threads):
+        with isolate_torch_settings(self.site.threads):
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
@@ -104,11 +104,11 @@ class Client:
         secret, reason = False, ""
         try:
             with publish_reasons():
-                envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
+                envelope = unseal_message(content, REQUEST_FIELDS, {}, self.site.message_limit)
                 head = envelope.head
                 self._check(envelope)
                 secret = self.trainer.private or self.site.secure is not None
-            with undisturbed(self.site.threads), ExitStack() as held:
+            with isolate_torch_settings(self.site.threads), ExitStack() as held:
                 with publish_reasons():
                     held.enter_context(self._memory.open())
                 self._watch_samples()
@@ -117,7 +117,7 @@ class Client:
         except Exception as error:  # the server gets the sentence, and logs it
             reason = public = sentence_of(error)
             cause, status = error.__cause__ if isinstance(error, PublicReason) else error, "refused"
-            if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
+            if not isinstance(error, PublicReason if secret else (PublicReason, *VALUE_FREE_ERRORS)):
                 public = self.trainer.log_privately(reason)
             elif isinstance(cause, DiskError):
                 status = UNABLE_STATUS
@@ -164,7 +164,9 @@ class Client:
     ) -> RecordDict:
         kind, round, nonce = about.get("kind", "hello"), about.get("round", 0), about.get("nonce", b"")
         head = common_head(self.site.fingerprint, kind, round, self.site.client, nonce, more["digest"]) | more
-        return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
+        return seal_message(
+            {**head, "signature": sign_fields(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics
+        )
 
     def _check(self, envelope: Envelope) -> None:
         """Raise an error if a message is damaged, or comes from a different release or experiment.
@@ -222,15 +224,15 @@ class Client:
         trains = kind in ("train", "ask", "masked")
         behind, _ = self._memory.accepted()
         if not int(trains) <= t <= rounds:
-            raise Rewound(f"round {t} is not one of the agreed rounds 1 to {rounds}")
+            raise ServerRewound(f"round {t} is not one of the agreed rounds 1 to {rounds}")
         if t < behind - (not trains):
-            raise Rewound(f"round {t} is over: this site has already accepted round {behind}")
+            raise ServerRewound(f"round {t} is over: this site has already accepted round {behind}")
         accepted = head.get("accepted", 0)
         if not 0 <= accepted <= t - trains:
-            raise Rewound(f"the server names round {accepted} as accepted, but requests round {t}")
+            raise ServerRewound(f"the server names round {accepted} as accepted, but requests round {t}")
         scored = head.get("scored", -1)
         if scored != -1 and not behind - 1 <= scored < t:
-            raise Rewound(f"the server requests scores of round {scored} together with the training of round {t}")
+            raise ServerRewound(f"the server requests scores of round {scored} together with the training of round {t}")
 
     def _watch_samples(self) -> None:
         """Report samples that have changed since the last message, or raise an error if changes are not allowed.
@@ -256,7 +258,7 @@ class Client:
         if envelope.head["kind"] == "hello":
             if day := check_snapshot(self.site):
                 self._memory.notes.append(f"site {self.site.site} reads its snapshot of {day}")
-            described = compared(self.trainer.fed.data)
+            described = comparable_facts(self.trainer.fed.data)
             facts = {"sizes": self.sizes, "figures": self.figures}
             return described | facts, [], None
         if envelope.head["kind"] in MODEL_MESSAGES:

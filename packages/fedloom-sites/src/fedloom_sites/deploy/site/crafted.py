@@ -17,7 +17,7 @@ class RefusedModel(RunDirError):
     """Error: a site refuses to train from the received model."""
 
 
-def norms_of(job: Job, down: Any) -> list[float]:
+def layer_norms(job: Job, down: Any) -> list[float]:
     """Return the norms of the received model's layers and of the entire model.
 
     The list is empty if the received message does not begin with a complete model.

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedloom.engine.clients.scores import Pass, choose_model, part_outputs
+from fedloom.engine.clients.scores import Pass, choose_model, make_part_evaluator
 from fedloom.engine.job import Job
 from fedloom.processes.clients import Scores
 from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups, min_rows
@@ -61,9 +61,9 @@ class SiteGroups:
         ids, passes = self._trainer.ids, dict[str, Pass]()
         received = self._trainer.node.read_models(job, models, t, common=common)
         if received.shared is not None:
-            passes["global"] = part_outputs(job, received.shared.to(job.oracle.device), ids, ids)("test")
+            passes["global"] = make_part_evaluator(job, received.shared.to(job.oracle.device), ids, ids)("test")
         if received.kind == "personal" and received.row is not None:
-            passes["personal"] = part_outputs(job, received.row, ids, ids)("test")
+            passes["personal"] = make_part_evaluator(job, received.row, ids, ids)("test")
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
             takes_global = bool(choose_model(scores, part)[0])

@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.storage import hold
-from fedloom.storage.disk import regular
+from fedloom.storage import take_lock
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import content_of
 from fedloom.version import __version__
 from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
@@ -67,15 +67,15 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
         RunDirError: the disk that holds the site's state does not support file locks.
         NoAnswer: no answer has arrived. If the previous process had ended, a new one has been started.
     """
-    key, state = key_of(site_file), state_folder(site_file)
-    begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
+    key, state = settings_digest(site_file), state_folder(site_file)
+    begin = _ProcessStart(site_file.resolve(), state, _owner_process_id() if owner is None else owner)
     end = time.monotonic() + START_SECONDS
     while True:
-        line = _connected(begin.path)
+        line = _connect_to_process(begin.path)
         if line is not None:
             with line:
                 if _is_taken(line, key):
-                    return _exchanged(line, content, begin)
+                    return _exchange_message(line, content, begin)
         if time.monotonic() > end:
             raise NoAnswer(f"the process of the site could not be started. The reason is in {state / SITE_LOG_FILE}")
         if line is None:
@@ -94,7 +94,7 @@ def main(words: list[str]) -> None:
     os.environ[OWNER_VARIABLE] = str(os.getpid())  # of the command too, which takes the place of this program
     try:
         file = Path(words[0]).resolve()
-        _Begin(file, state_folder(file), os.getpid()).attempt(wait=START_SECONDS)
+        _ProcessStart(file, state_folder(file), os.getpid()).attempt(wait=START_SECONDS)
     except (FedloomError, OSError) as error:  # the first message reports it too
         sys.stderr.write(f"fedloom: {error}\n")
     if SECRET_OPTION in words:
@@ -102,7 +102,7 @@ def main(words: list[str]) -> None:
     os.execv(words[1], words[1:])
 
 
-def _owner() -> int:
+def _owner_process_id() -> int:
     """Return the ID of the process with which the site's process ends.
 
     If this process has been orphaned, the function returns its own ID rather than that of the process that adopted it.
@@ -113,7 +113,7 @@ def _owner() -> int:
     return os.getppid() if os.getppid() > 1 else os.getpid()
 
 
-def key_of(site_file: Path) -> bytes:
+def settings_digest(site_file: Path) -> bytes:
     """Return the SHA-256 of the version and the settings, which include the experiment's fingerprint.
 
     Both processes must compute the same digest.
@@ -124,7 +124,7 @@ def key_of(site_file: Path) -> bytes:
     return hashlib.sha256(__version__.encode() + b"\0" + content_of(site_file, "the site file")).digest()
 
 
-def is_own(line: socket.socket) -> bool:
+def is_own_message(line: socket.socket) -> bool:
     """Return True if, according to the operating system, the other process belongs to this user.
 
     On systems that do not report this, only the socket's mode restricts access.
@@ -135,7 +135,7 @@ def is_own(line: socket.socket) -> bool:
     return user == os.getuid()
 
 
-def receive(line: socket.socket, size: int) -> bytes:
+def receive_bytes(line: socket.socket, size: int) -> bytes:
     """Receive exactly ``size`` bytes, and return them.
 
     Raises:
@@ -157,7 +157,7 @@ def receive_sized(line: socket.socket) -> bytes:
     Raises:
         ConnectionError: fewer came.
     """
-    return receive(line, int.from_bytes(receive(line, 8), "big"))
+    return receive_bytes(line, int.from_bytes(receive_bytes(line, 8), "big"))
 
 
 def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None:
@@ -166,7 +166,7 @@ def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None
     line.sendall(content)
 
 
-def place(state: Path) -> Path:
+def socket_path(state: Path) -> Path:
     """Return the socket's path: in the state's folder, or in a short private folder if that path is too long.
 
     Raises:
@@ -184,13 +184,13 @@ def place(state: Path) -> Path:
     return short / SOCKET_FILE
 
 
-class _Begin:
+class _ProcessStart:
     """Command that starts the site's process."""
 
     def __init__(self, site_file: Path, state: Path, owner: int) -> None:
         self._file, self._state, self._owner = site_file, state, owner
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path = place(state)
+        self.path = socket_path(state)
 
     def attempt(self, wait: float = 0.0) -> None:
         """Start the site's process, unless it is already running or starting.
@@ -204,7 +204,7 @@ class _Begin:
         path = self._state / SOCKET_LOCK_FILE
         lock = _open_descriptor(path, os.O_RDWR)
         try:
-            while not hold(lock, path):
+            while not take_lock(lock, path):
                 if time.monotonic() >= end:
                     return
                 time.sleep(CONNECT_INTERVAL_SECONDS)
@@ -245,12 +245,12 @@ def _open_descriptor(path: Path, flags: int) -> int:
         ConfigError: the path is not a regular file, or the file cannot be written to.
     """
     try:
-        return os.open(regular(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(check_regular_file(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _connected(path: Path) -> socket.socket | None:
+def _connect_to_process(path: Path) -> socket.socket | None:
     """Connect to the process, and return the socket. Return None if no process is listening."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -258,7 +258,7 @@ def _connected(path: Path) -> socket.socket | None:
     except (FileNotFoundError, ConnectionRefusedError):
         line.close()
         return None
-    if not is_own(line):
+    if not is_own_message(line):
         line.close()
         raise ConfigError(f"{path} belongs to a process of another user. Remove it")
     return line
@@ -276,10 +276,10 @@ def _is_taken(line: socket.socket, key: bytes) -> bool:
         return False
 
 
-def _exchanged(line: socket.socket, content: bytes, begin: _Begin) -> bytes:
+def _exchange_message(line: socket.socket, content: bytes, begin: _ProcessStart) -> bytes:
     try:
         send_sized(line, content)
-        kind, answer = receive(line, 1), receive_sized(line)
+        kind, answer = receive_bytes(line, 1), receive_sized(line)
     except OSError as error:
         begin.attempt(wait=START_SECONDS / 2)
         raise NoAnswer("the process of the site ended before it answered. A new process was started") from error
@@ -297,7 +297,7 @@ def state_folder(site_file: Path) -> Path:
         ConfigError: the settings cannot be read.
     """
     try:
-        site = tomllib.loads(regular(site_file).read_text(encoding="utf-8-sig"))
+        site = tomllib.loads(check_regular_file(site_file).read_text(encoding="utf-8-sig"))
         return site_file.parent.resolve() / str(site.get("state", "state")) / str(site["fingerprint"])[:16]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"cannot read the site file {site_file}: {error}") from None

@@ -26,7 +26,7 @@ from pathlib import Path
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
 from fedloom.storage import make_folder
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import append_line, create_file
 from fedloom_sites.deploy.audit import entry_of
 from fedloom_sites.deploy.noise import remaining_noise
@@ -36,7 +36,7 @@ LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
 """Files with an experiment's releases, and with the epsilon of each experiment on the same data."""
 
 
-class Spent(Refused):
+class BudgetSpent(Refused):
     """Error: the budget does not allow a release. The message reveals nothing about the samples."""
 
 
@@ -70,9 +70,9 @@ class Ledger:
 
     def _content(self) -> bytes:
         try:
-            return regular(self._path).read_bytes() if self._path.exists() else b""
+            return check_regular_file(self._path).read_bytes() if self._path.exists() else b""
         except OSError as error:
-            raise Spent(
+            raise BudgetSpent(
                 f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so the "
                 "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
             ) from None
@@ -91,18 +91,18 @@ class Ledger:
                 valid = (entry.get("number"), entry.get("before")) == (k + 1, before)
                 rounds.add(entry.get("round"))
             if not valid:
-                raise Spent(
+                raise BudgetSpent(
                     f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so the "
                     "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
                 )
         if len(lines) < self._least:
-            raise Spent(
+            raise BudgetSpent(
                 f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state "
                 f"in the same folder counts {self._least}. Restore the newest copy of the ledger, or "
                 "start a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
-            raise Spent(
+            raise BudgetSpent(
                 f"the ledger of {self._who}, {self._path}, lists no release of round "
                 f"{self._accepted}, which the server has accepted, so the spent budget is unknown. "
                 "Restore the newest copy of the ledger, or start a new experiment"
@@ -122,7 +122,7 @@ class Ledger:
         if self._noise is None and self._limit is None:
             return 0
         if self._noise is None:
-            raise Spent(
+            raise BudgetSpent(
                 f"{self._who} does not release anything without accounted noise (epsilon = "
                 f"{self._limit}), but the experiment has neither upload_transform 'gaussian-noise' "
                 "nor aggregator 'private-mean' with a delta"
@@ -131,7 +131,7 @@ class Ledger:
         count = len(lines) + 1
         spent = epsilon(self._noise, count)
         if self._limit is not None and spent > self._limit:
-            raise Spent(
+            raise BudgetSpent(
                 f"the privacy budget of {self._who} is spent: release {count} would raise epsilon to "
                 f"{spent:.4g}, but the limit is {self._limit:.4g}"
             )
@@ -168,14 +168,14 @@ class Ledger:
             path = memory / SPENT_FILE
             record = read_checked(path)
             if record is None and path.exists():
-                raise Spent(
+                raise BudgetSpent(
                     f"{path} is damaged, so the budget that other experiments on these data have "
                     "spent is unknown. Restore a copy of this file"
                 )
             record = (record or {}) | {ledger: spent}
             further, total = len(record) - 1, sum(record.values())
             if further and self._limit is not None and total > self._limit:
-                raise Spent(
+                raise BudgetSpent(
                     f"the privacy budget of {self._who} is spent: with {further} other experiments on "
                     f"these data, this release would raise epsilon to {total:.4g}, but the limit is "
                     f"{self._limit:.4g}"

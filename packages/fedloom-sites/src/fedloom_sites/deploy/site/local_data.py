@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fedloom.data import DATA_PARTS, SOURCES, Dataset, Federation, Source, Split
-from fedloom.data.groups import keeping
-from fedloom.data.input_spec import InputSpec, compared
+from fedloom.data.groups import keep_group_columns
+from fedloom.data.input_spec import InputSpec, comparable_facts
 from fedloom.data.new_data import FIXED_TABLE_OPTIONS
 from fedloom.data.partitions import Iid
 from fedloom.data.pixels import came_as_bytes
 from fedloom.data.sources.table.designs import DesignOptions
 from fedloom.data.subjects.design import count_subjects
-from fedloom.data.text import UNKNOWN_TOKEN, recoded
+from fedloom.data.text import UNKNOWN_TOKEN, recode_tokens
 from fedloom.errors import ConfigError, DataError, NoSamples, Refused
 from fedloom.lab.experiment import Experiment, parse
 from fedloom_sites.deploy.settings import Site
@@ -60,7 +60,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         fed, client = Iid(clients=1, **fields)(data, seed), 0
     fed = replace(fed, data=_reorder_classes(fed.data, site.samples))
     check_samples(site, fed.data)
-    return seated(fed, client, site.client, torch.ones(site.clients, dtype=torch.long))
+    return move_client_to_seat(fed, client, site.client, torch.ones(site.clients, dtype=torch.long))
 
 
 def read_data(experiment: Experiment, site: Site) -> Dataset:
@@ -73,7 +73,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
-        data = keeping(local.source, experiment.kept_columns).read(site.data_dir)
+        data = keep_group_columns(local.source, experiment.kept_columns).read(site.data_dir)
     except ConfigError as error:  # it may quote the first row of a file without a header
         raise DataError(str(error)) from error
     except NoSamples:
@@ -103,7 +103,7 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
     )  # fmt: skip
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
     parts = {  # one number that stands for all: a site may claim as many samples as it likes
-        part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets(column))
+        part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets_of_sizes(column))
         for part, column in zip(DATA_PARTS, counts.T, strict=True)
     }
     return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
@@ -117,13 +117,13 @@ def check_samples(site: Site, data: Dataset) -> None:
         ConfigError: the data contradict the experiment in a way that reveals no value of a sample, so that the server
             may see the message.
     """
-    here = compared(data)
-    for name, wanted in compared(site.samples).items():
+    here = comparable_facts(data)
+    for name, wanted in comparable_facts(site.samples).items():
         got = here[name]
         if got != wanted:
             raise (DataError if isinstance(got, list) and got and isinstance(got[0], str) else Refused)(
-                f"{site.site}: {name} of the data is {_text(got)}, but the experiment has "
-                f"{_text(wanted)}. The columns, labels and options of the source must be the same at "
+                f"{site.site}: {name} of the data is {_value_text(got)}, but the experiment has "
+                f"{_value_text(wanted)}. The columns, labels and options of the source must be the same at "
                 "every site"
             )
     if site.samples.table is None and not site.samples.vocabulary:
@@ -195,14 +195,14 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
     """Return data with the experiment's token IDs, and with its class numbers if it has all classes of the data."""
     classes, vocabulary = samples.classes, samples.vocabulary
     if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
-        data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
+        data = replace(data, x=recode_tokens(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
     if not data.classed or data.classes == classes or not set(data.classes) <= set(classes):
         return data
     place = torch.tensor([classes.index(name) for name in data.classes])
     return replace(data, y=torch.where(data.y < 0, data.y, place[data.y]), classes=classes)
 
 
-def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
+def move_client_to_seat(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
     """Return a federation of n clients in which client ``client`` is renumbered to ``seat``.
 
     The samples of this client are also used in place of those of all other clients.
@@ -219,14 +219,14 @@ def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Fede
         sizes = train_sizes.clone() if part == "train" else torch.zeros_like(train_sizes)
         sizes[seat] = len(rows)
         index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
-        parts[part] = Split(torch.cat(index), _offsets(sizes))
+        parts[part] = Split(torch.cat(index), _offsets_of_sizes(sizes))
     names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(train_sizes)))
     return replace(fed, parts=parts, names=names, test=None, groups=None, partition={})
 
 
-def _offsets(sizes: Tensor) -> Tensor:
+def _offsets_of_sizes(sizes: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

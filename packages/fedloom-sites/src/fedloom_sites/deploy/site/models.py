@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedloom.analyses.importance import MIN_IMPORTANCE_SAMPLES, Scored, permuted
+from fedloom.analyses.importance import MIN_IMPORTANCE_SAMPLES, Scored, measure_permutations
 from fedloom.data import Federation
 from fedloom.data.new_data import NewData
 from fedloom.errors import ConfigError
@@ -28,20 +28,20 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.setting_files import read_site
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.local_data import site_federation
-from fedloom_sites.deploy.site.state import SiteModel, models
+from fedloom_sites.deploy.site.state import SiteModel, latest_models
 
 PREFERRED_KINDS = ("hybrid", "personal", "global")
 """Kinds of a site's models, in order of preference."""
 
 
-class Owned(NamedTuple):
+class OwnedModel(NamedTuple):
     """A site and its latest model in its experiment."""
 
     site: Site
     model: SiteModel
 
 
-def owned(folder: Path) -> list[Owned]:
+def find_owned_models(folder: Path) -> list[OwnedModel]:
     """Return the models in a site's folder, or in the folders of all sites of a deployment.
 
     Sites without a model are omitted.
@@ -55,11 +55,14 @@ def owned(folder: Path) -> list[Owned]:
         raise ConfigError(f"{folder} is neither a site's folder (site.toml) nor a deployment's directory (sites/)")
     sites = sorted((read_site(file) for file in files), key=lambda site: site.client)
     return [
-        Owned(s, m) for s in sites for m in models(s.state) if (m.experiment, m.client) == (s.fingerprint, s.client)
+        OwnedModel(s, m)
+        for s in sites
+        for m in latest_models(s.state)
+        if (m.experiment, m.client) == (s.fingerprint, s.client)
     ]
 
 
-def used(folder: Path, kind: str | None = None) -> TrainedModel:
+def load_raw_model(folder: Path, kind: str | None = None) -> TrainedModel:
     """Return a site's model for raw (unscaled) rows, with the scaling from the site's training part.
 
     Args:
@@ -70,23 +73,23 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         ConfigError: no such model exists.
         DataError: the site's data, which determine how columns are scaled, cannot be read.
     """
-    one = _chosen(folder, kind)
+    one = _choose_model(folder, kind)
     site, experiment = one.site, read_agreed(one.site)
     facts, scaling = site.samples, None
     if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
         facts = facts.with_(table=facts.table.with_(missing=markers))
-    trained = _trained(one, experiment)
+    trained = _load_trained(one, experiment)
     trained = replace(trained, recipe=replace(trained.recipe, facts=facts))
     if facts.table is None and trained.recipe.objective.line_part is None:
         return trained
-    fed = _samples(one, experiment, trained)
+    fed = _load_site_samples(one, experiment, trained)
     if fed.data.fitted is not None:
         scaling = fed.data.fitted.values[site.client if site.share == "partition" else 0]
-    return _calibrated(replace(trained, fitted=scaling), fed, site.client)
+    return _add_recalibration(replace(trained, fitted=scaling), fed, site.client)
 
 
-def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
+def _load_trained(one: OwnedModel, experiment: Experiment) -> TrainedModel:
     """Return a site's model for scaled samples, with batch statistics from the site's training part.
 
     The site's scores in a round are computed in the same way, so no statistics are sent.
@@ -95,7 +98,7 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
         ConfigError: the model uses batch statistics, but the site has no samples.
         DataError: the data for these statistics cannot be read.
     """
-    site, setting, row = one.site, experiment.methods[0].setting, _row(one)
+    site, setting, row = one.site, experiment.methods[0].setting, _read_model_row(one)
     recipe = ModelRecipe(setting.model, site.samples, experiment.head.seeds[0], row.dtype, setting.task)
     about = {
         "method": experiment.methods[0].label,
@@ -107,7 +110,7 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     trained, module = TrainedModel(recipe, row, row[:0], None, about), recipe.build()
     if not running_statistics(module):
         return trained
-    fed = _samples(one, experiment, trained)
+    fed = _load_site_samples(one, experiment, trained)
     if fed.data.name == "blank":
         raise ConfigError(
             f"{site.site} has no samples, but the model's normalization layers need statistics of "
@@ -118,12 +121,12 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     return replace(trained, statistics=torch.cat([s.flatten() for s in running_statistics(oracle.module)]))
 
 
-def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Federation:
+def _load_site_samples(one: OwnedModel, experiment: Experiment, trained: TrainedModel) -> Federation:
     """Return the site's samples in the floating-point type of its model."""
     return site_federation(experiment, one.site).to(torch.device("cpu"), trained.row.dtype)
 
 
-def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
+def _add_recalibration(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
     """Return the site's model, including the site's recalibration line if the experiment uses recalibration."""
     part = trained.recipe.objective.line_part
     if part is None or fed.data.name == "blank":
@@ -131,7 +134,7 @@ def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedM
     return replace(trained, calibration=trained.line(fed, part, client))
 
 
-def _chosen(folder: Path, kind: str | None) -> Owned:
+def _choose_model(folder: Path, kind: str | None) -> OwnedModel:
     """Return a site's model of the given kind, or of the first available kind in `PREFERRED_KINDS`.
 
     Raises:
@@ -139,7 +142,7 @@ def _chosen(folder: Path, kind: str | None) -> Owned:
     """
     if not (folder / "site.toml").exists():
         raise ConfigError(f"{folder} is not the folder of a site: it contains no site.toml")
-    models_there = {one.model.kind: one for one in owned(folder)}
+    models_there = {one.model.kind: one for one in find_owned_models(folder)}
     if not models_there:
         raise ConfigError(f"{folder} contains no model yet: a site has a model after its first round")
     chosen = kind or min(
@@ -150,7 +153,7 @@ def _chosen(folder: Path, kind: str | None) -> Owned:
     return models_there[chosen]
 
 
-def _row(one: Owned) -> Tensor:
+def _read_model_row(one: OwnedModel) -> Tensor:
     """Return a site's model ``[d]``, read from disk.
 
     Raises:
@@ -160,7 +163,7 @@ def _row(one: Owned) -> Tensor:
     return load_file(one.model.path)["rows"][0]
 
 
-def new_rows(folder: Path) -> NewData:
+def new_row_options(folder: Path) -> NewData:
     """Return the options with which a site reads new rows, which are the same as for the site's data."""
     return NewData(read_site(folder / "site.toml").data)
 
@@ -170,9 +173,9 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
 
     Args:
         folder: folder of the site.
-        kind: see `used`.
+        kind: see `load_raw_model`.
     """
-    one = _chosen(folder, kind)
+    one = _choose_model(folder, kind)
     setting, samples = read_agreed(one.site).methods[0].setting, one.site.samples
     if one.model.kind != "global" or setting.evaluate.batchnorm_stats == "own":
         return []
@@ -184,27 +187,27 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
     ] * bool(running_statistics(module))
 
 
-def module_of(one: Owned) -> nn.Module:
-    """Return a site's model as a plain module in evaluation mode. It raises the same errors as `_trained`."""
-    return _trained(one, read_agreed(one.site)).module()
+def module_of(one: OwnedModel) -> nn.Module:
+    """Return a site's model as a plain module in evaluation mode. It raises the same errors as `_load_trained`."""
+    return _load_trained(one, read_agreed(one.site)).module()
 
 
 @torch.no_grad()
-def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
-    """Compute the importance of every column for a site's model on the site's test part (see `permuted`).
+def column_importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
+    """Compute the importance of every column for a site's model on the site's test part (see `measure_permutations`).
 
     Args:
         folder: folder of the site.
-        kind: see `used`.
+        kind: see `load_raw_model`.
 
     Raises:
         ConfigError: no such model exists, the site has too few test samples, or the samples are not rows of a table.
         DataError: the data cannot be read.
     """
-    one = _chosen(folder, kind)
+    one = _choose_model(folder, kind)
     experiment, site = read_agreed(one.site), one.site
-    trained = _trained(one, experiment)
-    fed = _samples(one, experiment, trained)
+    trained = _load_trained(one, experiment)
+    fed = _load_site_samples(one, experiment, trained)
     index = fed.indices("test", site.client)
     if len(index) < MIN_IMPORTANCE_SAMPLES:
         raise ConfigError(
@@ -213,23 +216,23 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
         )
     module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
     scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)
-    return permuted(scored, experiment.head.seeds[0], site.client)
+    return measure_permutations(scored, experiment.head.seeds[0], site.client)
 
 
-def score_site_model(one: Owned) -> dict[str, float]:
+def score_site_model(one: OwnedModel) -> dict[str, float]:
     """Compute the metrics of a site's stored model on the site's test part. Return {} without test samples.
 
     Raises:
-        ConfigError: see `_trained`.
+        ConfigError: see `_load_trained`.
         DataError: the data cannot be read.
     """
     experiment, client = read_agreed(one.site), one.site.client
-    trained = _trained(one, experiment)
-    fed = _samples(one, experiment, trained)
-    return _calibrated(trained, fed, client).score_part(fed, "test", client)
+    trained = _load_trained(one, experiment)
+    fed = _load_site_samples(one, experiment, trained)
+    return _add_recalibration(trained, fed, client).score_part(fed, "test", client)
 
 
-def export_state_dict(one: Owned, out: Path, *, force: bool = False) -> Path:
+def export_state_dict(one: OwnedModel, out: Path, *, force: bool = False) -> Path:
     """Write a site's model as a state dict to ``<site>.safetensors``, and return the path.
 
     This file can be loaded by the plain module.

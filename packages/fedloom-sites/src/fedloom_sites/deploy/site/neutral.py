@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.engine.clients.chunk import client_step, inputs_of
+from fedloom.engine.clients.chunk import inputs_of, run_client_step
 from fedloom.engine.job import Job
-from fedloom.local.rows import Fields, remade
+from fedloom.local.rows import Fields, rebuild_rows
 from fedloom.processes.clients import TrainTask
 
 
@@ -36,7 +36,7 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:
         inputs = inputs_of(blank.replace_shares(job.alpha), down, task)
-        upload: Fields = client_step(blank, inputs, inputs.work.idle())[0]
+        upload: Fields = run_client_step(blank, inputs, inputs.work.idle())[0]
     except Exception:  # the message alone decides: no sample was read
-        upload = remade(idle, [torch.zeros_like(field) for field in idle])
-    return remade(upload, [field.nan_to_num(0.0, 0.0, 0.0) for field in upload])
+        upload = rebuild_rows(idle, [torch.zeros_like(field) for field in idle])
+    return rebuild_rows(upload, [field.nan_to_num(0.0, 0.0, 0.0) for field in upload])

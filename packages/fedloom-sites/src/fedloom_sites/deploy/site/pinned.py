@@ -24,7 +24,7 @@ from pathlib import Path
 SECRET_OPTION = "--superexec-auth-secret-file"
 CLIENT_PROGRAM = "flwr-clientapp"
 """Name under which Flower starts the program of a task."""
-NOT_LET_IN = (
+REFUSED_CONNECTION_HINT = (
     "fedloom: the server has not accepted this site. Unless the line above names a TLS error, the "
     "server does not know the site's key, or a node with this key is already connected: another "
     "process of the site, a copy of its folder on another machine, or the site's last process, if "
@@ -45,11 +45,11 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
     from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 
     shared, port = secrets.token_bytes(32), words[words.index("--port") + 1]
-    _write(Path(words[words.index(SECRET_OPTION) + 1]), shared, 0o600)
+    _write_file(Path(words[words.index(SECRET_OPTION) + 1]), shared, 0o600)
     programs = folder / "bin"
     programs.mkdir(mode=0o700, exist_ok=True)
     interpreter = f"exec {shlex.quote(sys.executable)} -P -m {__name__}"
-    _write(programs / CLIENT_PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
+    _write_file(programs / CLIENT_PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
     parent = os.getpid()
     gc.freeze()  # the collector touches no page of what is there now
     if (child := os.fork()) > 0:
@@ -71,13 +71,13 @@ def run_network(words: Sequence[str], folder: Path) -> None:
     """
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
-    EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = NOT_LET_IN
+    EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = REFUSED_CONNECTION_HINT
     start_executor(words, folder)
     sys.argv = [*words]
     flower_supernode()
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def _write_file(path: Path, content: bytes, mode: int) -> None:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(fd, "wb") as file:

@@ -20,8 +20,8 @@ from fedloom_sites.deploy.secure.terms import check_models, check_terms, read_te
 from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import part_sizes
-from fedloom_sites.deploy.site.state import Generation
-from fedloom_sites.deploy.site.trainer import Trained, Trainer
+from fedloom_sites.deploy.site.state import StateGeneration
+from fedloom_sites.deploy.site.trainer import TrainedRound, Trainer
 
 Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
 """Additional fields in a reply's head, its arrays, and its metrics."""
@@ -59,7 +59,7 @@ class PlainAnswers:
             return {}, [self._analysed(arrays, head["accepted"])], None
         samples = {"samples": part_sizes(trainer.fed, int(trainer.ids))[0]}
         if head["kind"] == "result":
-            self._analyses.keep(single(arrays))
+            self._analyses.keep(single_array(arrays))
             return samples, [], None
         if head["kind"] == "ask":
             answer, work = trainer.node.answer(trainer.job, arrays[0], head["round"])
@@ -69,11 +69,11 @@ class PlainAnswers:
             scores = trainer.scores(job, arrays[1:], head["scored"], common=head["global"])
             new = trainer.train(job, state, head["round"], arrays[0], self._send)
             work = [0, 0, 0] if trainer.private else list(new.reply["work"])
-            return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], metrics_of(scores) or None
+            return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], message_metrics(scores) or None
         t, common = head["round"], head["global"]
         scores = trainer.scores(job, arrays, t, common=common)
         cells = self._groups.cells(job, arrays, t, scores, common=common) or {}
-        return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
+        return samples, [], message_metrics(scores) | self._groups.sums.as_metrics(cells)
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
         """Return how many numbers in an answer's arrays come from models or samples, i.e. from an upload or from sums.
@@ -100,11 +100,11 @@ class PlainAnswers:
         vector, counters = self._analyses.answer(terms, models)
         return np.concatenate([vector, np.array(counters, dtype=np.uint64)]).astype("<u8", copy=False).tobytes()
 
-    def _send(self, job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
+    def _send(self, job: Job, state: StateGeneration | None, trained: TrainedRound, down: object) -> dict[str, Tensor]:
         return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(trained.output)), dtype=torch.uint8)}
 
 
-def single(arrays: list[bytes]) -> bytes:
+def single_array(arrays: list[bytes]) -> bytes:
     """Return the only array in a message.
 
     Raises:
@@ -115,7 +115,7 @@ def single(arrays: list[bytes]) -> bytes:
     return arrays[0]
 
 
-def metrics_of(scores: Scores) -> dict[str, float]:
+def message_metrics(scores: Scores) -> dict[str, float]:
     """Convert scores to the metrics of a message."""
     values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), row in scores.items() for name, v in row.items()}
     return {key: score for key, score in values.items() if score == score}

@@ -24,8 +24,8 @@ from fedloom.errors import CheckpointError
 from fedloom.local.rows import group_of
 from fedloom.storage import lock, make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors
-from fedloom.storage.disk import regular
-from fedloom.storage.files import discard, explained
+from fedloom.storage.disk import check_regular_file
+from fedloom.storage.files import delete_files, explained
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 MODEL_FILE = "model.safetensors"
@@ -34,11 +34,11 @@ ACCEPTED_FILE, SAMPLES_FILE = "accepted.json", "samples.json"
 T = TypeVar("T")
 
 
-class Rewound(CheckpointError):
+class ServerRewound(CheckpointError):
     """Error: a message comes from a server that has gone back too far for a site to follow."""
 
 
-class Generation(NamedTuple):
+class StateGeneration(NamedTuple):
     """A site's state after a round.
 
     Attributes:
@@ -86,7 +86,7 @@ class SiteState:
         with lock(self.folder):
             yield
 
-    def settle(self, accepted: int) -> Generation | None:
+    def settle(self, accepted: int) -> StateGeneration | None:
         """Return the generation that the server accepted, or None (which stands for the template) if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores all other pending generations. If the
@@ -99,7 +99,7 @@ class SiteState:
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
-            raise Rewound(
+            raise ServerRewound(
                 f"this site accepted round {current}, but the server names round {accepted}, which is "
                 "too far back. The site keeps its state and model. Start a new experiment, or "
                 "restore the server's checkpoints"
@@ -149,7 +149,7 @@ class SiteState:
     def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
         """Return the content of a `_note` file, or None if it is missing, damaged or from another experiment."""
         try:
-            entry = json.loads(regular(self.folder / name).read_bytes())
+            entry = json.loads(check_regular_file(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -176,12 +176,12 @@ class SiteState:
         """Store the digest of the site's samples for `changed`."""
         self._note(SAMPLES_FILE, samples=samples)
 
-    def answered(self, round: int, base: int, digest: str) -> Generation | None:
+    def answered(self, round: int, base: int, digest: str) -> StateGeneration | None:
         """Return the generation that was computed for the same round, download and state, or None if none exists."""
         generation = self.read(round)
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
-    def keep(self, new: Generation) -> None:
+    def keep(self, new: StateGeneration) -> None:
         """Store a pending generation durably.
 
         All generations are then deleted, except those that may still be needed.
@@ -196,13 +196,13 @@ class SiteState:
 
         write_atomic(self._path(new.round), fill)
         keep = {self._path(r).name for r in (new.round, *self._accepted_rounds())}
-        discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
+        delete_files(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
 
-    def read(self, round: int) -> Generation | None:
+    def read(self, round: int) -> StateGeneration | None:
         """Return the generation of a round, or None if it is missing, damaged or from a different experiment."""
         path = self._path(round)
         try:
-            content = regular(path).read_bytes()
+            content = check_regular_file(path).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -213,11 +213,11 @@ class SiteState:
                 path.replace(path.with_suffix(".damaged"))
             self.notes.append(f"{path} is damaged: set aside")
             return None
-        about = _about(data)
+        about = _read_state_metadata(data)
         if about is None or {k: about.get(k) for k in self._key} != self._key or about["round"] != round:
             self.notes.append(f"{path} belongs to another experiment, so it is not used")
             return None
-        return Generation(round, about["base"], about["digest"], load(data), about["reply"])
+        return StateGeneration(round, about["base"], about["digest"], load(data), about["reply"])
 
     def keep_model(self, row: Tensor, header: Mapping[str, str], round: int, kind: str) -> None:
         """Store the site's latest model ``rows [1, d]`` durably, in the format of ``models/personal.safetensors``."""
@@ -247,7 +247,7 @@ class SiteModel(NamedTuple):
     path: Path
 
 
-def models(state: Path) -> list[SiteModel]:
+def latest_models(state: Path) -> list[SiteModel]:
     """Return the latest model of every experiment whose state is in a site's folder.
 
     Raises:
@@ -256,7 +256,7 @@ def models(state: Path) -> list[SiteModel]:
     newest = []
     for path in sorted(state.glob(f"*/{MODEL_FILE}")):
         try:
-            with safe_open(regular(path), framework="pt") as file:
+            with safe_open(check_regular_file(path), framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
             newest.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -266,7 +266,7 @@ def models(state: Path) -> list[SiteModel]:
     return newest
 
 
-def _about(data: bytes) -> dict[str, Any] | None:
+def _read_state_metadata(data: bytes) -> dict[str, Any] | None:
     """Return the metadata in the header of a state file in safetensors format, or None if the header is damaged."""
     try:
         length = int.from_bytes(data[:8], "little")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedloom.data import Federation
-from fedloom.engine.clients.chunk import ClientOutput, ClientState, usable
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, usable_uploads_mask
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import Noise, accounted, epsilon
+from fedloom.engine.privacy import Noise, epsilon, find_accounted_noise
 from fedloom.engine.setup import make_job
 from fedloom.errors import (
     CheckpointError,
@@ -32,24 +32,24 @@ from fedloom.local.rows import name_tensors
 from fedloom.processes.clients import Scores
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.noise import deployed, noise_of_site
+from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.setting_files import check_version
 from fedloom_sites.deploy.settings import Site
-from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
+from fedloom_sites.deploy.site.crafted import check_change, check_units, layer_norms
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
 from fedloom_sites.deploy.site.neutral import neutral_upload
-from fedloom_sites.deploy.site.state import Generation, SiteState
+from fedloom_sites.deploy.site.state import SiteState, StateGeneration
 from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.node import Node
 
 T = TypeVar("T")
 
 
-class Trained(NamedTuple):
+class TrainedRound(NamedTuple):
     """What a round at a site produces.
 
     Attributes:
@@ -61,10 +61,10 @@ class Trained(NamedTuple):
     is_neutral: bool = False
 
 
-Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
+Send = Callable[[Job, StateGeneration | None, TrainedRound, Any], dict[str, Tensor]]
 """Function that maps a run, state, result and download to the next generation's tensors: upload (`reply`) and rows."""
 
-QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
+VALUE_FREE_ERRORS = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose messages reveal no value of a sample. Other messages may quote a cell, or text from the user's code
 about a cell.
 
@@ -117,7 +117,10 @@ class Trainer:
     def private(self) -> bool:
         """True if a delta or an epsilon is set for the site. Epsilon then covers all data that leave the site."""
         setting = self.experiment.methods[0].setting
-        return self.site.epsilon is not None or accounted(setting.upload_transform, setting.aggregator) is not None
+        return (
+            self.site.epsilon is not None
+            or find_accounted_noise(setting.upload_transform, setting.aggregator) is not None
+        )
 
     @cached_property
     def samples(self) -> str:
@@ -128,7 +131,7 @@ class Trainer:
     def node(self) -> Node:
         """The run at this site, and the initial state of its server."""
         job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
-        return Node(replace(job, setting=deployed(job.setting, self.site.survivors)), server, self.site.client)
+        return Node(replace(job, setting=deployed_setting(job.setting, self.site.survivors)), server, self.site.client)
 
     @property
     def job(self) -> Job:
@@ -154,7 +157,7 @@ class Trainer:
         """Return the run with the share of the objective that the server has assigned to the site."""
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
-    def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
+    def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, StateGeneration | None]:
         """Load into a run the state that the server accepted, and return the run and the state."""
         with publish_reasons():
             state = self._memory.settle(accepted)
@@ -164,14 +167,14 @@ class Trainer:
     def train(
         self,
         job: Job,
-        state: Generation | None,
+        state: StateGeneration | None,
         t: int,
         download: bytes,
         send: Send,
         weights: Sequence[float] = (),
         *,
         stays_neutral: bool = False,
-    ) -> Generation:
+    ) -> StateGeneration:
         """Train for a round, and return the generation that results.
 
         If the request is repeated, the stored generation is returned.
@@ -192,7 +195,7 @@ class Trainer:
                 noise at the site.
         """
         site, samples = self.site, self.samples
-        base, digest = 0 if state is None else state.round, _digest(download, weights)
+        base, digest = 0 if state is None else state.round, _request_digest(download, weights)
         with publish_reasons():
             kept = self._memory.answered(t, base, digest)
             if kept is not None:
@@ -203,14 +206,14 @@ class Trainer:
                     "epsilon requires noise. Remove dead_units from site.toml"
                 )
             down = self.forms.read_down(download)
-            norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
+            norms, before = layer_norms(job, down), [] if state is None else state.reply.get("norms", [])
             check_change(site.model_change, norms, before, f"site {site.site}, round {t}")
             releases = self._ledger.release(t, samples=samples)
         trained = self._trained(job, down, t, stays_neutral)
         state_rows = {name: rows[0] for name, rows in name_tensors(trained.output.state).items()}
         tensors = state_rows | send(job, state, trained, down)
         facts = {"work": trained.output.work[0].tolist(), "neutral": int(trained.is_neutral)}
-        new = Generation(t, base, digest, tensors, {**facts, "releases": releases, "norms": norms})
+        new = StateGeneration(t, base, digest, tensors, {**facts, "releases": releases, "norms": norms})
         with publish_reasons():
             self._memory.keep(new)
         return new
@@ -228,7 +231,7 @@ class Trainer:
         memory = None if self.site.epsilon is None else self.site.memory_folder
         return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
-    def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
+    def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> TrainedRound:
         """Train for a round, and return the result.
 
         Under masks or with noise at the site, no answer shows that the training failed.
@@ -252,10 +255,10 @@ class Trainer:
                 raise
             self.log_privately(sentence_of(error))
             if self.noise is not None:
-                return Trained(self._noise_alone(job, down))
+                return TrainedRound(self._noise_alone(job, down))
             upload = neutral_upload(self._blank, job, down, t, self.ids, self.forms.idle)
-            return Trained(ClientOutput(upload, self._site_state(job), work), is_neutral=True)
-        return Trained(output)
+            return TrainedRound(ClientOutput(upload, self._site_state(job), work), is_neutral=True)
+        return TrainedRound(output)
 
     def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
         """Raise an error if a result is unusable.
@@ -264,13 +267,13 @@ class Trainer:
             ConfigError: the result is not finite, or (under masks) the norm of a row of the site's state exceeds
                 ``engine.norm_bound`` or a weight is negative.
         """
-        if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
+        if not bool(usable_uploads_mask((*output.upload, *output.state.rows), 1, None).all()):
             raise Refused(f"round {t}: the result of the training is not finite")
         if self.site.secure is None or self.noise is not None:
             return
-        if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
+        if not bool(usable_uploads_mask(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
             raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
-        if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
+        if not bool(usable_uploads_mask(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
             raise Refused(f"round {t}: the upload contains a negative weight")
 
     @cached_property
@@ -287,7 +290,7 @@ class Trainer:
 
     def _noise_alone(self, job: Job, down: object) -> ClientOutput:
         up = self.forms.idle
-        if accounted(job.setting.upload_transform) is not None:
+        if find_accounted_noise(job.setting.upload_transform) is not None:
             assert job.setting.upload_transform is not None
             sent, _ = job.setting.upload_transform.apply(None, torch.zeros_like(job.messages.update(up)), ())
             up = job.messages.absolute(job.messages.replace_update(up, sent), job.algorithm.received(down, up))
@@ -320,7 +323,7 @@ class Trainer:
             what = f"{what} cannot be scored"
             sentence = (
                 f"{what}: {error}"
-                if isinstance(error, QUOTES_NO_VALUE)
+                if isinstance(error, VALUE_FREE_ERRORS)
                 else f"{what}. The site's own log states the reason"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
@@ -360,6 +363,6 @@ class Trainer:
         return f"site {self.site.site} could not answer. Its own log states the reason"
 
 
-def _digest(download: bytes, weights: Sequence[float]) -> str:
+def _request_digest(download: bytes, weights: Sequence[float]) -> str:
     """Return the digest of a round's request, i.e. of the download and, if the request contains them, the weights."""
     return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])

@@ -34,10 +34,10 @@ from fedloom_sites.deploy.site.handover import (
     OTHER_REPLY,
     SAME_SITE,
     START_SECONDS,
-    is_own,
-    key_of,
-    receive,
+    is_own_message,
+    receive_bytes,
     send_sized,
+    settings_digest,
 )
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
@@ -52,7 +52,7 @@ FRESH_NANOSECONDS = 2_000_000_000
 """Time, in nanoseconds, within which a changed file may change again without a new modification time."""
 
 
-class Warm:
+class WarmSite:
     """A site's answers, for which the required data are cached in memory.
 
     Args:
@@ -80,7 +80,7 @@ class Warm:
 
     def _fresh(self) -> Client:
         """Return the client, which is created anew if a file has changed."""
-        now, at = stamp(self._site), time.time_ns()
+        now, at = file_stamps(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
         unchanged = now is not None and all(at - max(times) > FRESH_NANOSECONDS for *_, times in now)
@@ -92,7 +92,7 @@ Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
 """For each file: path, inode, size, and the times in nanoseconds at which its content and its inode changed."""
 
 
-def stamp(site: Site) -> Stamp | None:
+def file_stamps(site: Site) -> Stamp | None:
     """Return the current state of the files that a site has read, or None if it cannot be determined."""
     modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
     roots = [site.experiment, site.signing_key, site.experiment.parent / CODE_FOLDER, *map(Path, modules)]
@@ -107,7 +107,7 @@ def stamp(site: Site) -> Stamp | None:
             return None
         named = [Path(folder)]
     stamps: list[tuple[str, int, int, tuple[int, int]]] = []
-    for path in (path for root in (*roots, *named) for path in _files(root)):
+    for path in (path for root in (*roots, *named) for path in _iterate_files(root)):
         if len(stamps) == MAX_WATCHED_FILES:
             return None
         try:
@@ -118,39 +118,39 @@ def stamp(site: Site) -> Stamp | None:
     return tuple(stamps)
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _iterate_files(root: Path) -> Iterator[Path]:
     yield root
     for folder, _, names in os.walk(root, followlinks=True):
         yield from (Path(folder, name) for name in names)
 
 
-def serve(listener: socket.socket, site_file: Path) -> None:
+def serve_messages(listener: socket.socket, site_file: Path) -> None:
     """Answer messages until the settings differ from those with which the process started."""
-    key, site = key_of(site_file), read_site(site_file)
-    warm = Warm(site)
+    key, site = settings_digest(site_file), read_site(site_file)
+    warm = WarmSite(site)
     warm.prepare()
     while True:
         line, _ = listener.accept()
         with line:
             line.settimeout(START_SECONDS)
             try:
-                if not is_own(line) or receive(line, len(HANDOVER_MAGIC)) != HANDOVER_MAGIC:
+                if not is_own_message(line) or receive_bytes(line, len(HANDOVER_MAGIC)) != HANDOVER_MAGIC:
                     continue
-                if receive(line, len(key)) != key:
+                if receive_bytes(line, len(key)) != key:
                     line.sendall(OTHER_REPLY)
                     return
                 line.sendall(SAME_SITE)
-                _answer(line, warm, site.message_limit + MAX_HEAD_BYTES)
+                _answer_connection(line, warm, site.message_limit + MAX_HEAD_BYTES)
             except OSError:
                 continue  # the caller has gone, and will call again
 
 
-def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
-    size = int.from_bytes(receive(line, 8), "big")
+def _answer_connection(line: socket.socket, warm: WarmSite, limit: int) -> None:
+    size = int.from_bytes(receive_bytes(line, 8), "big")
     if size > limit:
         send_sized(line, f"a message of {size} bytes, at most {limit} are read".encode(), ERROR_REPLY)
         return
-    content = receive(line, size)
+    content = receive_bytes(line, size)
     try:
         kind, answer = ANSWER_REPLY, warm.answer(content)
     except Exception as error:  # the caller gets the error, and the process stays
@@ -160,7 +160,7 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
 
 def end_with(owner: int, site_file: Path) -> None:
     """End this process as soon as the owner's process ends or the settings change, even in the middle of its work."""
-    key = key_of(site_file)
+    key = settings_digest(site_file)
 
     def watch() -> None:
         poll = select.poll()
@@ -169,7 +169,7 @@ def end_with(owner: int, site_file: Path) -> None:
                 poll.register(os.pidfd_open(owner), select.POLLIN)
             while not poll.poll(1000 * LOOK_INTERVAL_SECONDS):
                 os.kill(owner, 0)
-                if key_of(site_file) != key:
+                if settings_digest(site_file) != key:
                     break
         except (ProcessLookupError, ConfigError):
             pass
@@ -189,7 +189,7 @@ def main(words: Sequence[str]) -> None:
     end_with(owner, file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with socket.socket(fileno=listening) as listener:
-        serve(listener, file)
+        serve_messages(listener, file)
         os._exit(0)  # at once, whatever PyTorch has to tidy
 
 

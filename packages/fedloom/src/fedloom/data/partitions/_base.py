@@ -11,21 +11,21 @@ from pydantic import Field, model_validator
 
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation, Split
-from fedloom.data.partitions.changes import add_noise, prepared, relabelled, viewed
+from fedloom.data.partitions.changes import add_noise, fit_preparation, relabel_clients, rotate_and_invert_images
 from fedloom.data.partitions.deal import (
     Dealt,
     Ints,
     choose_each,
     concatenate_dealt,
-    distinct,
+    count_distinct,
     owners,
     round_to_total,
 )
 from fedloom.data.partitions.parts import check_draw, cut_parts
 from fedloom.data.partitions.pools import Draw, Pool
-from fedloom.data.subjects.cut import Quota, whole_subjects
+from fedloom.data.subjects.cut import PartSizes, whole_subjects
 from fedloom.data.subjects.design import Design
-from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
+from fedloom.data.subjects.equal import note_equal_rows, note_single_classes, note_untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import as_global, generator, numpy_generator
 from fedloom.values import Value
@@ -139,7 +139,7 @@ class Partition(Value):
         self._check(draw, held, data)
         y = None if data.labels is None else data.labels.numpy()
         own_test_share = 0.0 if self.test_from != "own" or draw.test is not None else self.test
-        quota = Quota(own_test_share, self.validation, self.max_train_per_client, self.folds, fold)
+        quota = PartSizes(own_test_share, self.validation, self.max_train_per_client, self.folds, fold)
         rng = numpy_generator(seed_of_draw, purpose="parts")
         cut = cut_parts(draw.dealt, y, quota, rng, data.design)
         if self.test_from == "ratio":
@@ -149,16 +149,16 @@ class Partition(Value):
         common = draw.common if draw.common is not None or data.test is None or self.pool else data.test.numpy()
         places = {part: lists.index for part, lists in cut.items()}
         doubts = [
-            *equal_rows(data, places, common),
-            *untrained_levels(data, places, common),
-            *single_classes(data, places, common),
+            *note_equal_rows(data, places, common),
+            *note_untrained_levels(data, places, common),
+            *note_single_classes(data, places, common),
         ]
         if draw.relabel is not None:
-            data = relabelled(data, held, draw.relabel)
+            data = relabel_clients(data, held, draw.relabel)
         if draw.views is not None:
-            data = viewed(data, held, draw.views)
+            data = rotate_and_invert_images(data, held, draw.views)
         if data.prepare is not None:
-            data = prepared(data, held, cut["train"], common)
+            data = fit_preparation(data, held, cut["train"], common)
         noise = None
         if draw.noise is not None:
             later = cut["train"].index
@@ -179,11 +179,11 @@ class Partition(Value):
                 *draw.notes,
                 *self._note_unused_share(draw, data),
                 *([] if data.design is None else data.design.notes(held.index, owners(held))),
-                *_unused(
+                *_count_unused_samples(
                     held.index if draw.common is None else np.concatenate([held.index, draw.common]),
                     self._dealt_from(data),
                 ),
-                *_notes(cut, y, names, data.classes, len(data)),
+                *_partition_notes(cut, y, names, data.classes, len(data)),
                 *doubts,
                 *[UNSEEDED_NOTE.format(type(self).__name__)] * is_unseeded,
             ),
@@ -259,8 +259,8 @@ class Partition(Value):
                         "pool.index, or set by_row = True in the class to assign individual rows"
                     )
             every = self._dealt_from(data)
-            draw = draw._replace(dealt=_whole(design, draw.dealt, every))
-            draw = draw if draw.test is None else draw._replace(test=_whole(design, draw.test, every))
+            draw = draw._replace(dealt=_complete_dealt_subjects(design, draw.dealt, every))
+            draw = draw if draw.test is None else draw._replace(test=_complete_dealt_subjects(design, draw.test, every))
         if design.tested is None or self.test == 0 or draw.test is not None:
             return draw
         owner, n = owners(draw.dealt), len(draw.dealt.offsets) - 1
@@ -320,7 +320,7 @@ class Partition(Value):
             raise PartitionError(
                 f"{self.kind} defines the test parts itself, so {option} has no effect. Omit this option"
             )
-        if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
+        if (changes or data.prepare is not None) and count_distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
             if draw.test is not None or not (self._is_built_in or "overlap" in type(self).model_fields):
                 cure = (
@@ -368,17 +368,17 @@ class Sized(Partition):
             )
 
 
-def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
+def _complete_dealt_subjects(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
     """Return all rows of the assigned subjects that can be assigned."""
     return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 
-def _unused(used: Ints, pool: Ints) -> list[str]:
+def _count_unused_samples(used: Ints, pool: Ints) -> list[str]:
     left = len(pool) - int(np.isin(pool, used).sum())
     return [f"{left} of {len(pool)} samples belong to no client"] if left else []
 
 
-def _notes(
+def _partition_notes(
     cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...], samples: int
 ) -> list[str]:
     notes = [
@@ -406,7 +406,7 @@ def _notes(
                 "test_from = 'own' or 'ratio', or a larger max_train_per_client"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
-    repeated = len(held) - distinct(held, samples)
+    repeated = len(held) - count_distinct(held, samples)
     copies = 0
     if repeated:
         copies = len(held) - len(np.unique(np.concatenate([owners(d) * samples + d.index for d in cut.values()])))

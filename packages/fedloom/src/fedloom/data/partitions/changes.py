@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partitions.deal import Dealt, Floats, Ints, owners
-from fedloom.data.tables import Fitted, Table
+from fedloom.data.tables import FittedTable, Table
 from fedloom.errors import Refused
 from fedloom.seeds import generator
 
@@ -59,7 +59,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
     return replace(data, x=x, original_dtype=original), left
 
 
-def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
+def relabel_clients(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
     """Replace the classes of each client as specified by the client's row in `relabel` [n, C]."""
     y = data.y.clone()
     index = torch.from_numpy(dealt.index)
@@ -67,7 +67,7 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
     return replace(data, y=y)
 
 
-def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
+def rotate_and_invert_images(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
     """Rotate and invert the images of each client as specified by the client's row in `views` [n, 2].
 
     Inverted values stay within the range of the data set.
@@ -81,7 +81,7 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
     return replace(data, x=x)
 
 
-def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
+def fit_preparation(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
     """Apply the preparation of a data set, fitted to the training part of each client.
 
     Samples that belong to no client become NaN and are marked as False in `Dataset.ready`, and no part of a federation
@@ -108,7 +108,7 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = No
     new[outside] = False
     ready = ~new if bool(new.any()) else None
     if isinstance(data.prepare, Table):
-        fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on), data.x)
+        fitted = FittedTable(data.prepare, data.prepare.fit(data.x, who, fit_on), data.x)
         x = fitted.table.encode(data.x, who, fitted.values)
         if len(outside):
             x[outside] = fitted.table.encoder(fitted.table.typical(fitted.values))(data.x[outside])

@@ -43,7 +43,7 @@ def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
     return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
-def even(total: int, n: int) -> Ints:
+def split_evenly(total: int, n: int) -> Ints:
     """Return n sizes that add up to `total` and differ by at most 1. The larger sizes come first."""
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
@@ -61,7 +61,7 @@ def sort_by_key(keys: Ints, start: Ints) -> Ints:
     return start
 
 
-def distinct(index: Ints, total: int) -> int:
+def count_distinct(index: Ints, total: int) -> int:
     """Return how many different numbers ``index`` contains. All of them must be from 0 to ``total`` - 1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
@@ -122,7 +122,7 @@ def round_to_total(shares: Floats, total: int) -> Ints:
     return np.asarray(whole + (rank < total - whole.sum(1, keepdims=True)), np.int64)
 
 
-def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> Ints:
+def redraw_until_min_size(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> Ints:
     """Repeat the draw of the counts [n, C] until each client has at least `min_size` samples.
 
     Raises:

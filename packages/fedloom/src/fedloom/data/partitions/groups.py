@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from fedloom.data.partitions._base import Partition
-from fedloom.data.partitions.deal import Dealt, Ints, deal, even, group_by_owner
+from fedloom.data.partitions.deal import Dealt, Ints, deal, group_by_owner, split_evenly
 from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
 from fedloom.hints import nearest
@@ -91,18 +91,18 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
         )
     if part.shuffle and (n != len(levels)):
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
-    group = np.repeat(np.arange(n), even(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
+    group = np.repeat(np.arange(n), split_evenly(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
         notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVEL_NOUNS[part.kind]} belong to no client")
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()
-    test = _dealt_samples(pool.data.test.numpy(), codes, client, n) if pool.data.test is not None else None
+    test = _deal_samples_by_code(pool.data.test.numpy(), codes, client, n) if pool.data.test is not None else None
     official = test if part.test_from == "clients" else None
-    return Draw(_dealt_samples(pool.index, codes, client, n), test=official, names=label, notes=tuple(notes))
+    return Draw(_deal_samples_by_code(pool.index, codes, client, n), test=official, names=label, notes=tuple(notes))
 
 
-def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
+def _deal_samples_by_code(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
     owner = client[codes[index]]
     return group_by_owner(index[owner < n], owner[owner < n], n)
 

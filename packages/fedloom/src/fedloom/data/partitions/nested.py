@@ -61,7 +61,7 @@ class FeatureNoise(Sized):
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Draw the clients of the base partition, and assign noise to each client."""
-        drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
+        drawn = make_nested_partition(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
         if self.sigma_unit == "variance":
             noise = np.sqrt(self.sigma * np.arange(1, m + 1) / m)[:, None]
@@ -86,7 +86,7 @@ class LabelSwap(Sized):
         """Draw the clients of the base partition, and the permutation of classes for each group."""
         pool.labels(self.kind)
         classes, rng = len(pool.data.classes), numpy_generator(seed, purpose="concept")
-        drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
+        drawn = make_nested_partition(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         n = len(drawn.dealt.offsets) - 1
         most, count, notes = min(n, math.factorial(min(classes, 12))), self.groups, drawn.notes
         if count > most and "groups" not in self.model_fields_set:
@@ -133,7 +133,7 @@ class Rotated(Sized):
                 f"rotated needs images of shape [channels, height, width], but the samples of {name} have "
                 f"shape {[*shape]}"
             )
-        drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
+        drawn = make_nested_partition(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         n, count, notes = len(drawn.dealt.offsets) - 1, self.turns, drawn.notes
         if "turns" not in self.model_fields_set:
             count = min(count, max(n // (1 + self.inverted), 1), 4 if shape[1] == shape[2] else 2)
@@ -213,8 +213,8 @@ class MixedSkew(Sized):
         }  # fmt: skip
         second = self.second_partition or {"kind": "quantity-skew", "alpha": self.alpha, "overlap": self.overlap}
         return (
-            nested("mixed.first_partition", first, k, self.min_size),
-            nested("mixed.second_partition", second, self.clients - k, self.min_size),
+            make_nested_partition("mixed.first_partition", first, k, self.min_size),
+            make_nested_partition("mixed.second_partition", second, self.clients - k, self.min_size),
         )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -226,7 +226,7 @@ class MixedSkew(Sized):
         if not self.overlap:
             order = numpy_generator(seed, purpose="hybrid").permutation(len(pool))
             share = len(pool) * k // self.clients
-            pools = (_sub(pool, np.sort(order[:share])), _sub(pool, np.sort(order[share:])))
+            pools = (_select_from_pool(pool, np.sort(order[:share])), _select_from_pool(pool, np.sort(order[share:])))
         draws = [
             part.draw(p, derive(seed, purpose=("hybrid", j)))
             for j, (part, p) in enumerate(zip((first, second), pools, strict=True))
@@ -234,7 +234,7 @@ class MixedSkew(Sized):
         return _join_draws(draws, len(pool.data.classes))
 
 
-def _sub(pool: Pool, chosen: Ints) -> Pool:
+def _select_from_pool(pool: Pool, chosen: Ints) -> Pool:
     return Pool(pool.data, pool.index[chosen], None if pool.y is None else pool.y[chosen])
 
 
@@ -284,7 +284,7 @@ OUTER_FIELDS = tuple(Partition.model_fields)
 them."""
 
 
-def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
+def make_nested_partition(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
     """Return the partition that a table ``{kind = ..., ...}`` defines for a subset of the clients.
 
     Raises:

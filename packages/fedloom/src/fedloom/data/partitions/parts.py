@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partitions.deal import Dealt, Floats, Ints, distinct, offsets_of, owners, sort_by_key
-from fedloom.data.subjects.cut import Quota, parts_by_subject, wanted
+from fedloom.data.partitions.deal import Dealt, Floats, Ints, count_distinct, offsets_of, owners, sort_by_key
+from fedloom.data.subjects.cut import PartSizes, parts_by_subject, round_share_of_sizes
 from fedloom.data.subjects.design import Design
 
 
 def cut_parts(
-    dealt: Dealt, y: Ints | None, quota: Quota, rng: np.random.Generator, design: Design | None = None
+    dealt: Dealt, y: Ints | None, quota: PartSizes, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
     """Divide each client's samples into training, validation and test parts.
 
@@ -34,8 +34,8 @@ def cut_parts(
     if design is not None:
         code = parts_by_subject(design, dealt.index, owner, len(sizes), y, quota, rng)
     else:
-        code = _codes(dealt, owner, sizes, y, quota, rng.random(len(owner)))
-    if len(code) and distinct(dealt.index, int(dealt.index.max()) + 1) < len(code):
+        code = _part_codes(dealt, owner, sizes, y, quota, rng.random(len(owner)))
+    if len(code) and count_distinct(dealt.index, int(dealt.index.max()) + 1) < len(code):
         code = _join_copies(code, owner, dealt.index, quota.keep is not None)
     return {
         part: Dealt(dealt.index[code == k], offsets_of(np.bincount(owner[code == k], minlength=len(sizes))))
@@ -43,20 +43,20 @@ def cut_parts(
     }
 
 
-def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota, order: Floats) -> Ints:
+def _part_codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: PartSizes, order: Floats) -> Ints:
     """Return a code for the part of each sample. The samples are independent of each other."""
     label = np.zeros_like(owner) if y is None else y[dealt.index]
     if quota.folds is None or quota.fold is None:
         in_test = np.zeros(len(owner), bool)
-        tests_wanted = wanted(sizes, quota.test, 2)
+        tests_wanted = round_share_of_sizes(sizes, quota.test, 2)
     else:
         in_test = _fold_mask(owner, label, order, quota.folds, quota.fold, dealt.offsets)
         tests_wanted = np.zeros_like(sizes)
     rest = np.flatnonzero(~in_test)
-    rank, firsts = _ranks(owner[rest], label[rest], order[rest], len(sizes))
+    rank, firsts = _ranks_by_class(owner[rest], label[rest], order[rest], len(sizes))
     left = np.bincount(owner[rest], minlength=len(sizes))
     tests = np.minimum(tests_wanted, left - firsts)
-    validations = np.minimum(wanted(sizes, quota.validation, 3), left - firsts - tests)
+    validations = np.minimum(round_share_of_sizes(sizes, quota.validation, 3), left - firsts - tests)
     code = np.full(len(owner), 2)
     place = rank + (tests + validations - left)[owner[rest]]  # < 0: training
     code[rest] = np.where(place < 0, 0, np.where(place < validations[owner[rest]], 1, 2))
@@ -77,7 +77,7 @@ def _join_copies(code: Ints, owner: Ints, index: Ints, is_capped: bool) -> Ints:
     return np.where(left_out, 3, first[sample])
 
 
-def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
+def _ranks_by_class(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
     """Return each sample's rank at its client (first one sample per class), and each client's number of classes."""
     cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
     by_class = sort_by_key(cell, drawn)

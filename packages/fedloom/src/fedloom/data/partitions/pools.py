@@ -16,7 +16,7 @@ from fedloom.data.partitions.deal import (
 )
 from fedloom.errors import Refused
 
-PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
+CLIENT_FIELDS = ("noise", "anew", "relabel", "views", "groups")
 """Fields of a draw that contain one row per client, unless they are None."""
 
 
@@ -103,7 +103,7 @@ class Draw(NamedTuple):
         """
         owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
-        kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in PER_CLIENT}
+        kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in CLIENT_FIELDS}
         outside = dealt[~trains[owner]]
         shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
         note = (

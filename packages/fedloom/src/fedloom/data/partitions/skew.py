@@ -17,10 +17,10 @@ from fedloom.data.partitions.deal import (
     choose_each,
     cut_by,
     deal,
-    even,
     group_by_owner,
     offsets_of,
-    redraw,
+    redraw_until_min_size,
+    split_evenly,
 )
 from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
@@ -43,7 +43,7 @@ class Iid(Sized):
         """Divide a randomly permuted set of samples into equal parts."""
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
-        return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
+        return Draw(Dealt(pool.index[order], offsets_of(split_evenly(len(pool), self.clients))))
 
 
 class QuantitySkew(Sized):
@@ -67,7 +67,7 @@ class QuantitySkew(Sized):
         self.fits(pool)
         rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
         order = pool.index[rng.permutation(len(pool))]
-        sizes = redraw(
+        sizes = redraw_until_min_size(
             lambda: cut_by(rng.dirichlet(np.full(self.clients, self.alpha))[:, None], total),
             self.min_size,
             f"quantity-skew: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}",
@@ -111,9 +111,11 @@ class Shards(Sized):
         if self.assignment == "labels":
             return Draw(deal(lists, _shared_classes(lists, n, q, rng, pool)))
         if self.assignment == "flame":
-            sizes = np.concatenate([even(len(class_index), math.ceil(q * n / classes)) for class_index in lists])
+            sizes = np.concatenate(
+                [split_evenly(len(class_index), math.ceil(q * n / classes)) for class_index in lists]
+            )
         else:
-            sizes = even(len(pool), n * q)
+            sizes = split_evenly(len(pool), n * q)
         if sizes.min() == 0:
             raise PartitionError(
                 f"shards: {len(sizes)} shards are more than the {len(pool)} samples can fill. Use fewer clients"
@@ -146,7 +148,7 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
         )
     counts = np.zeros((n, len(lists)), np.int64)
     for c in np.flatnonzero(dealt).tolist():
-        counts[has[:, c], c] = even(int(held[c]), int(dealt[c]))
+        counts[has[:, c], c] = split_evenly(int(held[c]), int(dealt[c]))
     return counts
 
 
@@ -253,7 +255,7 @@ class Dirichlet(Sized):
         if self.by == "class":
             what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}"
             cure = "raise alpha, or lower clients or min_size"
-            counts = redraw(lambda: self._deal_by_class(held, rng), self.min_size, what, cure)
+            counts = redraw_until_min_size(lambda: self._deal_by_class(held, rng), self.min_size, what, cure)
         else:
             counts = self._draw_by_client(held, rng)
         return Draw(choose_each(lists, counts, rng) if self.overlap else deal(lists, counts))
@@ -274,17 +276,17 @@ class Dirichlet(Sized):
         concentration = self.alpha * (held / total if self.by == "prior" else np.ones(len(held)))
         prior = np.zeros((n, len(held)))
         prior[:, concentration > 0] = rng.dirichlet(concentration[concentration > 0], n)
-        sizes = even(total, n)
+        sizes = split_evenly(total, n)
         if self.size_std > 0:
             weights = rng.lognormal(0.0, self.size_std, n)
             spare = total - n * self.min_size
             sizes = self.min_size + cut_by((weights / weights.sum())[:, None], np.array([spare]))[:, 0]
         if self.overlap:
-            return np.minimum(rng.multinomial(sizes, _rows(prior, held > 0)), held)
+            return np.minimum(rng.multinomial(sizes, _restricted_weights(prior, held > 0)), held)
         return _fill_in_turn(prior, sizes, held, rng)
 
 
-def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
+def _restricted_weights(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
     """Return the rows of `weights` restricted to the classes in ``open_``, each normalized to sum to 1.
 
     If the weight of a row on these classes is zero, the row becomes uniform.
@@ -304,7 +306,7 @@ def _fill_in_turn(prior: Floats, sizes: Ints, held: Ints, rng: np.random.Generat
     counts = np.zeros(prior.shape, np.int64)
     left = held.copy()
     while (missing := sizes - counts.sum(1)).any():
-        demand = rng.multinomial(missing, _rows(prior, left > 0))
+        demand = rng.multinomial(missing, _restricted_weights(prior, left > 0))
         for c in np.flatnonzero(demand.sum(0) > left):
             demand[:, c] = rng.multivariate_hypergeometric(demand[:, c], left[c], method="marginals")
         counts += demand

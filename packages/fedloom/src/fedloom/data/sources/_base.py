@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.data.dataset import MOST_CLASSES, Dataset
+from fedloom.data.dataset import MAX_CLASSES, Dataset
 from fedloom.data.sources.fetch import DATA_FOLDER_VARIABLE as DATA_FOLDER_VARIABLE
 from fedloom.data.sources.fetch import REMOTE_SETS
 from fedloom.errors import DataError, attribute_error
@@ -126,7 +126,7 @@ def locate(
 
 
 @contextmanager
-def naming_file_in_errors(place: Path) -> Iterator[None]:
+def name_file_in_errors(place: Path) -> Iterator[None]:
     """Add the name of the file or folder to every `DataError` that is raised inside the block."""
     try:
         yield
@@ -135,23 +135,23 @@ def naming_file_in_errors(place: Path) -> Iterator[None]:
         raise type(error)(message if message.startswith(where) else where + message) from error
 
 
-def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
+def number_names(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
     """Return the names of numbered classes, from ``"0"`` up to the largest label.
 
     Raises:
-        DataError: a label is negative or at least `MOST_CLASSES`.
+        DataError: a label is negative or at least `MAX_CLASSES`.
     """
-    if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
-        bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
+    if len(labels) and (labels.min() < 0 or labels.max() >= MAX_CLASSES):
+        bad = int(((labels < 0) | (labels >= MAX_CLASSES)).argmax())
         raise DataError(
             f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from "
-            f"0 to at most {MOST_CLASSES - 1}. Correct the label, or set task = 'regression' if "
+            f"0 to at most {MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if "
             "labels are measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 
 
-def scale(values: Sequence[float] | None) -> Tensor | None:
+def scale_tensor(values: Sequence[float] | None) -> Tensor | None:
     """Return the mean or standard deviation of a data set as a tensor, or None if no values are given.
 
     Raises:

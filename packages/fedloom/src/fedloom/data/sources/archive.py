@@ -55,7 +55,7 @@ ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".zip")
 Wanted = Callable[[str], bool]
 
 
-class Entry(NamedTuple):
+class ArchiveEntry(NamedTuple):
     """File in an archive: name (without .gz or .xz), bytes, location as shown in messages, and packed size."""
 
     name: str
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
     packed: int
 
 
-class _Bounded(io.RawIOBase):
+class _LimitedStream(io.RawIOBase):
     """Stream that raises an error if it yields more than `bound` bytes or takes too long.
 
     The name of the file is part of the error.
@@ -83,10 +83,10 @@ class _Bounded(io.RawIOBase):
         try:
             count = cast("io.BufferedIOBase", self._inner).readinto(memoryview(buffer)[:READ_CHUNK_BYTES])
         except DAMAGED_FILE_ERRORS as error:
-            raise damaged(self._where, error) from error
+            raise damaged_file_error(self._where, error) from error
         self._left -= count
         if self._left < 0:
-            raise bomb(self._where, self._bound)
+            raise archive_bomb_error(self._where, self._bound)
         now = time.monotonic()
         self._start = now if math.isnan(self._start) else self._start
         if now - self._start > self._seconds:
@@ -98,7 +98,7 @@ class _Bounded(io.RawIOBase):
         return count
 
 
-class _Tail:
+class _LastBlockStream:
     """Stream that remembers its last block, because the last block of a tar archive must contain only zeros."""
 
     def __init__(self, inner: BinaryIO) -> None:
@@ -110,12 +110,12 @@ class _Tail:
         return block
 
 
-def damaged(where: str, error: Exception) -> DataError:
+def damaged_file_error(where: str, error: Exception) -> DataError:
     """Return the error for a file that cannot be unpacked."""
     return DataError(f"{where} is truncated or damaged ({error}). Fetch the file again")
 
 
-def bomb(where: str, size: int) -> DataError:
+def archive_bomb_error(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to many more bytes than expected."""
     return DataError(
         f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
@@ -124,7 +124,7 @@ def bomb(where: str, size: int) -> DataError:
     )
 
 
-def bound(packed: int) -> int:
+def max_unpacked_bytes(packed: int) -> int:
     """Return the maximum number of bytes to which a file of `packed` bytes may unpack."""
     return min(MAX_UNPACKED_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING_RATIO * packed))
 
@@ -135,13 +135,13 @@ def check_size(where: str, declared: int, packed: int) -> None:
     Raises:
         DataError: the declared size exceeds the limit.
     """
-    if declared > bound(packed):
-        raise bomb(where, declared)
+    if declared > max_unpacked_bytes(packed):
+        raise archive_bomb_error(where, declared)
 
 
-def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
+def _unpack_stream(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
     """Return a stream of unpacked bytes from a gz or xz stream. Any other stream is returned unchanged."""
-    buffered = io.BufferedReader(_Bounded(stream, MAX_UNPACKED_BYTES, where), 2**17)
+    buffered = io.BufferedReader(_LimitedStream(stream, MAX_UNPACKED_BYTES, where), 2**17)
     head = buffered.peek(6)[:6]
     if head.startswith(GZIP_MAGIC):
         inner: BinaryIO = cast("BinaryIO", gzip.GzipFile(fileobj=buffered))
@@ -150,10 +150,10 @@ def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
     else:
         return cast("BinaryIO", buffered)
     seconds = PATIENCE_SECONDS + packed / PACKED_BYTES_PER_SECOND
-    return cast("BinaryIO", io.BufferedReader(_Bounded(inner, bound(packed), where, seconds), 2**17))
+    return cast("BinaryIO", io.BufferedReader(_LimitedStream(inner, max_unpacked_bytes(packed), where, seconds), 2**17))
 
 
-def bare(name: str) -> str:
+def strip_compression_suffix(name: str) -> str:
     """Return a file name without .gz or .xz.
 
     >>> bare("train-images-idx3-ubyte.gz")
@@ -176,7 +176,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}). Check the path and its permissions") from error
     with file:
-        yield _unpacked(file, size, str(path))
+        yield _unpack_stream(file, size, str(path))
 
 
 def check_regular(path: Path) -> None:
@@ -203,7 +203,7 @@ def is_system_file(name: str) -> bool:
     return "__MACOSX" in parts or (bool(parts) and (parts[-1].startswith("._") or parts[-1] == ".DS_Store"))
 
 
-def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
+def iterate_entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[ArchiveEntry]:
     """Yield the requested files in a folder, zip or tar, or a single file.
 
     Each stream must be read before the next entry is requested.
@@ -215,15 +215,15 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
         DataError: `path` does not exist, an archive is damaged, or a declared size is implausible.
     """
     if path.is_dir():
-        for file in _walk(path):
-            name = bare(file.relative_to(path).as_posix())
+        for file in _walk_folder(path):
+            name = strip_compression_suffix(file.relative_to(path).as_posix())
             if is_system_file(name):
                 continue
             if file.is_file() and file.name.endswith(ARCHIVE_SUFFIXES):
-                yield from entries(file, wanted)
+                yield from iterate_entries(file, wanted)
             elif file.is_file() and wanted(name):
                 with open_unpacked(file) as stream:
-                    yield Entry(name, stream, str(file), file.stat().st_size)
+                    yield ArchiveEntry(name, stream, str(file), file.stat().st_size)
         return
     with open_unpacked(path) as stream:
         head = cast("io.BufferedReader", stream).peek(512)
@@ -231,58 +231,58 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
             yield from _zip_entries(path, wanted)
         elif _is_tar(head):
             yield from _tar_entries(path, stream, wanted)
-        elif wanted(bare(path.name)):
-            yield Entry(bare(path.name), stream, str(path), path.stat().st_size)
+        elif wanted(strip_compression_suffix(path.name)):
+            yield ArchiveEntry(strip_compression_suffix(path.name), stream, str(path), path.stat().st_size)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk_folder(folder: Path) -> Iterator[Path]:
     """Yield all files in a folder and its subfolders, sorted by name. Symbolic links to folders are not followed."""
     with suppress(PermissionError):
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
-                yield from _walk(path)
+                yield from _walk_folder(path)
             else:
                 yield path
 
 
-def _zip_entries(path: Path, wanted: Wanted) -> Iterator[Entry]:
+def _zip_entries(path: Path, wanted: Wanted) -> Iterator[ArchiveEntry]:
     try:
         with zipfile.ZipFile(path) as archive:
             files = [info for info in archive.infolist() if not info.is_dir() and not is_system_file(info.filename)]
-            files = [info for info in files if wanted(bare(info.filename))]
+            files = [info for info in files if wanted(strip_compression_suffix(info.filename))]
             check_size(str(path), sum(info.file_size for info in files), path.stat().st_size)
             for info in files:
-                name, where = bare(info.filename), f"{path}:{info.filename}"
+                name, where = strip_compression_suffix(info.filename), f"{path}:{info.filename}"
                 check_size(where, info.file_size, info.compress_size)
                 with archive.open(info) as file:
-                    inner = _unpacked(cast("BinaryIO", file), info.compress_size, where)
-                    yield Entry(name, inner, where, info.compress_size)
+                    inner = _unpack_stream(cast("BinaryIO", file), info.compress_size, where)
+                    yield ArchiveEntry(name, inner, where, info.compress_size)
     except (*DAMAGED_FILE_ERRORS, RuntimeError) as error:
-        raise damaged(str(path), error) from error
+        raise damaged_file_error(str(path), error) from error
 
 
-def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry]:
-    left, tail = bound(path.stat().st_size), _Tail(stream)
+def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[ArchiveEntry]:
+    left, tail = max_unpacked_bytes(path.stat().st_size), _LastBlockStream(stream)
     try:
         with tarfile.open(fileobj=cast("BinaryIO", tail), mode="r|") as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # the list of all members is of no use here and grows without end
-                name, where = bare(member.name.removeprefix("./")), f"{path}:{member.name}"
+                name, where = strip_compression_suffix(member.name.removeprefix("./")), f"{path}:{member.name}"
                 left -= member.size
                 if left < 0:
-                    raise bomb(where, member.size)
+                    raise archive_bomb_error(where, member.size)
                 if not member.isfile() or is_system_file(name) or not wanted(name):
                     continue
                 file = archive.extractfile(member)
                 assert file is not None
-                yield Entry(name, _unpacked(cast("BinaryIO", file), member.size, where), where, member.size)
+                yield ArchiveEntry(name, _unpack_stream(cast("BinaryIO", file), member.size, where), where, member.size)
     except DAMAGED_FILE_ERRORS as error:
-        raise damaged(str(path), error) from error
+        raise damaged_file_error(str(path), error) from error
     if tail.last.strip(b"\0") or len(tail.last) < tarfile.BLOCKSIZE:  # tarfile takes a torn archive for a short one
         raise DataError(f"{path} is truncated: the end marker of the tar archive is missing. Fetch the file again")
 
 
-def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
+def fill_array(entry: ArchiveEntry, out: NDArray[np.generic], what: str) -> None:
     """Fill the contiguous array `out` with bytes from the stream of an entry.
 
     Raises:
@@ -299,7 +299,7 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
         done += got
 
 
-def finished(entry: Entry) -> None:
+def check_no_trailing_bytes(entry: ArchiveEntry) -> None:
     """Raise an error if a stream contains further bytes after the end of the data.
 
     Raises:

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import Dataset, Task, refuse
-from fedloom.data.sources._base import naming_file_in_errors, numbered, scale
+from fedloom.data.dataset import Dataset, Task, raise_data_problems
+from fedloom.data.sources._base import name_file_in_errors, number_names, scale_tensor
 from fedloom.data.sources.table.cells import MAX_NUMBER
-from fedloom.data.sources.table.checks import doubtful, doubtful_levels
-from fedloom.data.sources.table.levels import alike
-from fedloom.data.sources.table.targets import unlike
-from fedloom.data.subjects.copies import image_copies
+from fedloom.data.sources.table.checks import note_doubtful_columns, note_doubtful_levels
+from fedloom.data.sources.table.levels import similar_levels_text
+from fedloom.data.sources.table.targets import similar_levels_message
+from fedloom.data.subjects.copies import count_image_copies
 from fedloom.data.survey.findings import NEAR_COPIES_NOTE, note_near_copies
 from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
-MOST_COMPARED_COLUMNS = 64
+MAX_COMPARED_COLUMNS = 64
 """Maximum number of columns that are compared with each other in the search for near-duplicate rows."""
-MOST_NOTED = 2**24
+MAX_NOTED_VALUES = 2**24
 """Maximum number of values for which a data set is scanned to produce notes (64 MiB of float32)."""
 MAX_EXACT_INTEGER = 2**24
 """Largest integer up to which every integer can be represented exactly in float32."""
@@ -115,7 +115,7 @@ def make_dataset(
     problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
     if users is not None and np.shape(users) != x.shape[:1]:
         problems.append(f"users have shape {np.shape(users)} for {len(x)} samples. Pass one client per sample")
-    refuse(place, problems)
+    raise_data_problems(place, problems)
     if names and ((whole := x.astype(np.int32)) != x).any():
         raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}. Encode the text")
     notes: tuple[str, ...] = ()
@@ -124,18 +124,18 @@ def make_dataset(
     else:
         kept = as_features(x, place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
-        notes = tuple(_rounded(x, kept))
+        notes = tuple(_note_rounded_integers(x, kept))
     original_dtype = original_dtype or x.dtype.name
     declared = bool(classes)
     if each:
-        classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
+        classes = tuple(classes) or number_names(y.clip(0).ravel(), place)
         target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
     else:
-        target, kind, classes = _targets(y, task, tuple(classes), place)
+        target, kind, classes = _convert_targets(y, task, tuple(classes), place)
     if split is not None and classes and not declared and kind != "multilabel":
         new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
-        refuse(
+        raise_data_problems(
             place,
             [
                 f"the test set contains classes that no training sample has: {shown}. Remove these "
@@ -144,7 +144,7 @@ def make_dataset(
             if new
             else [],
         )
-    owners = None if users is None else plain(users, f"{name}: users")
+    owners = None if users is None else convert_to_plain_array(users, f"{name}: users")
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
         raise DataError(
             f"{place}: users: sample {int(np.isnan(owners).argmax())} has no client. Assign every sample to a client"
@@ -155,15 +155,15 @@ def make_dataset(
             "Name the client of every sample, such as 'unknown'"
         )
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
-    with naming_file_in_errors(Path(place)):
+    with name_file_in_errors(Path(place)):
         return Dataset(
             name,
             features[:, None] if features.ndim == 3 and layout != "sequence" else features,
             target,
             kind,
             classes,
-            scale(mean),
-            scale(std),
+            scale_tensor(mean),
+            scale_tensor(std),
             None if split is None else torch.arange(split, len(x)),
             users=None if codes is None else torch.from_numpy(codes),
             user_names=() if levels is None else tuple(str(level) for level in levels),
@@ -226,7 +226,7 @@ def has_channels_last(shape: Sequence[int]) -> bool:
     return shape[3] in CHANNEL_COUNTS or (shape[1] != 2 and (shape[3] == 2 or shape[3] < shape[1] == shape[2]))
 
 
-def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
+def _note_rounded_integers(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
     """Yield a note on integers ``[N, ...]`` that float32 cannot represent exactly."""
     if x.dtype.kind not in "ui" or not x.size or max(int(x.max()), -int(x.min())) <= MAX_EXACT_INTEGER:
         return
@@ -270,7 +270,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
     return out
 
 
-def noted(data: Dataset) -> Dataset:
+def add_notes(data: Dataset) -> Dataset:
     """Return a data set made of arrays, with notes on its columns or images.
 
     A note is added to images of floats with large values.
@@ -291,12 +291,12 @@ def noted(data: Dataset) -> Dataset:
             "nearly black. Use 255 for white, or pass floats"
         )
         data = replace(data, notes=(*data.notes, note))
-    data = noted_copies(data)
-    if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
+    data = add_copy_note(data)
+    if not x.is_floating_point() or not 0 < x.numel() <= MAX_NOTED_VALUES or data.vocabulary:
         return data
     if x.ndim in (2, 3):
         units = None if data.design is None or data.design.subject is None else data.design.units
-        numbers = [column.double().numpy() for column in x.flatten(1).T[:MOST_COMPARED_COLUMNS]]
+        numbers = [column.double().numpy() for column in x.flatten(1).T[:MAX_COMPARED_COLUMNS]]
         data = replace(data, notes=(*data.notes, *note_near_copies(numbers, units)))
     if x.ndim != 2 or _is_wide(x):
         largest = float(x.abs().max())
@@ -315,13 +315,17 @@ def noted(data: Dataset) -> Dataset:
         of_targets = {f"y {k}" if k else "y": values.double().numpy() for k, values in enumerate(targets.T)}
         columns |= of_targets
         scaled |= of_targets if data.task == "regression" else {}
-    notes = (*doubtful(columns, columns, 0, arrays=True), *doubtful_levels(levels, "y"), *_unscaled(scaled))
+    notes = (
+        *note_doubtful_columns(columns, columns, 0, arrays=True),
+        *note_doubtful_levels(levels, "y"),
+        *_note_unscaled_columns(scaled),
+    )
     return replace(data, notes=(*data.notes, *notes))
 
 
-def noted_copies(data: Dataset) -> Dataset:
+def add_copy_note(data: Dataset) -> Dataset:
     """Return a data set of images. If it contains near-duplicates, add a note."""
-    if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
+    if data.x.ndim != 4 or data.vocabulary or not (close := count_image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
 
@@ -332,7 +336,7 @@ def _is_wide(x: torch.Tensor) -> bool:
     return x.shape[1] >= MIN_PIXEL_COLUMNS and 2 * int(max(ends)) >= x.shape[1]
 
 
-def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
+def _note_unscaled_columns(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
     """Yield a note on the numeric columns of an array that contain large values.
 
     In contrast, columns of a table are scaled.
@@ -349,7 +353,7 @@ def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
         )
 
 
-def _targets(
+def _convert_targets(
     y: NDArray[Any], task: Task | None, classes: tuple[str, ...], place: str
 ) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
     if task in ("survival", "count"):
@@ -367,8 +371,8 @@ def _targets(
     if y.dtype.kind == "U" and task != "regression":
         levels, codes, counts = np.unique(y, return_inverse=True, return_counts=True)
         rows = dict(zip(map(str, levels), counts.tolist(), strict=True))
-        if not classes and task != "classification" and (same := alike(rows)):
-            raise DataError(f"{place}: {unlike('y', same)}")
+        if not classes and task != "classification" and (same := similar_levels_text(rows)):
+            raise DataError(f"{place}: {similar_levels_message('y', same)}")
         names = classes or tuple(rows)
         code_of = {name: code for code, name in enumerate(names)}
         if odd := [str(level) for level in levels if str(level) not in code_of]:
@@ -392,11 +396,11 @@ def _targets(
         raise DataError(f"{place}: the target is the same in every row. A model cannot learn from such a target")
     if task == "regression" or not whole:
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
-    names = classes or numbered(y, place)
+    names = classes or number_names(y, place)
     return torch.from_numpy(np.require(y, np.int64, ["C", "W"])), task or "classification", names
 
 
-def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
+def convert_to_plain_array(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
     """Convert values to an array of numbers or text or, if ``mixed`` is True, also of objects.
 
     Raises:

@@ -14,8 +14,8 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset
 from fedloom.data.samples import FEATURE_TARGET_NAMES
 from fedloom.data.sources._base import SampleSource, locate
-from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.array_data import Layout, has_channels_last, make_dataset, narrow_numbers, noted
+from fedloom.data.sources.archive import ArchiveEntry, check_no_trailing_bytes, check_size, fill_array, iterate_entries
+from fedloom.data.sources.array_data import Layout, add_notes, has_channels_last, make_dataset, narrow_numbers
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
@@ -79,14 +79,14 @@ class Npy(_Arrays):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the arrays. The features are scanned once for values that are not finite, but they stay on disk."""
         place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
-        x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
+        x, y = (_map_array(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
             raise DataError(
                 f"{place / 'x.npy'}: {x.shape} looks like images with the channels last. Save the "
                 "images with the channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, "
                 "1)), or set channels_last = false"
             )
-        users = next((_mapped(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
+        users = next((_map_array(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
                 f"{place / 'x.npy'}: contains {x.dtype} in "
@@ -97,15 +97,15 @@ class Npy(_Arrays):
         options |= {"layout": self.layout}
         data = make_dataset(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         files = {role: place / f"{role}.npy" for role in SAMPLE_ROLES}
-        roles = {role: _mapped(file) for role, file in files.items() if file.exists()}
-        return noted(replace(data, design=design_of(roles, len(data), str(place))))
+        roles = {role: _map_array(file) for role, file in files.items() if file.exists()}
+        return add_notes(replace(data, design=design_of(roles, len(data), str(place))))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """Return x as a memory map of the file."""
-        return _mapped(locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file()) / "x.npy"), None
+        return _map_array(locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file()) / "x.npy"), None
 
 
-def _mapped(path: Path) -> NDArray[Any]:
+def _map_array(path: Path) -> NDArray[Any]:
     """Map an array into memory in copy-on-write mode, so that changing it never changes the file."""
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
@@ -148,8 +148,10 @@ class Npz(_Arrays):
             )
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
-        x, y = self._room_of_x(place, headers, x_keys), _room(place, headers, y_keys)
-        beside = {key: _room(place, headers, [key]) for key in (*CLIENT_KEYS, *SAMPLE_ROLES) if key in headers}
+        x, y = self._room_of_x(place, headers, x_keys), _allocate_joint_array(place, headers, y_keys)
+        beside = {
+            key: _allocate_joint_array(place, headers, [key]) for key in (*CLIENT_KEYS, *SAMPLE_ROLES) if key in headers
+        }
         self._read(place, headers, [(x_keys, x), (y_keys, y), *(([key], room) for key, room in beside.items())])
         owners = [beside.pop(key) for key in CLIENT_KEYS if key in beside]
         users = owners[0] if owners else None
@@ -160,7 +162,7 @@ class Npz(_Arrays):
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
         notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, extra))}",) * bool(extra)
-        return noted(replace(data, notes=(*data.notes, *notes)))
+        return add_notes(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """Return only the features.
@@ -173,13 +175,17 @@ class Npz(_Arrays):
         if not keys:
             raise DataError(f"{place} needs an array x (or x_train, x_test), got {sorted(headers)}")
         columns = len(headers[keys[0]].shape) == 2
-        x = _room(place, headers, keys) if columns else self._room_of_x(place, headers, keys, own_type=True)
+        x = (
+            _allocate_joint_array(place, headers, keys)
+            if columns
+            else self._room_of_x(place, headers, keys, own_type=True)
+        )
         self._read(place, headers, [(keys, x)])
         return x, None
 
     def _headers(self, data_dir: str | Path | None) -> tuple[Path, dict[str, _Header]]:
         place = locate("NPZ", self.path, data_dir, (), lambda p: p.is_file())
-        return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
+        return place, {_entry_key(entry): _read_array_header(entry) for entry in iterate_entries(place, _is_array)}
 
     def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
         """Read arrays into their buffers one after another. The first buffer contains the features."""
@@ -190,9 +196,9 @@ class Npz(_Arrays):
                 length = headers[key].shape[0]
                 parts[key] = (room[at : at + length], bool(self.channels_last) and k == 0)
                 at += length
-        for entry in entries(place, lambda name: _is_array(name) and name[:-4] in parts):
-            out, turn = parts[_key(entry)]
-            _into(entry, _header(entry), out, turn=turn)
+        for entry in iterate_entries(place, lambda name: _is_array(name) and name[:-4] in parts):
+            out, turn = parts[_entry_key(entry)]
+            _read_into_array(entry, _read_array_header(entry), out, turn=turn)
 
     def _room_of_x(
         self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
@@ -219,11 +225,11 @@ def _is_array(name: str) -> bool:
     return name.endswith(".npy")
 
 
-def _key(entry: Entry) -> str:
+def _entry_key(entry: ArchiveEntry) -> str:
     return entry.name[:-4]
 
 
-def _header(entry: Entry) -> _Header:
+def _read_array_header(entry: ArchiveEntry) -> _Header:
     """Check that the packed bytes can contain the array, and return its shape and type.
 
     Arrays of Python objects are rejected.
@@ -249,7 +255,7 @@ def _header(entry: Entry) -> _Header:
     return header
 
 
-def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
+def _allocate_joint_array(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
     """Return an empty array with enough space for all arrays with these names, one after another."""
     return np.empty(*_joint_shape(place, headers, keys))
 
@@ -269,22 +275,22 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
     return (sum(headers[key].shape[0] for key in keys), *first.shape[1:]), first.dtype
 
 
-def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
+def _read_into_array(entry: ArchiveEntry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
     """Read an array into its buffer. If its type or the order of its axes must be changed, read it in blocks."""
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
-        fill(entry, turned, "the array")
+        fill_array(entry, turned, "the array")
         narrow_numbers(_channels_first(turned.T) if turn else turned.T, out, entry.where)
     elif out.dtype == header.dtype and not turn:
-        fill(entry, out, "the array")
+        fill_array(entry, out, "the array")
     else:
         step = max(1, CONVERSION_BLOCK_BYTES // max(1, math.prod(header.shape[1:]) * header.dtype.itemsize))
         block = np.empty((step, *header.shape[1:]), header.dtype)
         for at in range(0, len(out), step):
             rows = block[: len(out) - at]
-            fill(entry, rows, "the array")
+            fill_array(entry, rows, "the array")
             narrow_numbers(_channels_first(rows) if turn else rows, out[at : at + step], entry.where, at)
-    finished(entry)
+    check_no_trailing_bytes(entry)
 
 
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:

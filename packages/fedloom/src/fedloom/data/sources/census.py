@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.dataset import Dataset, refuse
+from fedloom.data.dataset import Dataset, raise_data_problems
 from fedloom.data.sources._base import FileSource, locate
-from fedloom.data.sources.archive import GrowingRows, entries
-from fedloom.data.sources.table.cells import Problems, csv_rows, numbers, pieces
+from fedloom.data.sources.archive import GrowingRows, iterate_entries
+from fedloom.data.sources.table.cells import Problems, convert_to_numbers, csv_rows, iterate_column_pieces
 from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
@@ -53,9 +53,11 @@ class Heart(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the data of all four hospitals as raw values, with NaN for missing cells."""
         folders = ("tabular/uci_heart", "uci_heart", "heart")
-        place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
+        place = locate(
+            "UCI heart disease", self.path, data_dir, folders, _make_file_check("processed.*.data*", "*heart*.zip")
+        )
         files = [f"processed.{hospital}.data" for hospital in HEART_HOSPITALS]
-        tables = dict(_tables(place, files, HEART_COLUMNS))
+        tables = dict(_iterate_census_tables(place, files, HEART_COLUMNS))
         if lacking := [file for file in files if file not in tables]:
             raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}. Put all four files there")
         *features, _ = HEART_COLUMNS
@@ -143,8 +145,8 @@ class Adult(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the data of both files, with adult.test as the official test set."""
         folders = ("tabular/adult.tar.xz", "tabular/adult", "adult")
-        place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
-        tables = list(_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
+        place = locate("UCI adult", self.path, data_dir, folders, _make_file_check("adult.data*", "adult*.tar*"))
+        tables = list(_iterate_census_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
         if not tables:
             raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test. Put both there")
         in_test = np.repeat([name == "adult.test" for name, _ in tables], [len(values) for _, values in tables])
@@ -172,22 +174,24 @@ class Adult(FileSource):
         )
 
 
-def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
+def _iterate_census_tables(
+    place: Path, files: Sequence[str], schema: Schema
+) -> Iterator[tuple[str, NDArray[np.float64]]]:
     """Yield each existing file and its cells [N, columns], as numbers or as indices of levels.
 
     Missing cells are NaN.
     """
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
-    for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
+    for entry in iterate_entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
         problems, table = Problems(entry.where, first=1), GrowingRows((len(schema),), np.float64)
-        for piece in pieces(csv_rows(entry, ",", comment="|"), list(schema), problems):
+        for piece in iterate_column_pieces(csv_rows(entry, ",", comment="|"), list(schema), problems):
             codes = places.get(piece.column)
             missing = np.array([cell == "?" for cell in piece.cells]) & (codes is None or "?" not in codes)
             if codes is None:
-                values = numbers(piece, missing, problems, "fetch the file again")
+                values = convert_to_numbers(piece, missing, problems, "fetch the file again")
             else:
-                values = np.array([codes.get(cell, codes.get(_plain(cell), np.nan)) for cell in piece.cells])
+                values = np.array([codes.get(cell, codes.get(_normalize_level(cell), np.nan)) for cell in piece.cells])
                 bad = np.flatnonzero(np.isnan(values) & ~(missing & (piece.column != label)))
                 if len(bad):
                     cells, kind = [piece.cells[k] for k in bad.tolist()], "label" if piece.column == label else "level"
@@ -196,13 +200,13 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
                     problems.add("level", piece.column, what, cells, cure)
             table.reserve(piece.start, len(values))[:, list(schema).index(piece.column)] = values
         if sentences := problems.sentences():
-            refuse(entry.where, sentences)
+            raise_data_problems(entry.where, sentences)
         if table.size == 0:
             raise NoSamples(f"{entry.where} is empty, but needs at least one row. Fetch the file again")
         yield entry.name.rsplit("/", 1)[-1], table.done().astype(np.float64, copy=False)
 
 
-def _plain(cell: str) -> str:
+def _normalize_level(cell: str) -> str:
     """Return a level in the notation that the schema uses.
 
     For example, 7.0 becomes 7, and the period at the end of labels in adult.test is removed.
@@ -213,5 +217,5 @@ def _plain(cell: str) -> str:
         return cell.removesuffix(".")
 
 
-def _holds(*patterns: str) -> Callable[[Path], bool]:
+def _make_file_check(*patterns: str) -> Callable[[Path], bool]:
     return lambda place: not place.is_dir() or any(any(place.glob(pattern)) for pattern in patterns)

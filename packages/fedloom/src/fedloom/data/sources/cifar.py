@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate, scale
-from fedloom.data.sources.archive import GrowingRows, bare, entries
+from fedloom.data.sources._base import FileSource, locate, scale_tensor
+from fedloom.data.sources.archive import GrowingRows, iterate_entries, strip_compression_suffix
 from fedloom.errors import DataError, NoSamples
 
 IMAGE_BYTES = 3 * 32 * 32
@@ -50,8 +50,8 @@ class Cifar10(FileSource):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. The test batch forms the official test set."""
-        place = _locate(CIFAR10_VERSION, self.path, data_dir)
-        return _read(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
+        place = _locate_cifar(CIFAR10_VERSION, self.path, data_dir)
+        return _read_cifar(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
 
 
 class Cifar100(FileSource):
@@ -64,21 +64,22 @@ class Cifar100(FileSource):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images with their fine labels. The test file forms the official test set."""
-        place = _locate(CIFAR100_VERSION, self.path, data_dir)
+        place = _locate_cifar(CIFAR100_VERSION, self.path, data_dir)
         names = tuple(str(i) for i in range(100))
-        for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):
+        for entry in iterate_entries(place, lambda name: name.endswith("fine_label_names.txt")):
             names = tuple(entry.stream.read().decode("ascii", "replace").split())
         if len(names) != 100:
             raise DataError(
                 f"{place}: fine_label_names.txt has {len(names)} names, expected 100. Fetch this file again"
             )
-        return _read(CIFAR100_VERSION, place, names, self.mean, self.std)
+        return _read_cifar(CIFAR100_VERSION, place, names, self.mean, self.std)
 
 
-def _locate(form: CifarVersion, path: str | None, data_dir: str | Path | None) -> Path:
+def _locate_cifar(form: CifarVersion, path: str | None, data_dir: str | Path | None) -> Path:
     def holds(place: Path) -> bool:
         return not place.is_dir() or any(
-            form.files.search(bare(file.name)) or file.name == f"{form.name}-binary.tar.gz" for file in place.iterdir()
+            form.files.search(strip_compression_suffix(file.name)) or file.name == f"{form.name}-binary.tar.gz"
+            for file in place.iterdir()
         )
 
     name = form.name
@@ -87,7 +88,7 @@ def _locate(form: CifarVersion, path: str | None, data_dir: str | Path | None) -
     return locate(name.upper(), path, data_dir, folders, holds)
 
 
-def _read(
+def _read_cifar(
     form: CifarVersion,
     place: Path,
     classes: tuple[str, ...],
@@ -96,7 +97,7 @@ def _read(
 ) -> Dataset:
     x, y, in_test = GrowingRows((3, 32, 32), np.uint8), GrowingRows((), np.uint8), GrowingRows((), np.bool_)
     width, pickled = form.label_bytes + IMAGE_BYTES, ""
-    for entry in entries(place, lambda file: form.files.search(file) is not None):
+    for entry in iterate_entries(place, lambda file: form.files.search(file) is not None):
         if not entry.name.endswith(".bin"):
             pickled = entry.where
             continue
@@ -134,7 +135,7 @@ def _read(
         torch.from_numpy(y.done()).long(),
         "classification",
         classes,
-        scale(mean),
-        scale(std),
+        scale_tensor(mean),
+        scale_tensor(std),
         torch.from_numpy(test) if len(test) else None,
     )

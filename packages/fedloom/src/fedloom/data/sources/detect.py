@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.data.sources._base import FileSource
-from fedloom.data.sources.archive import bare, entries
+from fedloom.data.sources.archive import iterate_entries, strip_compression_suffix
 from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
@@ -19,7 +19,7 @@ from fedloom.data.sources.table.formats import STATISTICS_READERS, Excel, Feathe
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.errors import DataError
 
-BY_ENDING: dict[str, type[FileSource]] = {
+SOURCES_BY_ENDING: dict[str, type[FileSource]] = {
     ".npz": Npz,
     **dict.fromkeys((".parquet", ".pq"), Parquet),
     **dict.fromkeys((".csv", ".tsv", ".txt", ".dat", ".data"), Csv),
@@ -28,7 +28,7 @@ BY_ENDING: dict[str, type[FileSource]] = {
     **dict.fromkeys((".jsonl", ".ndjson"), JsonLines),
     **dict.fromkeys((".feather", ".arrow"), Feather),
 }
-BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
+SOURCES_BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"-idx[13]-ubyte$"), Mnist),
     (re.compile(r"(^|/)data_batch_\d(\.bin)?$"), Cifar10),
     (re.compile(r"(^|/)(fine_label_names\.txt|train\.bin|meta)$"), Cifar100),
@@ -42,9 +42,9 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
 )
 FIRST_WEAK_PATTERN = 7
 """Index of the first weak pattern. Weak patterns are only used if no name matches a stronger one."""
-LOOKED_AT = 2000
+WEAK_MATCH_NAME_COUNT = 2000
 """Number of names after which a match with a weak pattern is accepted."""
-GIVEN_UP = 100_000
+MAX_CHECKED_NAMES = 100_000
 """Maximum number of names in a folder that are checked before the search fails."""
 
 
@@ -70,30 +70,38 @@ def detect(path: Path) -> type[FileSource]:
         raise DataError(
             f"{path}: the root of the file system cannot be a data set. Give the folder that contains the files"
         )
-    ending = Path(bare(path.name)).suffix.lower()
+    ending = Path(strip_compression_suffix(path.name)).suffix.lower()
     if path.is_file() and _starts_with(path, PARQUET_MAGIC):
         return Parquet
-    if path.is_file() and ending in BY_ENDING and not any(p.search(path.name) for p, _ in BY_NAME[:FIRST_WEAK_PATTERN]):
-        return BY_ENDING[ending]
+    if (
+        path.is_file()
+        and ending in SOURCES_BY_ENDING
+        and not any(p.search(path.name) for p, _ in SOURCES_BY_NAME[:FIRST_WEAK_PATTERN])
+    ):
+        return SOURCES_BY_ENDING[ending]
     if ending in (".xls", ".ods"):
         raise DataError(f"{path} is a spreadsheet in an older format. Save the spreadsheet as .xlsx")
-    best, looked_at = len(BY_NAME), 0
+    best, looked_at = len(SOURCES_BY_NAME), 0
 
     def enough(name: str) -> bool:
         nonlocal best, looked_at
         best, looked_at = (
-            min([best, *(i for i, (pattern, _) in enumerate(BY_NAME) if pattern.search(name))]),
+            min([best, *(i for i, (pattern, _) in enumerate(SOURCES_BY_NAME) if pattern.search(name))]),
             looked_at + 1,
         )
-        return best < FIRST_WEAK_PATTERN or (best < len(BY_NAME) and looked_at > LOOKED_AT) or looked_at > GIVEN_UP
+        return (
+            best < FIRST_WEAK_PATTERN
+            or (best < len(SOURCES_BY_NAME) and looked_at > WEAK_MATCH_NAME_COUNT)
+            or looked_at > MAX_CHECKED_NAMES
+        )
 
-    for _ in entries(path, enough):
+    for _ in iterate_entries(path, enough):
         break
-    if best == len(BY_NAME):
+    if best == len(SOURCES_BY_NAME):
         raise DataError(
             f"{path} contains no data set in a known format. Known formats: IDX, CIFAR, LEAF JSON, "
             "image folders, NPZ, folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON "
             "lines, Feather"
         )
-    kind = BY_NAME[best][1]
+    kind = SOURCES_BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

@@ -26,7 +26,7 @@ class Digits(Source):
 
         There is no official test set.
         """
-        table = _digits()
+        table = _digit_rows()
         x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
         std = torch.tensor([16 / 255], dtype=torch.float64)
@@ -34,7 +34,7 @@ class Digits(Source):
 
 
 @cache
-def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _digit_rows() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Return rows of 64 pixels and the digit, read from a scikit-learn file.
 
     Importing scikit-learn instead would take as long as importing torch.

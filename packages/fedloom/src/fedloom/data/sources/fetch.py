@@ -18,7 +18,7 @@ DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
 """Environment variable that contains the path of the data folder."""
 
 
-class Remote(NamedTuple):
+class RemoteFiles(NamedTuple):
     """Addresses and digests of a data set's files.
 
     Attributes:
@@ -33,8 +33,8 @@ class Remote(NamedTuple):
 
 
 UCI_ADDRESS = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
-REMOTE_SETS: dict[str, Remote] = {
-    "adult": Remote(
+REMOTE_SETS: dict[str, RemoteFiles] = {
+    "adult": RemoteFiles(
         "adult",
         (f"{UCI_ADDRESS}adult/",),
         {
@@ -42,17 +42,17 @@ REMOTE_SETS: dict[str, Remote] = {
             "adult.test": "sha256:a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
         },
     ),
-    "cifar-10": Remote(
+    "cifar-10": RemoteFiles(
         "cifar-10",
         ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
         {"cifar-10-binary.tar.gz": "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
     ),
-    "cifar-100": Remote(
+    "cifar-100": RemoteFiles(
         "cifar-100",
         ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
         {"cifar-100-binary.tar.gz": "sha256:58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
     ),
-    "fashion-mnist": Remote(
+    "fashion-mnist": RemoteFiles(
         "fashion-mnist",
         (
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -65,7 +65,7 @@ REMOTE_SETS: dict[str, Remote] = {
             "t10k-labels-idx1-ubyte.gz": "sha256:67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
         },
     ),
-    "heart": Remote(
+    "heart": RemoteFiles(
         "heart",
         (f"{UCI_ADDRESS}heart-disease/",),
         {
@@ -75,12 +75,12 @@ REMOTE_SETS: dict[str, Remote] = {
             "processed.va.data": "sha256:e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f",
         },
     ),
-    "medical-mnist": Remote(
+    "medical-mnist": RemoteFiles(
         "medical-mnist",
         ("https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/",),
         {"MedNIST.tar.gz": "md5:0bc7306e7427e00ad1c5526a6677552d"},
     ),
-    "mnist": Remote(
+    "mnist": RemoteFiles(
         "mnist",
         ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
         {
@@ -90,7 +90,7 @@ REMOTE_SETS: dict[str, Remote] = {
             "t10k-labels-idx1-ubyte.gz": "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
         },
     ),
-    "tiny-imagenet": Remote(
+    "tiny-imagenet": RemoteFiles(
         "tiny-imagenet",
         ("http://cs231n.stanford.edu/", "https://cs231n.stanford.edu/"),
         {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
@@ -151,11 +151,11 @@ def fetch(
     remote = REMOTE_SETS[name]
     place = check_output_folder(Path(root).expanduser() / remote.folder)
     for file, digest in remote.files.items():
-        _fetch(name, file, digest, (*mirrors, *remote.mirrors), place, timeout)
+        _fetch_file(name, file, digest, (*mirrors, *remote.mirrors), place, timeout)
     return place
 
 
-def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: Path, timeout: float) -> None:
+def _fetch_file(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: Path, timeout: float) -> None:
     import pooch
     from requests import RequestException
 

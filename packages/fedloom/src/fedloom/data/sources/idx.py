@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate, naming_file_in_errors, scale
-from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
+from fedloom.data.sources._base import FileSource, locate, name_file_in_errors, scale_tensor
+from fedloom.data.sources.archive import ArchiveEntry, check_no_trailing_bytes, check_size, fill_array, iterate_entries
 from fedloom.errors import DataError
 
 IMAGES_MAGIC, LABELS_MAGIC = 0x00000803, 0x00000801
@@ -90,7 +90,7 @@ def read_idx(
     Raises:
         DataError: a file is missing, truncated or too long, or has the wrong magic number or size.
     """
-    sizes = {_file(entry): _header(entry) for entry in entries(place, _wanted)}
+    sizes = {_idx_file_part(entry): _read_idx_sizes(entry) for entry in iterate_entries(place, _is_idx_file)}
     missing = [file for file in IDX_FILES if file not in sizes]
     if missing:
         raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz). Put all four files there")
@@ -105,12 +105,12 @@ def read_idx(
             )
     total = train[0] + test[0]
     x, y = np.empty((total, 1, *train[1:]), np.uint8), np.empty(total, np.uint8)
-    for entry in entries(place, _wanted):
-        file = _file(entry)
+    for entry in iterate_entries(place, _is_idx_file):
+        file = _idx_file_part(entry)
         part = slice(0, train[0]) if file.startswith("train") else slice(train[0], None)
-        _header(entry)
-        fill(entry, x[part] if IDX_FILES[file] == IMAGES_MAGIC else y[part], "the data")
-        finished(entry)
+        _read_idx_sizes(entry)
+        fill_array(entry, x[part] if IDX_FILES[file] == IMAGES_MAGIC else y[part], "the data")
+        check_no_trailing_bytes(entry)
         if IDX_FILES[file] == LABELS_MAGIC and (y[part] >= len(classes)).any():
             bad = int((y[part] >= len(classes)).argmax())
             raise DataError(
@@ -119,23 +119,32 @@ def read_idx(
             )
     labels = torch.from_numpy(y).long()
     test_set = torch.arange(train[0], total)
-    with naming_file_in_errors(place):
-        return Dataset(name, torch.from_numpy(x), labels, "classification", classes, scale(mean), scale(std), test_set)
+    with name_file_in_errors(place):
+        return Dataset(
+            name,
+            torch.from_numpy(x),
+            labels,
+            "classification",
+            classes,
+            scale_tensor(mean),
+            scale_tensor(std),
+            test_set,
+        )
 
 
-def _wanted(name: str) -> bool:
+def _is_idx_file(name: str) -> bool:
     return name.rsplit("/", 1)[-1] in IDX_FILES
 
 
-def _file(entry: Entry) -> str:
+def _idx_file_part(entry: ArchiveEntry) -> str:
     return entry.name.rsplit("/", 1)[-1]
 
 
-def _header(entry: Entry) -> tuple[int, ...]:
+def _read_idx_sizes(entry: ArchiveEntry) -> tuple[int, ...]:
     """Check that the packed file can contain the bytes, and return the sizes (count, height, width) or (count,)."""
-    magic = IDX_FILES[_file(entry)]
+    magic = IDX_FILES[_idx_file_part(entry)]
     header = np.empty(4 if magic == IMAGES_MAGIC else 2, ">u4")
-    fill(entry, header, "the header")
+    fill_array(entry, header, "the header")
     if header[0] != magic:
         got = f"0x{int(header[0]):08x}"
         raise DataError(

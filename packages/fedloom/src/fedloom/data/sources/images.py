@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, SampleSource, locate, scale
-from fedloom.data.sources.archive import Entry, GrowingRows, check_size, entries
-from fedloom.data.sources.array_data import noted_copies
+from fedloom.data.sources._base import FileSource, SampleSource, locate, scale_tensor
+from fedloom.data.sources.archive import ArchiveEntry, GrowingRows, check_size, iterate_entries
+from fedloom.data.sources.array_data import add_copy_note
 from fedloom.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -44,7 +44,7 @@ class _Pictures:
         self.size: tuple[int, int] | None = None
         self._pixels = self._packed = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ArchiveEntry) -> None:
         from PIL import Image, UnidentifiedImageError  # slow to import, needed by these sources only
 
         try:
@@ -74,7 +74,7 @@ class _Pictures:
             self._rows = GrowingRows(planes.shape, np.uint8)
         self._rows.room(1)[0] = planes
 
-    def _check(self, entry: Entry, size: tuple[int, int]) -> None:
+    def _check(self, entry: ArchiveEntry, size: tuple[int, int]) -> None:
         if max(size) > SIDE_LIMIT:
             raise DataError(
                 f"{entry.where}: declares {size[0]}x{size[1]} pixels, but images may have at most {SIDE_LIMIT} per side"
@@ -93,7 +93,7 @@ class _Pictures:
         return torch.from_numpy(self._rows.done())
 
 
-def _read(
+def _read_images(
     name: str,
     place: Path,
     class_of: Callable[[PurePosixPath], str | None],
@@ -106,7 +106,7 @@ def _read(
     """Load all images. Their paths determine their classes. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
-    for entry in entries(place, wanted):
+    for entry in iterate_entries(place, wanted):
         path = PurePosixPath(entry.name)
         label = class_of(path)
         if label is None:
@@ -126,15 +126,15 @@ def _read(
     test = torch.tensor(in_test).nonzero().flatten()
     if len(test) == len(labels):
         test = test[:0]
-    return noted_copies(
+    return add_copy_note(
         Dataset(
             name,
             pictures.done(),
             torch.tensor([code[label] for label in labels]),
             "classification",
             classes,
-            scale(mean),
-            scale(std),
+            scale_tensor(mean),
+            scale_tensor(std),
             test if len(test) else None,
         )
     )
@@ -160,24 +160,26 @@ class ImageFolder(SampleSource):
         """Load all images. The images below a folder `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
-        return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
+        return _read_images(
+            place.name, place, _parent_folder_name, _is_below_test_folder, pictures, self.mean, self.std
+        )
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
         """Return all images, regardless of the folder that contains them."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         names = []
-        for entry in entries(place, is_image):
+        for entry in iterate_entries(place, is_image):
             pictures.add(entry)
             names.append(entry.name)
         return pictures.done().numpy(), names
 
 
-def _parent(path: PurePosixPath) -> str | None:
+def _parent_folder_name(path: PurePosixPath) -> str | None:
     return path.parent.name or None
 
 
-def _below_test(path: PurePosixPath) -> bool:
+def _is_below_test_folder(path: PurePosixPath) -> bool:
     return any(part in ("test", "val", "validation") for part in path.parts[:-2])
 
 
@@ -202,7 +204,9 @@ class MedicalMnist(FileSource):
         folders = ("medical-mnist", "medical_mnist", "MedNIST")
         place = locate("Medical MNIST", self.path, data_dir, folders, _has_pictures)
         pictures = _Pictures(self.rgb, None)
-        return _read("medical-mnist", place, _parent, lambda path: False, pictures, self.mean, self.std)
+        return _read_images(
+            "medical-mnist", place, _parent_folder_name, lambda path: False, pictures, self.mean, self.std
+        )
 
 
 def _has_pictures(place: Path) -> bool:
@@ -231,7 +235,7 @@ class TinyImagenet(FileSource):
         folders = ("tiny-imagenet-200", "tiny-imagenet")
         place = locate("Tiny-ImageNet", self.path, data_dir, folders, _has_train)
         held_out: dict[str, str] = {}
-        for entry in entries(place, lambda name: name.endswith("val_annotations.txt")):
+        for entry in iterate_entries(place, lambda name: name.endswith("val_annotations.txt")):
             lines = entry.stream.read().decode("ascii", "replace").splitlines()
             held_out.update((line.split("\t")[0], line.partition("\t")[2].split("\t")[0]) for line in lines)
 
@@ -246,6 +250,6 @@ class TinyImagenet(FileSource):
         def wanted(name: str) -> bool:
             return is_image(name) and "test" not in PurePosixPath(name).parts[:-1]  # the test images have no labels
 
-        return _read(
+        return _read_images(
             "tiny-imagenet", place, class_of, is_validation, _Pictures(True, None), self.mean, self.std, wanted
         )

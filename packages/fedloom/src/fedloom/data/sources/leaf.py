@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import MOST_CLASSES, Dataset, Task
-from fedloom.data.sources._base import FileSource, locate, naming_file_in_errors, numbered
-from fedloom.data.sources.archive import Entry, GrowingRows, entries
+from fedloom.data.dataset import MAX_CLASSES, Dataset, Task
+from fedloom.data.sources._base import FileSource, locate, name_file_in_errors, number_names
+from fedloom.data.sources.archive import ArchiveEntry, GrowingRows, iterate_entries
 from fedloom.errors import DataError, NoSamples
 
 Floats = NDArray[np.float64]
@@ -27,7 +27,7 @@ DIGIT_CLASSES = tuple("0123456789")
 UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tuple("abcdefghijklmnopqrstuvwxyz")
 
 
-class Collector:
+class LeafUserCollector:
     """Samples of all users in all files: features in one growing array, and one user code per sample."""
 
     wanted = "numbers. Every sample needs one number"
@@ -42,7 +42,7 @@ class Collector:
         self.codes: dict[str, int] = {}
         self._file_of: dict[tuple[str, bool], str] = {}
 
-    def file(self, entry: Entry, in_test: bool) -> None:
+    def file(self, entry: ArchiveEntry, in_test: bool) -> None:
         """Add the samples in a file.
 
         Besides the arrays, memory holds only the text of the file and the lists of one user.
@@ -88,7 +88,7 @@ class Collector:
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         """Return samples ``[n, width]`` in the type in which they are stored, or a description of the problem."""
-        features = _numbers(rows)
+        features = _number_array(rows)
         if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
             odd = next((width for width in widths if width != widths[0]), None)
@@ -105,7 +105,7 @@ class Collector:
 
     def _labels(self, listed: object) -> Floats | None:
         """Return the targets as numbers, or None if they are not numbers."""
-        return _numbers(listed)
+        return _number_array(listed)
 
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._file_of:
@@ -153,7 +153,7 @@ class Collector:
         return held
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
-        count = self._options.classes or MOST_CLASSES
+        count = self._options.classes or MAX_CLASSES
         if (y != np.floor(y)).any():
             raise DataError(
                 f"{where}: user {user!r} has labels that are not whole numbers. Set task = "
@@ -167,7 +167,7 @@ class Collector:
             )
 
 
-def _numbers(values: object) -> Floats | None:
+def _number_array(values: object) -> Floats | None:
     """Convert a rectangular nested list of numbers to an array, or return None for anything else."""
     try:
         array = np.array(values)
@@ -196,7 +196,7 @@ class Leaf(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the samples of all users from all files."""
         place = locate("LEAF", self.path, data_dir, (), lambda p: True)
-        return _load(place, self, None)
+        return _load_leaf(place, self, None)
 
 
 class Femnist(FileSource):
@@ -222,7 +222,7 @@ class Femnist(FileSource):
             "digits": (0, DIGIT_CLASSES),
             "letters": (36, LOWERCASE_CLASSES[:10]),
         }[self.subset]
-        return _load(place, options, (first, classes))
+        return _load_leaf(place, options, (first, classes))
 
 
 def holds_json(place: Path) -> bool:
@@ -232,21 +232,21 @@ def holds_json(place: Path) -> bool:
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
 
 
-def _load(place: Path, options: Leaf, original: tuple[int, tuple[str, ...]] | None) -> Dataset:
+def _load_leaf(place: Path, options: Leaf, original: tuple[int, tuple[str, ...]] | None) -> Dataset:
     first, names = original or (0, ())
     kept = range(first, first + len(names)) if original else None
-    collected = collect(place, options.inside, Collector(options, kept))
+    collected = collect_user_samples(place, options.inside, LeafUserCollector(options, kept))
     x = torch.from_numpy(collected.x)
     if options.shape is not None:
         x = x.view(len(x), *options.shape)
-    y, task, classes = _targets(collected.y, options, names)
+    y, task, classes = _convert_leaf_targets(collected.y, options, names)
     name = "femnist" if original else (PurePosixPath(options.inside).name or place.name)
     return make_user_dataset(place, collected, name, "writer" if original else "user", x, y, task, classes)
 
 
 def make_user_dataset(
     place: Path,
-    collected: Collected,
+    collected: UserSamples,
     name: str,
     column: str,
     x: torch.Tensor,
@@ -256,7 +256,7 @@ def make_user_dataset(
     vocabulary: tuple[str, ...] = (),
 ) -> Dataset:
     """Create a data set from samples that were collected by user, with a column for the user."""
-    with naming_file_in_errors(place):
+    with name_file_in_errors(place):
         return Dataset(
             name,
             x,
@@ -272,7 +272,7 @@ def make_user_dataset(
         )
 
 
-class Collected(NamedTuple):
+class UserSamples(NamedTuple):
     """Samples of all users.
 
     Attributes:
@@ -290,13 +290,13 @@ class Collected(NamedTuple):
     test: torch.Tensor | None
 
 
-def collect(place: Path, inside: str, collector: Collector) -> Collected:
+def collect_user_samples(place: Path, inside: str, collector: LeafUserCollector) -> UserSamples:
     """Collect the samples from all files whose path within a folder or archive starts with ``inside``.
 
     Raises:
         DataError: the files are not LEAF files, or the collector rejects the data in them.
     """
-    for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
+    for entry in iterate_entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
         path = PurePosixPath(entry.name)
         collector.file(entry, any(TEST_NAME_PATTERN.search(part) for part in (*path.parts[-2:-1], path.stem)))
     if collector.x is None or not collector.counts:
@@ -306,11 +306,13 @@ def collect(place: Path, inside: str, collector: Collector) -> Collected:
     users = torch.tensor(collector.user).repeat_interleave(counts)
     in_test = torch.tensor(collector.in_test).repeat_interleave(counts)
     test = in_test.nonzero().flatten() if bool(in_test.any()) and not bool(in_test.all()) else None
-    return Collected(collector.x.done(), np.concatenate(collector.y), users, tuple(collector.codes), test)
+    return UserSamples(collector.x.done(), np.concatenate(collector.y), users, tuple(collector.codes), test)
 
 
-def _targets(y: Floats, options: Leaf, names: tuple[str, ...]) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
+def _convert_leaf_targets(
+    y: Floats, options: Leaf, names: tuple[str, ...]
+) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
     if options.task == "regression":
         return torch.from_numpy(y)[:, None], "regression", ()
-    classes = names or (numbered(y) if options.classes is None else tuple(str(i) for i in range(options.classes)))
+    classes = names or (number_names(y) if options.classes is None else tuple(str(i) for i in range(options.classes)))
     return torch.from_numpy(y.astype(np.int64)), "classification", classes

@@ -11,17 +11,17 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sides import TARGET_NAMES, common_classes, join_roles, refuse_order, refuse_unlike, side_of
+from fedloom.data.sides import TARGET_NAMES, join_roles, merge_class_names, read_sample_set, refuse_order, refuse_unlike
 from fedloom.data.sources._base import Source
-from fedloom.data.sources.array_data import make_dataset, noted
-from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, steady
+from fedloom.data.sources.array_data import add_notes, make_dataset
+from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, check_reread_samples
 from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.conversion import read_table
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
-from fedloom.data.tables import level
+from fedloom.data.tables import level_name
 from fedloom.errors import ConfigError, DataError
 from fedloom.hints import nearest
 from fedloom.values import check_type, fields_of, make
@@ -96,7 +96,7 @@ def as_dataset(
                 "client. Join the two tables, add a column that marks test rows, and name this "
                 "column in test_column"
             )
-        return _table(first, target, task, name, options)
+        return _table_source(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
@@ -109,7 +109,9 @@ def as_dataset(
         options.pop("channels_last", None),
     )
     parts = [
-        side_of(side, None if i and not isinstance(target, str) else target, column, users, name).placed(last, name)
+        read_sample_set(side, None if i and not isinstance(target, str) else target, column, users, name).placed(
+            last, name
+        )
         for i, side in enumerate(sides)
     ]
     if len({part.x.shape[1:] for part in parts}) > 1:
@@ -128,11 +130,11 @@ def as_dataset(
         values[0] if len(parts) == 1 else np.concatenate(values)
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
-    options.setdefault("classes", common_classes(parts))
+    options.setdefault("classes", merge_class_names(parts))
     options["original_dtype"] = parts[0].dtype
     data = make_dataset(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
     data = Rereading.attach(data, [(len(part.x), part.reader) for part in parts])
-    return noted(
+    return add_notes(
         replace(
             data,
             design=design_of(roles, len(data), name),
@@ -141,11 +143,13 @@ def as_dataset(
     )
 
 
-def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+def _table_source(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
     options = {key: _name_columns(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
     if is_hub(obj):  # whose rows may come through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
-        for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
+        for _ in check_reread_samples(
+            (obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name
+        ):
             pass
     if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
         refuse_order(obj, target, name)
@@ -201,7 +205,7 @@ def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
     for key in ("classes", "vocabulary"):
         value = options.get(key)
         if isinstance(value, list | tuple | np.ndarray) and np.ndim(value) == 1:
-            options[key] = tuple(map(level, value))
+            options[key] = tuple(map(level_name, value))
     flat = {key: isinstance(options.get(key), str | tuple) for key in ("classes", "vocabulary")}
     size, last = options.get("vocabulary"), options.get("channels_last")
     for key, value, right, what in (

@@ -30,7 +30,7 @@ REREAD_SAMPLES = 64
 A change that occurs with probability 0.1 makes two readings differ with probability 0.18, so it is missed in 64 pairs
 with probability 0.82^64 < 1e-5.
 """
-REREAD_OF_RANDOM = 256
+RANDOM_REREAD_SAMPLES = 256
 """Minimum number of samples that are read twice if the data set draws from a global random generator.
 
 If one sample in a hundred changes, the change is missed with probability 0.98^256 < 1 %.
@@ -124,7 +124,7 @@ def is_picture(value: object) -> bool:
     return hasattr(value, "getbands") and hasattr(value, "mode")
 
 
-def steady(
+def check_reread_samples(
     first: Iterable[T],
     again: Callable[[Sequence[int]], Iterable[T]] | None,
     stream: Callable[[], Iterable[T]],
@@ -159,11 +159,11 @@ def steady(
         yield sample
     if not prints:
         return
-    count = REREAD_SAMPLES if rng_states() == before else max(REREAD_OF_RANDOM, len(prints))
+    count = REREAD_SAMPLES if rng_states() == before else max(RANDOM_REREAD_SAMPLES, len(prints))
     with preserve_rng():
         if again is None:
             first_prints, strange = set(prints), "a sample"
-            differs = any(_fingerprint(sample) not in first_prints for sample in _restarted(stream, count))
+            differs = any(_fingerprint(sample) not in first_prints for sample in _reread_first_samples(stream, count))
         else:
             order = np.linspace(0, len(prints) - 1, count).round().astype(int).tolist()
             pairs = zip(order, again(order), strict=True)
@@ -180,7 +180,7 @@ def steady(
         )
 
 
-def varies(make: Callable[[], Any], times: int) -> bool:
+def gives_random_samples(make: Callable[[], Any], times: int) -> bool:
     """Return True if user code returns different samples when it is called several times.
 
     The global random generators are restored afterwards.
@@ -189,7 +189,7 @@ def varies(make: Callable[[], Any], times: int) -> bool:
         return len({_fingerprint(make()) for _ in range(times)}) > 1
 
 
-def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
+def _reread_first_samples(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
     """Restart a stream and return its first samples, or [] if the stream cannot be restarted."""
     try:
         return list(islice(stream(), count))

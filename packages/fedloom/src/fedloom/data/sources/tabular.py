@@ -13,22 +13,22 @@ from pydantic import Field, field_validator
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import locate
-from fedloom.data.sources.archive import check_regular, check_size, entries
+from fedloom.data.sources.archive import check_regular, check_size, iterate_entries
 from fedloom.data.sources.table.cells import (
     BATCH_ROWS,
     DETECTION_BYTES,
-    Piece,
+    ColumnPiece,
+    CsvSigns,
     Problems,
-    Signs,
     csv_rows,
+    detect_csv_signs,
     header_names,
-    pieces,
-    pointed,
+    iterate_column_pieces,
     replace_commas,
-    signs_of,
+    replace_decimal_comma,
 )
 from fedloom.data.sources.table.designs import DesignReading
-from fedloom.data.sources.table.reading import Raw, TableSource
+from fedloom.data.sources.table.reading import RawTable, TableSource
 from fedloom.errors import DataError
 
 CELL_BYTES = np.dtype(np.float64).itemsize
@@ -70,9 +70,9 @@ class Csv(TableSource):
         If numbers have decimal commas, a missing-value code may also be written with a comma.
         """
         markers = super().markers
-        return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
+        return markers if self.decimal == "." else tuple(replace_decimal_comma(m) if "," in m else m for m in markers)
 
-    def signs(self, data_dir: str | Path | None = None) -> Signs:
+    def signs(self, data_dir: str | Path | None = None) -> CsvSigns:
         """Return the separator and the decimal sign. They are detected in the file unless they are set by options.
 
         Raises:
@@ -80,10 +80,12 @@ class Csv(TableSource):
         """
         place = locate("CSV", self.path, data_dir, (), lambda p: True)
         if self.separator is not None and self.decimal is not None:
-            return Signs(self.separator, self.decimal)
-        for entry in entries(place, _is_csv):
-            separator, decimal = signs_of(entry.stream.read(DETECTION_BYTES), entry.where, self.encoding, self.skip)
-            return Signs(self.separator or separator, self.decimal or decimal)
+            return CsvSigns(self.separator, self.decimal)
+        for entry in iterate_entries(place, _is_csv):
+            separator, decimal = detect_csv_signs(
+                entry.stream.read(DETECTION_BYTES), entry.where, self.encoding, self.skip
+            )
+            return CsvSigns(self.separator or separator, self.decimal or decimal)
         raise DataError(f"{place} contains no .csv file. Give the path of a .csv file")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -94,16 +96,16 @@ class Csv(TableSource):
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
     @contextmanager
-    def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> Iterator[RawTable]:
         """Open the only table in the file or archive."""
         place, signs = locate("CSV", self.path, data_dir, (), lambda p: True), self.signs(data_dir)
-        files = entries(place, _is_csv)
+        files = iterate_entries(place, _is_csv)
         for entry in files:
             rows = csv_rows(entry, signs.separator, encoding=self.encoding, skip=self.skip)
             problems, first = Problems(entry.where, 1 + self.skip + self.header), next(rows, [])
             names = first if self.header else header_names(None, len(first))
-            cells = pieces(rows if self.header or not first else chain([first], rows), names, problems)
-            yield Raw(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
+            cells = iterate_column_pieces(rows if self.header or not first else chain([first], rows), names, problems)
+            yield RawTable(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(
                     f"{place} contains more than one table, {entry.name} and {other.name}. Give the path of one table"
@@ -128,7 +130,7 @@ class Parquet(TableSource):
         )
 
     @contextmanager
-    def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> Iterator[RawTable]:
         """Open the file and read its columns one after another.
 
         Reading one page of every column at the same time could use as much memory as the features.
@@ -151,7 +153,9 @@ class Parquet(TableSource):
                 unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 cells = file.metadata.num_rows * sum(name not in self.unread for name in names)
                 check_size(str(place), max(unpacked, cells * CELL_BYTES), place.stat().st_size)
-                yield Raw(place.stem, names, _columns(file, names, self.unread, place), Problems(str(place)))
+                yield RawTable(
+                    place.stem, names, _iterate_file_columns(file, names, self.unread, place), Problems(str(place))
+                )
         except (ArrowException, OSError) as error:
             raise DataError(f"{place} is not a readable Parquet file ({error}). Write the file again") from error
 
@@ -162,7 +166,7 @@ def _is_text(kind: object) -> bool:
     return any(test(kind) for test in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary))
 
 
-def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
+def _iterate_file_columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[ColumnPiece]:
     """Yield the columns of a file, piece by piece.
 
     Equal texts are stored only once in memory, but every occurrence is counted.
@@ -185,5 +189,5 @@ def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) ->
                 cells = [None if code is None else texts[code] for code in column.indices.to_pylist()]
             else:
                 cells = column.to_pylist()
-            yield Piece(start, name, cells)
+            yield ColumnPiece(start, name, cells)
             start += len(batch)

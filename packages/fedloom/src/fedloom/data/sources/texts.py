@@ -17,14 +17,21 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, refuse
-from fedloom.data.sources._base import FileSource, Source, locate, naming_file_in_errors
+from fedloom.data.dataset import Dataset, raise_data_problems
+from fedloom.data.sources._base import FileSource, Source, locate, name_file_in_errors
 from fedloom.data.sources.detect import detect
-from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, make_user_dataset
-from fedloom.data.sources.table.levels import Codes
+from fedloom.data.sources.leaf import (
+    Floats,
+    Leaf,
+    LeafUserCollector,
+    collect_user_samples,
+    holds_json,
+    make_user_dataset,
+)
+from fedloom.data.sources.table.levels import LevelCodeCollector
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.text import NO_LABEL, Level, encoded, tokenised, vocabulary_of
+from fedloom.data.text import NO_LABEL, Level, encode_texts, tokenize_text, vocabulary_of
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
@@ -59,10 +66,12 @@ class Texts(FileSource):
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.client_column is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
-        with naming_file_in_errors(Path(where)):
+        with name_file_in_errors(Path(where)):
             return Dataset(
                 Path(where).stem,
-                encoded(texts, vocabulary, min(self.length, max(len(tokenised(t, self.level)) for t in texts))),
+                encode_texts(
+                    texts, vocabulary, min(self.length, max(len(tokenize_text(t, self.level)) for t in texts))
+                ),
                 y,
                 "binary" if len(classes) == 2 else "classification",
                 classes,
@@ -102,7 +111,7 @@ class Texts(FileSource):
                     f"{place}: text, target and client_column must be three different columns, got "
                     f"{[self.text, *roles]}"
                 )
-            texts, coded = [], {c: Codes() for c in roles}
+            texts, coded = [], {c: LevelCodeCollector() for c in roles}
             for start, column, cells in raw.cells:
                 empty = np.array([cell is None or not str(cell).strip() for cell in cells])
                 if empty.any() and column in (self.text, *roles):
@@ -112,14 +121,14 @@ class Texts(FileSource):
                     texts += [str(cell) for cell in cells]
                 elif column in coded:
                     coded[column].add(cells, empty)
-            refuse(raw.problems.where, raw.problems.sentences())
+            raise_data_problems(raw.problems.where, raw.problems.sentences())
         if not texts:
             raise NoSamples(f"{place} contains no rows below the header, so the table is empty")
         coded_columns = [codes.done() for codes in coded.values()]
         return texts, [(torch.from_numpy(code).long(), names) for code, names in coded_columns], str(place)
 
 
-class _Lines(Collector):
+class _SpeakerLineCollector(LeafUserCollector):
     """Lines spoken by one speaker, each with the character that follows it."""
 
     wanted = "characters. Every sample needs the one character that follows its text"
@@ -138,7 +147,7 @@ class _Lines(Collector):
         """Accept any character as a label."""
 
 
-class _Tweets(Collector):
+class _TweetCollector(LeafUserCollector):
     """Tweets of a user, each with a sentiment: 0 is negative, and 1 or 4 is positive."""
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
@@ -178,12 +187,12 @@ class Shakespeare(FileSource):
         The classes are the characters that occur in the texts, and each character is a token.
         """
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
-        users = collect(place, "", _Lines(Leaf(), None))
+        users = collect_user_samples(place, "", _SpeakerLineCollector(Leaf(), None))
         texts, following = users.x[:, 0].tolist(), [chr(int(code)) for code in users.y]
         vocabulary = vocabulary_of([*texts, *following], "character")
         code = {character: k for k, character in enumerate(vocabulary[2:])}
         y = torch.tensor([code[character] for character in following])
-        x = encoded(texts, vocabulary, self.length or max(map(len, texts)))
+        x = encode_texts(texts, vocabulary, self.length or max(map(len, texts)))
         return make_user_dataset(
             place, users, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary
         )
@@ -205,10 +214,10 @@ class Sent140(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the samples of all users. The tokens are words and punctuation marks in lower case."""
         place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
-        users = collect(place, "", _Tweets(Leaf(), None))
+        users = collect_user_samples(place, "", _TweetCollector(Leaf(), None))
         texts = users.x[:, 0].tolist()
         vocabulary = vocabulary_of(texts, "word", self.words)
-        x, y = encoded(texts, vocabulary, self.length), torch.from_numpy((users.y > 0).astype(np.int64))
+        x, y = encode_texts(texts, vocabulary, self.length), torch.from_numpy((users.y > 0).astype(np.int64))
         return make_user_dataset(place, users, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
 
 
@@ -240,7 +249,7 @@ class Docstrings(Source):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the samples from all public single-file modules with enough text."""
-        whole = _texts()
+        whole = _library_docstrings()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
             raise NoSamples(
@@ -248,7 +257,7 @@ class Docstrings(Source):
             )
         vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
-        parts = [windows(texts[name], vocabulary, self.length) for name in names]
+        parts = [text_windows(texts[name], vocabulary, self.length) for name in names]
         users = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))
         x, y = (torch.cat(of) for of in zip(*parts, strict=True))
         return Dataset(
@@ -264,12 +273,12 @@ class Docstrings(Source):
         )
 
 
-def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def text_windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return consecutive windows of a text as tokens, and the next token for each position, ``[n, length]`` each.
 
     The next tokens are numbered from entry 2 of the vocabulary. Other next tokens have no label.
     """
-    (tokens,) = encoded([text], vocabulary, len(text))
+    (tokens,) = encode_texts([text], vocabulary, len(text))
     rows = -(-(len(tokens) - 1) // length)
     x, y = torch.zeros(rows * length, dtype=torch.int32), torch.full((rows * length,), NO_LABEL)
     x[: len(tokens) - 1], y[: len(tokens) - 1] = tokens[:-1], (tokens[1:].long() - 2).clamp(min=NO_LABEL)
@@ -279,7 +288,7 @@ def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.
 
 
 @cache
-def _texts() -> dict[str, str]:
+def _library_docstrings() -> dict[str, str]:
     """Return the docstrings of all single-file modules in the standard library, keyed by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
@@ -287,17 +296,17 @@ def _texts() -> dict[str, str]:
             "docstrings: this Python installation does not include the source of its standard library. "
             "Use a different source"
         )
-    return {file.stem: _docstrings(file) for file in files}
+    return {file.stem: _file_docstrings(file) for file in files}
 
 
-def _docstrings(file: Path) -> str:
-    docstrings = (ast.get_docstring(node) for node in _documented(ast.parse(file.read_bytes())))
+def _file_docstrings(file: Path) -> str:
+    docstrings = (ast.get_docstring(node) for node in _documented_nodes(ast.parse(file.read_bytes())))
     return "\n".join(text for text in docstrings if text)
 
 
-def _documented(node: Documented) -> Iterator[Documented]:
+def _documented_nodes(node: Documented) -> Iterator[Documented]:
     """Yield a module, class or function, and every class and function nested in it."""
     yield node
     for inner in node.body:
         if isinstance(inner, Documented):
-            yield from _documented(inner)
+            yield from _documented_nodes(inner)

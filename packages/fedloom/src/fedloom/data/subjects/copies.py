@@ -20,27 +20,27 @@ CLOSENESS_LEVEL = 1e-3
 """Probability that a row's nearest neighbor would be as close by chance if all rows came from the same distribution. A
 note is added if such rows occur 50 times as often as expected."""
 CLOSE_SHARE = 0.05
-MOST_NEAR_ROWS = 20_000
+MAX_COMPARED_ROWS = 20_000
 """Maximum number of rows that are searched for near-duplicates. Searching a larger number of rows in a tree would take
 seconds."""
-MOST_NEAR_IMAGES = 10_000
+MAX_COMPARED_IMAGES = 10_000
 """Maximum number of images that are searched for near-duplicates. Computing the distances between more images would
 take seconds."""
-MOST_TREE_AXES = 8
+MAX_TREE_AXES = 8
 """Maximum number of dimensions up to which a tree finds neighbors faster than a comparison of all rows does."""
-MOST_COMPARED_BYTES = 1 << 29
+MAX_COMPARED_BYTES = 1 << 29
 """Maximum number of bytes of samples that are compared. Comparing more bytes would take seconds, and the samples may be
 on disk."""
 THUMB_PIXELS = 32
 """Maximum height and width in pixels at which images are compared. Larger images are averaged down to this size."""
-LEAST_PIXELS = 8
+MIN_IMAGE_PIXELS = 8
 """Minimum height and width, in pixels, at which images can be distinguished."""
 FREQUENCY_COUNT = 5
-SEEN_AXES = 12
+COMPARED_COMPONENT_COUNT = 12
 """Number of principal components of spectra and thumbnails in which images are compared."""
 
 
-def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
+def count_near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
     """Return the number of rows with a neighbor that is much closer than others, or 0 if this could be due to chance.
 
     Args:
@@ -50,7 +50,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
         ties: True if identical points are considered copies. False to ignore points that are identical to several other
             points, because their coordinates are coarse.
     """
-    if not 5 * NEIGHBOR_COUNT <= len(points) <= MOST_NEAR_ROWS:
+    if not 5 * NEIGHBOR_COUNT <= len(points) <= MAX_COMPARED_ROWS:
         return 0
     distances, nearest = _neighbours(points)
     distances = distances[:, 1:]
@@ -75,7 +75,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
 
 def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]:
     """Return the distances ``[N, k]`` from each point to its nearest points (including itself), and their indices."""
-    if points.shape[1] <= MOST_TREE_AXES:
+    if points.shape[1] <= MAX_TREE_AXES:
         from scipy.spatial import cKDTree  # slow to import
 
         distances, nearest = cKDTree(points).query(points, NEIGHBOR_COUNT + 1)
@@ -90,7 +90,7 @@ def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]
     return torch.cat(squares).clamp(min=0).sqrt().numpy(), torch.cat(nearest).numpy()
 
 
-def image_copies(images: torch.Tensor, design: Design | None) -> int:
+def count_image_copies(images: torch.Tensor, design: Design | None) -> int:
     """Return the number of images that seem to be modified copies of other images, or 0 if this could be due to chance.
 
     Mirroring, quarter turns, shifts and changes of contrast are recognized because they do not change the spectrum.
@@ -101,23 +101,27 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
         images: images ``[N, C, H, W]``.
         design: design of the data set, or None. Copies within the same subject are not counted.
     """
-    if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
+    if (
+        len(images) > MAX_COMPARED_IMAGES
+        or images.nbytes > MAX_COMPARED_BYTES
+        or min(images.shape[2:]) < MIN_IMAGE_PIXELS
+    ):
         return 0
     units = None if design is None or design.subject is None else design.units
     some = max(1, 2**22 // max(1, images[0].numel()))
-    grey = torch.cat([_thumbs(part.float().mean(1, keepdim=True), THUMB_PIXELS) for part in images.split(some)])
+    grey = torch.cat([_shrink_images(part.float().mean(1, keepdim=True), THUMB_PIXELS) for part in images.split(some)])
     if not bool(grey.isfinite().all()):
         return 0
-    views = (_spectra(grey), _unit_thumbs(grey))
-    return max(near_copies(_rotate_axes(view, SEEN_AXES), units, ties=True) for view in views)
+    views = (_invariant_spectra(grey), _normalized_thumbnails(grey))
+    return max(count_near_copies(_rotate_axes(view, COMPARED_COMPONENT_COUNT), units, ties=True) for view in views)
 
 
-def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
+def _shrink_images(grey: torch.Tensor, most: int) -> torch.Tensor:
     """Average images so that they have at most this height and width, and return them as ``[N, 1, H, W]``."""
     return torch.nn.functional.adaptive_avg_pool2d(grey, (min(grey.shape[2], most), min(grey.shape[3], most)))
 
 
-def _spectra(grey: torch.Tensor) -> torch.Tensor:
+def _invariant_spectra(grey: torch.Tensor) -> torch.Tensor:
     """Return low frequencies of the absolute Fourier transform ``[N, p]``, averaged over rotations and mirror images.
 
     They are divided by their mean, because the mean depends on the contrast.
@@ -129,9 +133,9 @@ def _spectra(grey: torch.Tensor) -> torch.Tensor:
     return torch.log1p(low / low.mean(1, keepdim=True).clamp(min=1e-12))
 
 
-def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
+def _normalized_thumbnails(grey: torch.Tensor) -> torch.Tensor:
     """Return thumbnails of 8 x 8 pixels, centered and scaled to length 1, as ``[N, 64]``."""
-    thumbs = _thumbs(grey, LEAST_PIXELS).flatten(1)
+    thumbs = _shrink_images(grey, MIN_IMAGE_PIXELS).flatten(1)
     thumbs = thumbs - thumbs.mean(1, keepdim=True)
     unit: torch.Tensor = thumbs / thumbs.norm(dim=1, keepdim=True).clamp(min=1e-12)
     return unit

@@ -15,7 +15,7 @@ TRAIN_CODE, VALIDATION_CODE, TEST_CODE, UNUSED_CODE = range(4)
 """Codes of the parts of a split. The last part marks samples that are omitted."""
 
 
-class Quota(NamedTuple):
+class PartSizes(NamedTuple):
     """Sizes of the parts of a client's data.
 
     Attributes:
@@ -34,7 +34,7 @@ class Quota(NamedTuple):
     fold: int | None = None
 
 
-class Cells(NamedTuple):
+class SubjectUnits(NamedTuple):
     """Units to be divided into parts, with one unit per subject.
 
     Attributes:
@@ -73,7 +73,7 @@ def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tu
 
 
 def parts_by_subject(
-    design: Design, index: Ints, owner: Ints, n: int, y: Ints | None, quota: Quota, rng: np.random.Generator
+    design: Design, index: Ints, owner: Ints, n: int, y: Ints | None, quota: PartSizes, rng: np.random.Generator
 ) -> Ints:
     """Return a code for the part of each row ``[k]``. Each subject is in the same part at all clients.
 
@@ -106,16 +106,16 @@ def parts_by_subject(
     last[design.units[rows]] = rows
     place, home, counted = last[who[homes]], client[homes], who[homes]
     label = np.zeros(len(place), np.int64) if y is None else y[place]
-    cells = Cells(home, label, None if design.strata is None else design.strata.numpy()[place], n)
+    cells = SubjectUnits(home, label, None if design.strata is None else design.strata.numpy()[place], n)
     draw = rng.random(len(place))
     if design.tested is not None and quota.test > 0:
         marked = design.tested[place]
         code = np.full(len(place), TEST_CODE)
         rest = np.flatnonzero(~marked)
-        kept = Cells(home[rest], label[rest], None if cells.stratum is None else cells.stratum[rest], n)
-        code[rest] = _codes(design, kept, place[rest], quota._replace(test=0.0, folds=None), draw[rest])
+        kept = SubjectUnits(home[rest], label[rest], None if cells.stratum is None else cells.stratum[rest], n)
+        code[rest] = _subject_part_codes(design, kept, place[rest], quota._replace(test=0.0, folds=None), draw[rest])
     else:
-        code = _codes(design, cells, place, quota, draw)
+        code = _subject_part_codes(design, cells, place, quota, draw)
     part = np.full(total, UNUSED_CODE)
     part[counted] = code
     parts: Ints = part[units]
@@ -129,7 +129,9 @@ def parts_by_subject(
     return parts
 
 
-def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArray[np.float64]) -> Ints:
+def _subject_part_codes(
+    design: Design, cells: SubjectUnits, place: Ints, quota: PartSizes, draw: NDArray[np.float64]
+) -> Ints:
     """Return the part of each subject ``[k]``.
 
     ``place`` contains the last row of each subject, and ``draw`` contains a random number for each subject.
@@ -139,7 +141,9 @@ def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArra
     return codes_at_random(cells, quota, draw)
 
 
-def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw: NDArray[np.float64]) -> Ints:
+def codes_in_order(
+    cells: SubjectUnits, times: NDArray[np.float64], quota: PartSizes, draw: NDArray[np.float64]
+) -> Ints:
     """Return the part of each subject. A client's earliest subjects are for training, and its latest for testing.
 
     With folds, a client's subjects are divided into one more block than the number of folds. Fold f uses block f + 1 as
@@ -149,13 +153,13 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
     rank = ranks_within(cells.owner, np.lexsort((draw, times, cells.owner)), sizes)
     if quota.folds is None or quota.fold is None:
         end = sizes
-        tests = np.minimum(wanted(sizes, quota.test, 2), np.maximum(sizes - 1, 0))
+        tests = np.minimum(round_share_of_sizes(sizes, quota.test, 2), np.maximum(sizes - 1, 0))
     else:
         start, end = (np.maximum(sizes * (quota.fold + k) // (quota.folds + 1), 1) for k in (1, 2))
         end = np.minimum(end, sizes)
         tests = np.maximum(end - start, 0)
     left = end - tests
-    validations = np.minimum(wanted(left, quota.validation, 2), np.maximum(left - 1, 0))
+    validations = np.minimum(round_share_of_sizes(left, quota.validation, 2), np.maximum(left - 1, 0))
     trained = (left - validations)[cells.owner]
     code = np.where(rank < trained, TRAIN_CODE, np.where(rank < left[cells.owner], VALIDATION_CODE, TEST_CODE))
     code[rank >= end[cells.owner]] = UNUSED_CODE
@@ -164,7 +168,7 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
     return code.astype(np.int64)
 
 
-def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> Ints:
+def codes_at_random(cells: SubjectUnits, quota: PartSizes, draw: NDArray[np.float64]) -> Ints:
     """Assign each unit to a random part in a way that preserves the proportions of the strata.
 
     One unit of each class stays in the training part.
@@ -180,7 +184,7 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
         in_test = (turn % quota.folds == quota.fold) & ~alone
         tests = np.zeros_like(sizes)
     else:
-        tests = wanted(sizes, quota.test, 2)
+        tests = round_share_of_sizes(sizes, quota.test, 2)
     rest = np.flatnonzero(~in_test)
     by_class = rest[np.lexsort((draw[rest], label[rest], owner[rest]))]
     first = np.ones(len(by_class), bool)
@@ -190,7 +194,7 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
     free = rest[~fixed[rest]]
     room = np.bincount(owner[free], minlength=n)
     tests = np.minimum(tests, room)
-    validations = np.minimum(wanted(sizes, quota.validation, 3), room - tests)
+    validations = np.minimum(round_share_of_sizes(sizes, quota.validation, 3), room - tests)
     code = np.where(in_test, TEST_CODE, TRAIN_CODE)
     for part, number in ((TEST_CODE, tests), (VALIDATION_CODE, validations)):
         free = free[code[free] == TRAIN_CODE]
@@ -216,14 +220,14 @@ def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
     return rank
 
 
-def wanted(sizes: Ints, fraction: float, from_size: int) -> Ints:
+def round_share_of_sizes(sizes: Ints, fraction: float, from_size: int) -> Ints:
     """Return ``sizes * fraction``, rounded, but at least 1 for clients that have at least `from_size` units."""
     number = np.rint(sizes * fraction).astype(np.int64)
     least = np.asarray(sizes >= from_size if fraction > 0 else sizes < 0, np.int64)
     return np.asarray(np.maximum(number, least))
 
 
-def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
+def find_shared_subject(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
     """Return two parts that contain the same subject, and a row of this subject.
 
     Return None if every subject is in only one part.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data.tables import level
+from fedloom.data.tables import level_name
 from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
@@ -179,7 +179,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     for name in ("subject", "strata"):
         if name in arrays:
             array = arrays[name]  # 1, 1.0 and " 1" are one subject, as in a table
-            array = np.array([level(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
+            array = np.array([level_name(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
             design[name] = torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
     if "order" in arrays:
         order = arrays["order"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
+from fedloom.data.subjects.copies import MAX_COMPARED_BYTES
 from fedloom.data.subjects.design import Ints
 from fedloom.data.tables import Table
 from fedloom.errors import Note
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from fedloom.data.dataset import Dataset
 
 MAX_SHOWN_LEVELS = 4
-LEAST_EQUAL_ROWS = 3
+MIN_EQUAL_ROWS = 3
 """Minimum number of identical rows for which a note is issued."""
 CHANCE_RATIO = 10
 """Minimum ratio of the number of identical rows to the number expected by chance for which a note is issued."""
-FINE_SHARE = 0.2
+MIN_FINE_SHARE = 0.2
 """Number of distinct values per row above which a column is considered to identify rows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -51,36 +51,36 @@ def digests_of(data: Dataset) -> Digests:
     if data.x.ndim == 2 and not data.vocabulary:
         chance = 1.0
         for column in (*flat.T, *targets.T):
-            if numbers_rows(column):
+            if is_row_numbering(column):
                 continue
             codes, rows = np.unique(column, return_inverse=True, return_counts=True)[1:]
             chance *= float(((rows / len(data)) ** 2).sum())
-            fine = fine or len(rows) >= FINE_SHARE * len(data)
-            digest = _mixed(digest, codes.astype(np.uint64))
+            fine = fine or len(rows) >= MIN_FINE_SHARE * len(data)
+            digest = _mix_digests(digest, codes.astype(np.uint64))
         return Digests(digest, chance, fine)
     wide = np.ascontiguousarray(flat).view(np.uint8)
     padded = -wide.shape[1] % 8
     if padded:
         wide = np.pad(wide, ((0, 0), (0, padded)))
     for word in wide.view(np.uint64).T:
-        digest = _mixed(digest, word)
+        digest = _mix_digests(digest, word)
     for column in targets.T:
-        digest = _mixed(digest, np.ascontiguousarray(column).view(np.uint64))
+        digest = _mix_digests(digest, np.ascontiguousarray(column).view(np.uint64))
     return Digests(digest, 0.0, fine=True)
 
 
-def numbers_rows(column: NDArray[Any]) -> bool:
+def is_row_numbering(column: NDArray[Any]) -> bool:
     """Return True if a column has consecutive integers in any order, which do not help to recognize copies."""
     whole = len(column) > 0 and bool((column == np.floor(column)).all()) and len(np.unique(column)) == len(column)
     return whole and float(column.max()) - float(column.min()) == len(column) - 1
 
 
-def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix_digests(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     digest = (digest ^ values) * HASH_MULTIPLIER
     return digest ^ (digest >> np.uint64(29))
 
 
-def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
+def note_equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
     """Return a note on samples that are identical in two parts, if there are more of them than expected by chance.
 
     Args:
@@ -88,17 +88,17 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
         parts: samples in each part at all clients.
         common: samples of a common test set, or None.
     """
-    if data.x.nbytes > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
+    if data.x.nbytes > MAX_COMPARED_BYTES or data.x.device.type != "cpu":
         return []
     tested = parts["test"] if common is None else np.concatenate([parts["test"], common])
     held = {"training": parts["train"], "validation": parts["validation"], "test": tested}
     held = {name: np.unique(rows) for name, rows in held.items() if len(rows)}
     if len(held) < 2:
         return []
-    return list(_notes(digests_of(data), held))
+    return list(_equal_row_notes(digests_of(data), held))
 
 
-def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
+def note_untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
     """Return notes on levels of a table's columns that occur in a test part but not in any training part.
 
     Args:
@@ -125,7 +125,7 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
     return notes
 
 
-def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
+def note_single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
     """Return notes on parts that contain only one class across all clients.
 
     Args:
@@ -146,7 +146,7 @@ def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None
     return notes
 
 
-def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
+def _equal_row_notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
     digest = digests.values
     names = list(held)
     for k, name in enumerate(names[1:], 1):
@@ -157,7 +157,7 @@ def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
         twice = before_values[place] == digest[rows]
         pairs, chance = float(counts[place[twice]].sum()), digests.chance * len(rows) * len(before)
         limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
-        if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:
+        if twice.sum() >= MIN_EQUAL_ROWS and pairs > limit:
             where = " or ".join(f"the {other} part" for other in names[:k])
             yield Note.create(
                 f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are exact copies of "

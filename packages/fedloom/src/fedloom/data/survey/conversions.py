@@ -78,7 +78,7 @@ not due to different units rarely match.
 TEMPERATURE_PATTERN = re.compile(r"temp|fever|fieber|t(°|_)?[cf]$", re.IGNORECASE)
 
 
-def conversion(name: str, ratio: float) -> tuple[float, str] | None:
+def find_conversion(name: str, ratio: float) -> tuple[float, str] | None:
     """Return a known conversion factor that is close to a ratio of medians, and its units.
 
     Return None if there is no such factor.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import QUANTITY_PATTERN
-from fedloom.data.survey.people import personal
+from fedloom.data.survey.people import personal_information_kind
 from fedloom.data.tables import is_number, number_of
 
 Kind = Literal["number", "text", "date", "empty"]
@@ -27,12 +27,13 @@ MISSING_TOKENS = frozenset(
     | {"#n/a", "#value!", "#div/0!", "#null!", "#ref!", "#num!", "#name?", "inf", "-inf"}
 )
 """Common missing-value codes, in lower case, in addition to those of a source."""
-LEVELS_TOO = frozenset({"none", "nil", "null"})
+POSSIBLE_LEVEL_TOKENS = frozenset({"none", "nil", "null"})
 """Members of `MISSING_TOKENS` that are ordinary levels in many tables. Only 'fedloom init' reports these findings."""
 MAX_ODD_SHARE = 0.2
 """Maximum fraction of non-numeric cells in a numeric column, provided that these cells have few distinct values. In
-other words, at least four of five cells are numbers, and the other cells have at most `MOST_ODD` distinct values."""
-MOST_ODD = 4
+other words, at least four of five cells are numbers, and the other cells have at most `MAX_ODD_VALUES` distinct
+values."""
+MAX_ODD_VALUES = 4
 """Maximum number of distinct non-numeric cells in a numeric column. A column with more of them is assumed to contain
 levels or texts."""
 CLEAR_ZERO_SHARE = 0.05
@@ -43,7 +44,7 @@ MIN_ZERO_STEPS = 5
 
 In a column of counts, this distance is a single step.
 """
-MOST_ZERO = 0.6
+MAX_ZERO_SHARE = 0.6
 """Maximum fraction of zeros or codes in a column if they may stand for missing values. If codes are more frequent, they
 are treated as regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
@@ -74,7 +75,7 @@ ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", r
 that contain counts."""
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
 """Pattern for names of dates of a person (such as birth) that do not indicate when a row was recorded."""
-MOST_ALONE = 0.9
+MAX_DISTINCT_SHARE = 0.9
 """Maximum ratio of distinct patients to rows at which patients are assumed to have several rows each. If the ratio is
 larger, the few repeated rows are considered duplicates."""
 MAX_INDEX_SPARSITY = 20
@@ -82,13 +83,13 @@ MAX_INDEX_SPARSITY = 20
 
 The ratio is larger than 1 if rows have been removed from the original table.
 """
-IN_STEP = 0.8
+MIN_CONSECUTIVE_SHARE = 0.8
 """Minimum fraction of rows whose number is the previous number plus one, if row numbers come from several files."""
 MAX_UNITS = 3
 """Maximum number of different units in the cells of one column."""
 MAX_FEW_LEVELS = 20
 """Number up to which levels, classes or rows are considered few."""
-PER_LEVEL = 10
+MIN_ROWS_PER_LEVEL = 10
 """Minimum average number of rows per level or group."""
 SCORE_BINS = 50
 """Number of equal-sized groups of a numeric column by which it is measured how well the column predicts a target."""
@@ -142,9 +143,11 @@ class ColumnProfile:
         odd = sum(self.levels[level] for level in strange)
         tokens = all(level.strip().lower() in MISSING_TOKENS for level in strange)
         numeric, share = odd < len(self.present), odd / len(self.present)
-        if numeric and (tokens or (share <= MAX_ODD_SHARE and len(strange) <= MOST_ODD)):
+        if numeric and (tokens or (share <= MAX_ODD_SHARE and len(strange) <= MAX_ODD_VALUES)):
             self.kind, self.odd = "number", strange
-            self.extremes = self._count_cells({code for code in extremes(*self._counts()) if is_no_measurement(code)})
+            self.extremes = self._count_cells(
+                {code for code in find_extreme_codes(*self._counts()) if is_missing_code(code)}
+            )
             self.__dict__.pop("values")  # without them
         elif all(DATE_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
@@ -220,13 +223,17 @@ class ColumnProfile:
     @cached_property
     def personal(self) -> str:
         """Kind of personal information that the column contains, or "" if it contains none."""
-        return personal(self.name, self.levels, len(self.present)) if self.kind in ("text", "number") else ""
+        return (
+            personal_information_kind(self.name, self.levels, len(self.present))
+            if self.kind in ("text", "number")
+            else ""
+        )
 
     @property
     def identifies(self) -> bool:
         """True if the column identifies rows: texts are mostly distinct, or it contains row numbers or identifiers."""
         n, different = len(self.present), len(self.levels)
-        if self.kind == "number" and row_number(self.name, self.values):
+        if self.kind == "number" and is_row_number(self.name, self.values):
             return True
         if n < MAX_FEW_LEVELS or different < 0.9 * n:
             return False
@@ -242,7 +249,7 @@ class ColumnProfile:
         Rows with missing cells form a separate group.
         """
         if self.kind == "number" and len(self.levels) > SCORE_BINS:
-            return binned(self.values)
+            return group_equal_sizes(self.values)
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
 
 
@@ -250,23 +257,23 @@ Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
 """Distinct numbers in ascending order, and the count of each."""
 
 
-def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
+def group_equal_sizes(values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the group ``[N]`` of each number. There are at most `SCORE_BINS` groups of equal size.
 
     Rows with missing values form a separate group.
     """
     here = int((~np.isnan(values)).sum())
-    bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
+    bins = min(SCORE_BINS, max(here // MIN_ROWS_PER_LEVEL, 1))
     cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
     return np.where(np.isnan(values), len(cuts) + 1, np.searchsorted(cuts, values, side="right"))
 
 
-def is_no_measurement(code: float) -> bool:
+def is_missing_code(code: float) -> bool:
     """Return True if an outlying number is probably not a count or a time (as 8 siblings or the hour -1 would be)."""
     return code <= -7 or code >= 77
 
 
-def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
+def find_extreme_codes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
     """Return recurrent numbers at either end of a column that may represent unknown values, with their counts.
 
     The distance between such a number and all other numbers is more than twice the interquartile range of the other
@@ -290,7 +297,7 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
     return marks
 
 
-def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
+def find_answer_codes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
     """Return numbers that may stand for missing values although they are close to other numbers, with their counts.
 
     A zero is treated as a missing-value code if no other measurement is close to zero. A value of 9, 99 or -1 is
@@ -300,7 +307,7 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
     likely = (
         np.isin(values, (0, *NO_ANSWER_CODES))
         & (counts >= max(3, MIN_SENTINEL_SHARE * total))
-        & (counts <= MOST_ZERO * total)
+        & (counts <= MAX_ZERO_SHARE * total)
     )
     for k in np.nonzero(likely)[0].tolist():
         value, rest = float(values[k]), np.delete(values, k)
@@ -328,7 +335,7 @@ def is_permutation(values: NDArray[np.float64]) -> bool:
     return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
 
 
-def row_number(name: str, values: NDArray[np.float64]) -> bool:
+def is_row_number(name: str, values: NDArray[np.float64]) -> bool:
     """Return True if a column only numbers the rows, so that all a model could learn from it is the order of the rows.
 
     Both the name and the numbers of the column must suggest this. For example, a year that increases by one is not a
@@ -349,12 +356,12 @@ def row_number(name: str, values: NDArray[np.float64]) -> bool:
     if (steps > 0).all():
         return unnamed or values.max() < MAX_INDEX_SPARSITY * n
     return unnamed and (
-        bool((steps == 1).mean() >= IN_STEP)
+        bool((steps == 1).mean() >= MIN_CONSECUTIVE_SHARE)
         or (len(np.unique(values)) == n and bool(values.max() < MAX_INDEX_SPARSITY * n))
     )
 
 
-def repeats(name: str, levels: Collection[object], rows: int) -> bool:
+def is_repeated_unit(name: str, levels: Collection[object], rows: int) -> bool:
     """Return True if a column identifies patients or similar units, most of which have several rows.
 
     Args:
@@ -363,10 +370,10 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
         rows: number of rows whose cell is not missing.
     """
     named = PERSON_NAME_PATTERN.search(name) or ID_NAMES.search(name)
-    return bool(named) and MAX_FEW_LEVELS < len(levels) <= MOST_ALONE * rows
+    return bool(named) and MAX_FEW_LEVELS < len(levels) <= MAX_DISTINCT_SHARE * rows
 
 
-def time_unit(name: str, levels: NDArray[np.float64]) -> str:
+def time_unit_of(name: str, levels: NDArray[np.float64]) -> str:
     """Return the unit and the origin of integers that may be points in time, or "" if they cannot be."""
     for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
         if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:

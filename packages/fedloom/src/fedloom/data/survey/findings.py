@@ -7,23 +7,23 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.subjects.copies import near_copies
-from fedloom.data.subjects.equal import numbers_rows
+from fedloom.data.subjects.copies import count_near_copies
+from fedloom.data.subjects.equal import is_row_numbering
 from fedloom.data.survey.facts import (
     ID_NAME_PATTERN,
-    LEVELS_TOO,
     MAX_FEW_LEVELS,
     MISSING_TOKENS,
     NAMELESS_PATTERN,
-    answers,
-    extremes,
+    POSSIBLE_LEVEL_TOKENS,
+    find_answer_codes,
+    find_extreme_codes,
     is_permutation,
-    repeats,
-    row_number,
-    time_unit,
+    is_repeated_unit,
+    is_row_number,
+    time_unit_of,
 )
-from fedloom.data.survey.leaks import ReadColumn, leaks
-from fedloom.data.survey.people import personal, words
+from fedloom.data.survey.leaks import ReadColumn, find_leaks
+from fedloom.data.survey.people import personal_information_kind, words
 from fedloom.data.tables import is_number
 from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
@@ -57,40 +57,42 @@ ROW_NAMES = ("numbers the rows", "names the rows")
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
 """Number up to which all integers can be represented exactly in double precision."""
-NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
+NEGATIVE_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
 """Common names, in lower case, for a class that consists of the rows without the outcome."""
 
 Floats = NDArray[np.float64]
 
 
-def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
+def exclusion_reason(name: str, column: ReadColumn, rows: int) -> str:
     """Return the reason why a column must not be a feature, as part of a note, or "" if it may be a feature.
 
     This applies only to columns that cannot serve any purpose but leak: row numbers, names of people, and contact
     details.
     """
     if not column.names:
-        if row_number(name, column.values):
+        if is_row_number(name, column.values):
             return ROW_NAMES[0]
         whole = column.values[~np.isnan(column.values)]
         if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e3:
             return ""  # no number by which a person is reached
         levels, counts = np.unique(whole, return_counts=True)
-        return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
-    return text_left_out(name, column.counts(), rows)
+        return personal_information_kind(
+            name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole)
+        )
+    return text_exclusion_reason(name, column.counts(), rows)
 
 
-def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
+def text_exclusion_reason(name: str, counts: Mapping[str, int], rows: int) -> str:
     """Return the reason why a text column must not be a feature, or "", given the number of rows for each cell."""
     present = sum(counts.values())
     if not present:
         return ""
     if NAMELESS_PATTERN.fullmatch(name) and len(counts) == rows >= MAX_FEW_LEVELS:
         return ROW_NAMES[1]
-    return personal(name, counts, present)
+    return personal_information_kind(name, counts, present)
 
 
-def findings(
+def table_findings(
     features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None,
     ranged: Collection[str] = (), units: NDArray[np.int64] | None = None,
 ) -> Iterator[str]:  # fmt: skip
@@ -108,27 +110,27 @@ def findings(
     if count < MAX_FEW_LEVELS:
         return
     every = {**features, **{name: column for name, (column, _) in outcome.items()}}
-    yield from _copies(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
+    yield from _note_equal_rows(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
     yield from note_near_copies([c.values for c in features.values() if not c.names], units)
-    rows = _sample(count, len(features))
+    rows = _sample_rows(count, len(features))
     for name, column in features.items():
-        yield from _numbered(name, column, count)
+        yield from _note_numbering(name, column, count)
         if name not in ranged:
-            yield from _markers(name, column)
+            yield from _note_missing_markers(name, column)
     for of, (target, task) in outcome.items():
         if task == "classification" and target.names:
-            yield from _classes(of, target)
-        yield from leaks(features, of, target, task, users, rows)
+            yield from _note_doubtful_classes(of, target)
+        yield from find_leaks(features, of, target, task, users, rows)
 
 
-def _sample(count: int, columns: int) -> NDArray[np.int64]:
+def _sample_rows(count: int, columns: int) -> NDArray[np.int64]:
     """Return a random sample of rows for a detailed check, in their original order."""
     size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, MAX_SAMPLED_CELLS // max(columns, 1)))
     drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
     return np.sort(drawn)
 
 
-def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
+def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     """Yield a note if a column numbers rows or patients, or contains dates as numbers."""
     values = column.values[~np.isnan(column.values)]
     levels = np.unique(values)
@@ -145,10 +147,10 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         )
         return
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
-    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := time_unit(name, levels)):
+    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := time_unit_of(name, levels)):
         yield f"column {name!r} may hold dates as {unit}. Name it in drop, or in order to test on later rows"
         return
-    if whole and repeats(name, levels.tolist(), len(values)):
+    if whole and is_repeated_unit(name, levels.tolist(), len(values)):
         yield (
             f"column {name!r}: {len(levels):,} different values in {len(values):,} rows, so rows with "
             "the same value are in training and test alike, and scores are too good. Name it in "
@@ -175,17 +177,17 @@ def _are_days(levels: Floats) -> bool:
     return bool(((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all())
 
 
-def _markers(name: str, column: ReadColumn) -> Iterator[str]:
+def _note_missing_markers(name: str, column: ReadColumn) -> Iterator[str]:
     """Yield a note on cells that may stand for missing values."""
     if column.names:
         counts = column.counts()
-        marks = {repr(k): n for k, n in counts.items() if k.lower() in MISSING_TOKENS - LEVELS_TOO}
+        marks = {repr(k): n for k, n in counts.items() if k.lower() in MISSING_TOKENS - POSSIBLE_LEVEL_TOKENS}
         marks = marks if len(marks) < len(counts) else {}
     else:
         levels = np.unique(column.values[~np.isnan(column.values)], return_counts=True)
-        far = extremes(*levels)
+        far = find_extreme_codes(*levels)
         beside = ~np.isin(levels[0], [*far])
-        marks = {f"{v:g}": n for v, n in (far | answers(levels[0][beside], levels[1][beside])).items()}
+        marks = {f"{v:g}": n for v, n in (far | find_answer_codes(levels[0][beside], levels[1][beside])).items()}
     if marks:
         shown = shorten_list(
             [f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], MAX_SHOWN_FINDINGS
@@ -193,13 +195,13 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
         yield f"column {name!r}: {shown} may mean missing. If so, name such cells in missing, with impute = true"
 
 
-def _classes(name: str, column: ReadColumn) -> Iterator[str]:
+def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
     """Yield notes on a class that may stand for a missing label, and on two classes whose second is not the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:
         ordered = np.array(sorted(numbers))
-        far = answers(ordered, np.array([counts[numbers[v]] for v in ordered.tolist()]))
+        far = find_answer_codes(ordered, np.array([counts[numbers[v]] for v in ordered.tolist()]))
         if far:
             shown = ", ".join(f"{numbers[v]} in {counts[numbers[v]]:,} rows" for v in far)
             yield (
@@ -209,7 +211,7 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
     if len(counts) == 2:
         one, other = counts
         first, second = one.lower(), other.lower()
-        if (first, second) == ("1", "2") or (second in NO_WORDS and first not in NO_WORDS):
+        if (first, second) == ("1", "2") or (second in NEGATIVE_WORDS and first not in NEGATIVE_WORDS):
             yield (
                 f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe "
                 f"{other!r}, the second of {one!r} and {other!r}. If the outcome is the other class, "
@@ -217,11 +219,11 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
             )
 
 
-def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
+def _note_equal_rows(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
     """Yield a note on rows that are identical in all columns, if there are more than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
-    columns = {n: c for n, c in columns.items() if not (numbers_rows(c.values) or row_number(n, c.values))}
+    columns = {n: c for n, c in columns.items() if not (is_row_numbering(c.values) or is_row_number(n, c.values))}
     for column in columns.values():
         bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
         digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)
@@ -244,8 +246,8 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
 
 def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
     """Yield a note on rows that are much closer to each other than to other rows, such as augmented copies."""
-    fine = [v for v in numbers if not np.isnan(v).any() and _is_fine(v) and not numbers_rows(v)][:8]
-    if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
+    fine = [v for v in numbers if not np.isnan(v).any() and _is_fine(v) and not is_row_numbering(v)][:8]
+    if len(fine) > 1 and (close := count_near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
         yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")
 
 

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, MIN_ROWS_PER_LEVEL, SCORE_BINS, group_equal_sizes
 
 LEAK_SHARE = 0.995
 """Minimum AUROC or R2 at which a single column is considered to leak the target, like a fact recorded after it."""
-LEAST_CLIENT_ROWS = 20
+MIN_CLIENT_ROWS = 20
 """Minimum number of rows at a client for which missing cells are compared with classes."""
 MAX_CHECKED_CLIENTS = 50
-LEAST_ORDERED_ROWS = 100
+MIN_ORDERED_ROWS = 100
 """Minimum number of rows at which groups whose targets do not overlap are considered a leak. If there are fewer rows,
 they may be due to the design of an experiment, such as load steps in a test of a few parts."""
-LEAST_CLIENTS = 4
+MIN_EQUAL_CLIENTS = 4
 """Minimum number of clients for which equal means cannot be due to chance."""
 EQUAL_SHARE = 1 - 1e-9
 """Squared correlation above which two numbers per client are considered equal up to their unit: means of float64
@@ -42,12 +42,12 @@ class ReadColumn(NamedTuple):
     names: tuple[str, ...] = ()
 
     def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows, as arguments for `fedloom.data.by_site.score`."""
+        """Return the groups and the numbers of some rows, as arguments for `fedloom.data.by_site.score_groups`."""
         part = self.values[rows]
         if self.names:
             return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
         if len(np.unique(part)) > SCORE_BINS:
-            return binned(part), part
+            return group_equal_sizes(part), part
         return np.unique(part, return_inverse=True)[1].astype(np.int64), part
 
     def counts(self) -> dict[str, int]:
@@ -56,7 +56,7 @@ class ReadColumn(NamedTuple):
         return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
 
-def leaks(
+def find_leaks(
     features: Mapping[str, ReadColumn], of: str, target: ReadColumn, task: str, users: ReadColumn | None, rows: Ints
 ) -> Iterator[str]:
     """Yield notes on features that leak an outcome.
@@ -69,16 +69,16 @@ def leaks(
         users: client of each row. None if no column identifies the clients.
         rows: indices of the rows to check.
     """
-    from fedloom.data.by_site import score  # which imports scipy.stats, slowly
+    from fedloom.data.by_site import score_groups  # which imports scipy.stats, slowly
 
     y = target.values[rows]
     for name, column in features.items():
-        figure = score(*column.scored(rows), y, task, LEAK_SHARE)
+        figure = score_groups(*column.scored(rows), y, task, LEAK_SHARE)
         how = figure.text if figure.value >= LEAK_SHARE else ""
         if not how and task == "regression":
-            how = _ordered(column, y, rows)
+            how = _describe_step_function(column, y, rows)
         if not how and task == "classification" and len(target.names) > 2:
-            how = _marks_class(column.values[rows], y, target.names)
+            how = _describe_marked_class(column.values[rows], y, target.names)
         if how:
             yield (
                 f"column {name!r} alone predicts {of!r} almost perfectly ({how}), like facts recorded "
@@ -87,7 +87,7 @@ def leaks(
         elif users is not None:
             yield from _find_client_leaks(name, column, of, target, task, users, rows)
     if users is not None and task == "classification":
-        figure = score(*users.scored(rows), y, task, LEAK_SHARE)
+        figure = score_groups(*users.scored(rows), y, task, LEAK_SHARE)
         if figure.value >= LEAK_SHARE:
             yield (
                 f"the client alone predicts {of!r} almost perfectly ({figure.text}), because nearly every "
@@ -95,7 +95,7 @@ def leaks(
             )
 
 
-def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
+def _describe_step_function(column: ReadColumn, y: Floats, rows: Ints) -> str:
     """Return a description of how a column determines the target as a step function, or "" if it does not."""
     x = column.values[rows]
     here = ~np.isnan(x) & ~np.isnan(y)
@@ -103,17 +103,19 @@ def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
     codes, counts = np.unique(x, return_inverse=True, return_counts=True)[1:]
     if (
         len(counts) < 2
-        or len(x) < max(LEAST_ORDERED_ROWS, PER_LEVEL * len(counts))
+        or len(x) < max(MIN_ORDERED_ROWS, MIN_ROWS_PER_LEVEL * len(counts))
         or len(np.unique(y)) < MAX_FEW_LEVELS
     ):
         return ""
     order = np.argsort([y[codes == k].mean() for k in range(len(counts))])
     ends = [(y[codes == k].min(), y[codes == k].max()) for k in order.tolist()]
     apart = all(before[1] <= after[0] for before, after in pairwise(ends))
-    return "its groups follow each other without an overlap" if apart and np.sort(counts)[-2] >= PER_LEVEL else ""
+    return (
+        "its groups follow each other without an overlap" if apart and np.sort(counts)[-2] >= MIN_ROWS_PER_LEVEL else ""
+    )
 
 
-def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
+def _describe_marked_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
     """Return a description of how a column with two levels exactly identifies one class, or "" if it does not."""
     here = ~np.isnan(x) & ~np.isnan(y)
     levels = np.unique(x[here])
@@ -122,7 +124,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
     one = x[here] == levels[1]
     for code, name in enumerate(names):
         inside = y[here] == code
-        if PER_LEVEL <= inside.sum() < len(inside) and ((one == inside).all() or (one != inside).all()):
+        if MIN_ROWS_PER_LEVEL <= inside.sum() < len(inside) and ((one == inside).all() or (one != inside).all()):
             return f"it is {'' if (one == inside).all() else 'not '}{levels[1]:g} exactly where that is {name!r}"
     return ""
 
@@ -140,7 +142,7 @@ def _find_client_leaks(
         for client in clients.tolist():
             here = (owner == client) & ~np.isnan(y)
             few = np.unique(y[here], return_counts=True)[1]
-            if len(few) > 1 and here.sum() >= LEAST_CLIENT_ROWS and np.sort(few)[0] >= PER_LEVEL / 2:
+            if len(few) > 1 and here.sum() >= MIN_CLIENT_ROWS and np.sort(few)[0] >= MIN_ROWS_PER_LEVEL / 2:
                 for code in np.unique(y[here]).tolist():
                     if (missing[here] == (y[here] == code)).all():
                         yield (
@@ -149,7 +151,7 @@ def _find_client_leaks(
                             "Name it in drop"
                         )
                         return
-    if len(clients) < LEAST_CLIENTS or column.names or missing.any():
+    if len(clients) < MIN_EQUAL_CLIENTS or column.names or missing.any():
         return
     first = np.array([x[owner == client][0] for client in clients])
     if not all((x[owner == c] == v).all() for c, v in zip(clients, first, strict=True)) or not np.ptp(first) > 0:

@@ -69,7 +69,8 @@ LAST_CONTACT_WORDS = words("contact kontakt contacto contatto sin nir zip")
 MIN_CONTACT_NUMBER = 10**6
 """Smallest maximum of integers that may be phone or insurance numbers. Smaller integers are measurements or counts."""
 IDENTITY_KINDS = frozenset({"insurance or identity numbers", "phone or identity numbers"})
-"""Results of `personal` for numbers that identify a person, so that rows with equal numbers belong together."""
+"""Results of `personal_information_kind` for numbers that identify a person, so that rows with equal numbers belong
+together."""
 WEB_PATTERN = re.compile(r"(https?://|www\.)\S+|(\d{1,3}\.){3}\d{1,3}", re.IGNORECASE)
 EMAIL_PATTERN = re.compile(r"([^@]*<)?[^@\s]+@[^@\s]+\.[^@\s]+>?")
 GIVEN_NAMES = words(
@@ -112,7 +113,7 @@ LONE_NAME_COLUMNS = words(
 )
 """Last words in the names of columns that contain people's names, if every cell consists of capitalized words."""
 UNSURE_KIND = "names of people, or other names"
-"""Result of `personal` for texts that may also be names of other things, such as drugs."""
+"""Result of `personal_information_kind` for texts that may also be names of other things, such as drugs."""
 LONE_NAME_PATTERN = re.compile(r"([^\W\d_a-z]([^\W\d_]|[.'\u2019\-])+[ ,]*){1,4}")
 STREET_WORD_PATTERN = re.compile(
     r"(stra(ß|ss)e|str\.|weg|platz|gasse|allee|ring|laan|straat|gatan)\b|\b(street|st|road|rd|avenue|ave|lane|drive|way|"
@@ -162,7 +163,7 @@ def plain_name(name: str) -> str:
     return "".join(c for c in letters if c.isalnum())
 
 
-def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
+def personal_information_kind(name: str, cells: Mapping[str, int], rows: int) -> str:
     """Return the kind of personal information in a column, as part of a sentence, or "" if it contains none.
 
     Args:
@@ -170,7 +171,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         cells: number of rows for each distinct cell that is not missing.
         rows: number of rows whose cell is not missing.
     """
-    texts = [_letters(cell.strip()) for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
+    texts = [_strip_combining_marks(cell.strip()) for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
         return ""
     plain, parts, ends = plain_name(name), name_words(name), _last_words(name)
@@ -180,7 +181,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "names of people" if len(cells) > 2 else ""
     if rows < MIN_PATTERN_CELLS:
         return ""
-    if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
+    if _matching_share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
     lone = bool(ends & LONE_NAME_COLUMNS) or plain in ("patient", "person")
     few = lone or plain in POSSIBLE_NAME_WORDS
@@ -190,20 +191,20 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     many = mostly or len(cells) >= (MIN_PATTERN_CELLS if lone else MIN_REPEATED_CELLS)
     for what, listed in CONTACT_WORDS.items():
         meant = ends if what == "postal codes" and not text else ends | (parts - LAST_CONTACT_WORDS)
-        if many and meant & {*listed.split()} and _reaches(what, texts, text):
+        if many and meant & {*listed.split()} and _matches_suggestion(what, texts, text):
             return what
     if many and text:
-        if _share(WEB_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        if _matching_share(WEB_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "addresses of the web"
-        if _share(IDENTITY_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        if _matching_share(IDENTITY_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "phone or identity numbers"
-        if lone and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        if lone and _matching_share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return UNSURE_KIND
         if sum(bool(STREET_PATTERN.fullmatch(t) and STREET_WORD_PATTERN.search(t)) for t in texts) >= (
             MIN_PATTERN_SHARE * len(texts)
         ):
             return "addresses"
-        if parts & INITIALS_COLUMNS and _share(INITIALS_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        if parts & INITIALS_COLUMNS and _matching_share(INITIALS_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "initials of people"
         long = sum(len(t.split()) >= 2 * MIN_SENTENCE_WORDS for t in texts) >= MIN_DISTINCT_SHARE * len(texts)
         if long or (parts & FREE_TEXT_COLUMNS and len(cells) >= MIN_REPEATED_CELLS):
@@ -220,9 +221,9 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         and sum(any(map(str.isdigit, t)) for t in texts) < MIN_DISTINCT_SHARE * len(texts)
     ):
         return "names of people" if few else UNSURE_KIND
-    if text and _share(FULL_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
+    if text and _matching_share(FULL_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return UNSURE_KIND
-    if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE and _vary(texts):
+    if text and _matching_share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE and _differ_without_digits(texts):
         return "addresses or free text"
     return (
         "free text"
@@ -271,16 +272,16 @@ def _find_names(texts: list[str], lone: bool) -> str:
     return "names of people" if named >= max(MIN_GIVEN_NAME_SHARE * len(texts), MIN_NAMES) else ""
 
 
-def _letters(text: str) -> str:
+def _strip_combining_marks(text: str) -> str:
     """Return a text without the combining marks that follow letters, because patterns of letters do not match them."""
     return "".join(c for c in unicodedata.normalize("NFKC", text) if not unicodedata.category(c).startswith("M"))
 
 
-def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
+def _matching_share(pattern: re.Pattern[str], texts: list[str]) -> float:
     return sum(pattern.fullmatch(text) is not None for text in texts) / len(texts)
 
 
-def _vary(texts: list[str]) -> bool:
+def _differ_without_digits(texts: list[str]) -> bool:
     """Return True if texts still differ after their digits have been removed, as street addresses do.
 
     Texts such as ``12 months`` and ``13 months`` do not match.
@@ -289,7 +290,7 @@ def _vary(texts: list[str]) -> bool:
     return len(words) >= MIN_WORD_SHARE * len(texts)
 
 
-def _reaches(what: str, texts: list[str], text: bool) -> bool:
+def _matches_suggestion(what: str, texts: list[str], text: bool) -> bool:
     """Return True if the cells may contain what the column's name suggests, and not just yes and no, or counts."""
     if what == "addresses":
         return text
@@ -298,7 +299,7 @@ def _reaches(what: str, texts: list[str], text: bool) -> bool:
             texts
         )
     if what == "email addresses":
-        return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
+        return _matching_share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
     if max((number_of(t) or 0 for t in texts), default=0) < MIN_CONTACT_NUMBER and all(map(is_number, texts)):
         return False
     return sum(

@@ -32,16 +32,16 @@ def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     rule = setting.aggregator
     rule = rule if rule is None or rows is None else rule.adapted(rows)
     notes = [
-        *_notes("sampler", setting.sampler, sampler, f"{n} clients"),
-        *_notes("schedule", setting.schedule, schedule, f"{n} clients"),
-        *_notes("aggregator", setting.aggregator, rule, f"{rows} uploads"),
+        *_changed_default_notes("sampler", setting.sampler, sampler, f"{n} clients"),
+        *_changed_default_notes("schedule", setting.schedule, schedule, f"{n} clients"),
+        *_changed_default_notes("aggregator", setting.aggregator, rule, f"{rows} uploads"),
     ]
     if not notes:
         return setting, []
     return setting.with_(sampler=sampler, schedule=schedule, aggregator=rule), notes
 
 
-def _notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
+def _changed_default_notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
     """Return one sentence for each changed field of a part of the setting."""
     if old is None or new is None:
         return []

@@ -25,10 +25,10 @@ def find_moved_key(table: str, key: str, value: object) -> str:
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
-    options = ", ".join(f"{name} = {_literal(option)}" for name, option in _options(key, value).items())
+    options = ", ".join(f"{name} = {_toml_literal(option)}" for name, option in _option_lines(key, value).items())
     return (
         f"it is an analysis: write [[analysis]] and below it kind = {kind!r}{options and ' and '}{options}, or in "
-        f"Python give analyses=[{ {'kind': kind, **_options(key, value)}!r}] to fl.compare"
+        f"Python give analyses=[{ {'kind': kind, **_option_lines(key, value)}!r}] to fl.compare"
     )
 
 
@@ -57,7 +57,7 @@ def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
     by_kind = dict[str, dict[str, Any]]()
     for place, value in old.items():
         if value and place[1] != "group_least":
-            by_kind[MOVED_KEYS[place]] = {"kind": MOVED_KEYS[place], **_options(place[1], value)}
+            by_kind[MOVED_KEYS[place]] = {"kind": MOVED_KEYS[place], **_option_lines(place[1], value)}
     if "groups" in by_kind and ("evaluate", "group_least") in old:
         by_kind["groups"]["min_rows"] = old["evaluate", "group_least"]
     cleaned = {
@@ -69,13 +69,13 @@ def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, **cleaned, **({"analysis": analyses} if analyses else {})}
 
 
-def _options(key: str, value: object) -> dict[str, Any]:
+def _option_lines(key: str, value: object) -> dict[str, Any]:
     if key in _MOVED_OPTIONS:
         return {_MOVED_OPTIONS[key]: list(value) if isinstance(value, tuple) else value}
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _literal(value: object) -> str:
+def _toml_literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -85,7 +85,7 @@ def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
     Documents that were recorded in run directories, records and held-out federations are converted in this way. In
     contrast, an old name in a new file is rejected.
     """
-    return _translate(move_analyses(document), "", back=False)
+    return _translate_table(move_analyses(document), "", back=False)
 
 
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
@@ -94,7 +94,7 @@ def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, 
     Digests of records and fingerprints of checkpoints are computed from this form, so that they remain valid if a key
     is renamed.
     """
-    return _translate(document, place, back=True)
+    return _translate_table(document, place, back=True)
 
 
 def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return _translate_dotted(numbers, back=False)
 
 
-def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
+def _translate_table(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
     """Translate a table and its subtables to the current names, or to the original names if ``back`` is set."""
     kind = table.get("kind", table.get("source"))
     kinds = RENAMED_VALUES.get((place, "kind"), {})
@@ -133,10 +133,12 @@ def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
         if (place, name) == ("tune", "space"):
             return {k: _translate_dotted(v, back=back) if isinstance(v, Mapping) else v for k, v in value.items()}
         if (place, name) == ("grid", "method"):
-            return {k: _translate(v, "method", back=back) if isinstance(v, Mapping) else v for k, v in value.items()}
-        return value if inner is None else _translate(value, inner, back=back)
+            return {
+                k: _translate_table(v, "method", back=back) if isinstance(v, Mapping) else v for k, v in value.items()
+            }
+        return value if inner is None else _translate_table(value, inner, back=back)
     if isinstance(value, list | tuple) and inner in ("method", "analysis"):
-        return [_translate(one, inner, back=back) if isinstance(one, Mapping) else one for one in value]
+        return [_translate_table(one, inner, back=back) if isinstance(one, Mapping) else one for one in value]
     return _translate_choice(value, place, name, back=back)
 
 
@@ -155,7 +157,7 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
     translated = dict[str, Any]()
     for key, value in keys.items():
         head, dot, rest = key.partition(".")
-        ((head, inner),) = _translate({head: {rest: value} if dot else value}, "", back=back).items()
+        ((head, inner),) = _translate_table({head: {rest: value} if dot else value}, "", back=back).items()
         if dot:
             ((rest, value),) = inner.items()
         translated[f"{head}{dot}{rest}"] = value if dot else inner

@@ -44,15 +44,19 @@ def notes_of(
         attackers: ids of the attackers ``[b]``.
     """
     method, sampler = setting.method, setting.sampler
-    notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
+    notes = [*method.check(oracle.layout, ctx), *_note_repeated_client(method, sampler), *sampler.remarks(ctx)]
     notes += _unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks(oracle.fed.data.task)]
-    notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
-    notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
-    notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
-    notes += _overstepped(setting, fewest, ctx.n)
+    notes += [*_note_unused_weights(setting, server, ctx), *_note_normalization(setting, oracle, server)]
+    notes += [*_note_double_softmax(oracle), *_note_changed_values(oracle)]
+    notes += [
+        *_note_idle_attack(setting, attackers, ctx.n),
+        *_note_trusted_client(setting, attackers, fewest, ctx.n),
+        *_note_idle_options(setting),
+    ]
+    notes += _note_overstepping(setting, fewest, ctx.n)
     if method.global_model(server) is not None:
-        notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
+        notes += _note_slow_average(method, ctx.n if fewest is None else fewest, ctx.n)
     return notes
 
 
@@ -73,7 +77,7 @@ def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
     ]
 
 
-def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
+def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
     """Note an attack without any attackers, an attack on all clients, or an attack that has no effect."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
@@ -90,7 +94,7 @@ def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
     return notes
 
 
-def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
+def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
     """Note that a trusted client is an attacker, or that it may be absent from some rounds."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
@@ -100,7 +104,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
 
-def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
+def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str]:
     """Note that with absent clients, the server moves further than the aggregate over all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
@@ -114,7 +118,7 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
     ]
 
 
-def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
+def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
     """Add a note about client weights or aggregation weights that have no effect on the average of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
@@ -157,7 +161,7 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
     return [f"aggregation_weights {weigher.kind!r} {place}"] if explicit else []
 
 
-def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
+def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     """Note how the statistics of normalization layers are treated, because these statistics are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
@@ -179,7 +183,7 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     ]
 
 
-def _softmax_twice(oracle: Network) -> list[str]:
+def _note_double_softmax(oracle: Network) -> list[str]:
     """Note that the model ends with a softmax although the loss already applies a softmax."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
@@ -237,7 +241,7 @@ def _shorten_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
+def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     """Note that a client that is drawn twice counts only once in fields that the server stores or accumulates."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
@@ -248,12 +252,12 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     ]
 
 
-def _idle(setting: Setting) -> list[str]:
+def _note_idle_options(setting: Setting) -> list[str]:
     """Note options that have no effect because of the value of a different option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
-    notes = [f"{name} takes its own steps: {changes_nothing(keys)}"] if keys else []
+    notes = [f"{name} takes its own steps: {no_effect_sentence(keys)}"] if keys else []
     parts = (
         setting.sampler,
         setting.aggregation_weights,
@@ -276,12 +280,12 @@ def _idle(setting: Setting) -> list[str]:
     return notes
 
 
-def changes_nothing(keys: list[str]) -> str:
+def no_effect_sentence(keys: list[str]) -> str:
     """Return a sentence that says that these keys have no effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
-def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
+def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
     """Note that the global model moves slowly if most clients are absent and the server reuses their last uploads."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []

@@ -29,7 +29,7 @@ _DOTTED_KEY_PATTERN = re.compile(
 
 
 @contextmanager
-def ruled(rule: str) -> Iterator[None]:
+def add_rule_to_errors(rule: str) -> Iterator[None]:
     """Add a rule to errors raised inside the block, and use the last sentence of their message as the advice.
 
     Raises:
@@ -343,7 +343,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     return [NOT_EVALUATED]
 
 
-def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
+def check_initial_states(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
     """Check the types and shapes of the states that `Algorithm.init` returns, and return these states.
 
     The check is needed because user code may return anything.

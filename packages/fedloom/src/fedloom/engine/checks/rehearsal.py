@@ -16,8 +16,8 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
-from fedloom.local.rows import Fields, remade
-from fedloom.models.parts import penultimate
+from fedloom.local.rows import Fields, rebuild_rows
+from fedloom.models.parts import penultimate_layer
 from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
@@ -52,7 +52,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
         return
     kinds = upload_fields(type(setting.method)).values()
     grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)
-    trained, state = torch.zeros(ctx.n, dtype=torch.bool), _draws_of(sampler, ctx)
+    trained, state = torch.zeros(ctx.n, dtype=torch.bool), _draw_cohorts(sampler, ctx)
     worst: tuple[int, ConfigError] | None = None
     for t in range(1, 1 + min(setting.rounds, max(1, MAX_DRAWS // ctx.n))):
         with attribute_error("sampler", sampler, f"round {t}"):
@@ -82,7 +82,7 @@ def _may_fail(setting: Setting, n: int) -> bool:
     return fewest is None or (fewest < n and rule.needs_client)
 
 
-def _draws_of(sampler: Sampler, ctx: Ctx) -> object:
+def _draw_cohorts(sampler: Sampler, ctx: Ctx) -> object:
     with attribute_error("sampler", sampler, "init"):
         state: object = sampler.init(ctx)
     return state
@@ -160,7 +160,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
     """
     module, method, data = oracle.module, setting.method, oracle.fed.data
     try:
-        penultimate(module)
+        penultimate_layer(module)
     except ConfigError:
         if setting.aggregation_weights.describes or uses_clusters(setting.client_weights):
             raise
@@ -194,13 +194,13 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
                 down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work
             )
         kinds = upload_fields(type(method))
-        whole = remade(up, [value[0] if kinds[name].averaged else value for name, value in up._asdict().items()])
-        kept = start[2] and remade(start[2], [getattr(up, name)[0] for name in start[2]._fields])
+        whole = rebuild_rows(up, [value[0] if kinds[name].averaged else value for name, value in up._asdict().items()])
+        kept = start[2] and rebuild_rows(start[2], [getattr(up, name)[0] for name in start[2]._fields])
         server = method.server(start[0], whole, one._replace(round=round))
-        start = server, remade(rows, [value[0] for value in rows]), kept
+        start = server, rebuild_rows(rows, [value[0] for value in rows]), kept
 
 
-def rehearse(problem: JobFacts, start: Start) -> None:
+def rehearse_rounds(problem: JobFacts, start: Start) -> None:
     """Find errors before round 1 that would otherwise occur only in a later round.
 
     Args:

@@ -9,12 +9,12 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.choose.shares import described
-from fedloom.engine.clients.uploads import partials
+from fedloom.choose.shares import describing_activations
+from fedloom.engine.clients.uploads import chunk_contributions
 from fedloom.engine.job import Job
 from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
 from fedloom.local import Nothing, Work
-from fedloom.local.rows import Fields, remade, rows_of, select_rows, to_device
+from fedloom.local.rows import Fields, rebuild_rows, rows_of, select_rows, to_device
 from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
 
@@ -64,7 +64,7 @@ class ClientOutput(NamedTuple):
     trained: Tensor | None = None
 
 
-class Inputs(NamedTuple):
+class ChunkInputs(NamedTuple):
     """Inputs of a chunk's clients: their download, their stored states, and their training work."""
 
     down: Fields
@@ -79,10 +79,10 @@ def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Chun
         ClientError: the method's code failed.
     """
     received = to_device(rows_of(down, task.place), job.oracle.device)
-    return accept(job, server, task, received, run_clients(job, received, task))
+    return accept_uploads(job, server, task, received, run_clients(job, received, task))
 
 
-class Computed(NamedTuple):
+class ComputedChunk(NamedTuple):
     """Results of a chunk's clients before the server processes them.
 
     Attributes:
@@ -96,17 +96,19 @@ class Computed(NamedTuple):
     counts: Tensor
 
 
-def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Computed:
+def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ComputedChunk:
     """Train a chunk of honest clients without storing anything. The server processes the results later on.
 
     Raises:
         ClientError: the method's code failed.
     """
     received = to_device(rows_of(down, task.place), job.oracle.device)
-    return computed(job, server, task.ids, received, run_clients(job, received, task))
+    return count_chunk_output(job, server, task.ids, received, run_clients(job, received, task))
 
 
-def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
+def count_chunk_output(
+    job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput
+) -> ComputedChunk:
     """Count the work and traffic of a chunk's output, and return all three together.
 
     ``server`` contains the ranks of low-rank matrices.
@@ -116,7 +118,7 @@ def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output:
     sent = output.sent or output.upload
     if output.sent is None and job.messages.sends_change:
         sent = job.messages.change(output.upload, job.changed_from(down, output.upload, ids))
-    return Computed(down, output, _counts(job, server, output.work, down, sent, width))
+    return ComputedChunk(down, output, _client_counts(job, server, output.work, down, sent, width))
 
 
 def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
@@ -131,17 +133,17 @@ def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
         ClientError: the method's code failed.
     """
     inputs = inputs_of(job, down, task)
-    upload, rows = client_step(job, inputs, inputs.work)
-    return output_of(job, inputs, upload, rows)
+    upload, rows = run_client_step(job, inputs, inputs.work)
+    return make_client_output(job, inputs, upload, rows)
 
 
-def inputs_of(job: Job, down: Fields, task: TrainTask) -> Inputs:
+def inputs_of(job: Job, down: Fields, task: TrainTask) -> ChunkInputs:
     """Return the inputs of the clients in a chunk."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    return Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
+    return ChunkInputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
 
-def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
+def run_client_step(job: Job, inputs: ChunkInputs, work: Work) -> tuple[Fields, Fields]:
     """Run the method's client step, and return the upload and the new client states.
 
     Raises:
@@ -149,7 +151,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
     """
     try:
         returned = job.algorithm.client(inputs.down, inputs.rows, work)
-        fault = _fault(job, inputs, returned)
+        fault = _describe_malformed_result(job, inputs, returned)
     except FedloomError:
         raise
     except Exception as error:
@@ -159,7 +161,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
     return returned
 
 
-def _fault(job: Job, inputs: Inputs, returned: object) -> str:
+def _describe_malformed_result(job: Job, inputs: ChunkInputs, returned: object) -> str:
     """Return a sentence that describes why the result of a client step is malformed, or "" if the result is valid."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
@@ -177,7 +179,7 @@ def _fault(job: Job, inputs: Inputs, returned: object) -> str:
     return ""
 
 
-def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientOutput:
+def make_client_output(job: Job, inputs: ChunkInputs, upload: Fields, rows: Fields) -> ClientOutput:
     """Collect the clients' answers that the weigher and the sampler read, and apply the channel to the upload."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
@@ -202,15 +204,15 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
             upload, left = apply_channel(job, upload, Nothing() if messages.tracks else residue, work.rng("channel"))
             sent = upload if messages.sends_change else None
             upload = messages.absolute(upload, base)
-            residue = remade(residue, [getattr(upload, job.primary)]) if messages.tracks else left
+            residue = rebuild_rows(residue, [getattr(upload, job.primary)]) if messages.tracks else left
     if name:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
-    trained = decoded(job, inputs, upload) if job.sees_honest else None
+    trained = decode_local_models(job, inputs, upload) if job.sees_honest else None
     state = ClientState(rows, residue, _optimizer_states(job, work))
     return ClientOutput(upload, state, work_counts(work), answer, report, model, sent, trained)
 
 
-def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
+def decode_local_models(job: Job, inputs: ChunkInputs, upload: Fields) -> Tensor:
     """Decode the local models ``[m, .]`` from uploads, as attackers see them."""
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
@@ -232,10 +234,10 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
             f"{work.round}, but the first round did not use this stream, so it has no stored "
             "optimizer state. Set local.optimizer_state = 'fresh'"
         )
-    return remade(job.optimizer.template, [work.memory.rows])
+    return rebuild_rows(job.optimizer.template, [work.memory.rows])
 
 
-def accept(
+def accept_uploads(
     job: Job,
     server: Fields,
     task: TrainTask,
@@ -257,9 +259,9 @@ def accept(
             which they were sent.
     """
     upload = output.upload
-    counts = computed(job, server, task.ids, down, output).counts if counts is None else counts
+    counts = count_chunk_output(job, server, task.ids, down, output).counts if counts is None else counts
     bound = job.setting.engine.norm_bound
-    accepted = usable((*upload, *output.state.rows), len(task.ids), bound, job.weights(upload))
+    accepted = usable_uploads_mask((*upload, *output.state.rows), len(task.ids), bound, job.weights(upload))
     ids, share = task.ids, task.share
     if not bool(accepted.all()):
         output, applied, ids, share = select_rows((output, applied, ids, share), accepted)
@@ -270,20 +272,20 @@ def accept(
         answers["models"] = trained
     if job.setting.sampler.learns and model is not None:
         answers["sampler"] = model - down[0] if report is None else report
-    parts = partials(job, upload if applied is None else applied, ids, share)
+    parts = chunk_contributions(job, upload if applied is None else applied, ids, share)
     if len(ids):
         state.write(job, ids)
         if job.kept_fields:
-            job.kept.write(ids, remade(job.kept.template, [getattr(upload, name) for name in job.kept_fields]))
+            job.kept.write(ids, rebuild_rows(job.kept.template, [getattr(upload, name) for name in job.kept_fields]))
         if job.summed_fields:
             before = job.summed.read(ids)
             changes = [getattr(upload, name).to(old) for name, old in zip(before._fields, before, strict=True)]
             sums = [old + change for old, change in zip(before, changes, strict=True)]
-            job.summed.write(ids, remade(before, sums))
+            job.summed.write(ids, rebuild_rows(before, sums))
         if job.models.template:
             row = getattr(upload, job.primary)
             is_change = job.fields[job.primary].base != "zero"
-            job.models.write(ids, remade(job.models.template, [row + down[0] if is_change else row]))
+            job.models.write(ids, rebuild_rows(job.models.template, [row + down[0] if is_change else row]))
     return ChunkResult(task.ids, task.share, accepted, parts, answers, float(share.sum()), counts)
 
 
@@ -293,14 +295,14 @@ def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Gen
     update = job.messages.update(upload)
     state = to_device(residue, upload[0].device)[0] if residue else None
     sent, state = job.setting.upload_transform.apply(state, update, noise)
-    return job.messages.replace_update(upload, sent), remade(residue, [] if state is None else [state])
+    return job.messages.replace_update(upload, sent), rebuild_rows(residue, [] if state is None else [state])
 
 
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
     """Query a chunk of clients about the global model, and return their answers."""
     work, model = job.work(task.round, task.ids), model.to(job.oracle.device)
     if task.describes:
-        answer = described(model, work, job.setting.attack, job.attackers)
+        answer = describing_activations(model, work, job.setting.attack, job.attackers)
     else:
         with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):
             answer = job.setting.sampler.probe(model, work).cpu()
@@ -321,7 +323,9 @@ def work_counts(work: Work) -> Tensor:
     return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 
-def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()) -> Tensor:
+def usable_uploads_mask(
+    fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()
+) -> Tensor:
     """Return a mask ``[m]`` of the clients with finite values, norms of at most ``bound`` and nonnegative weights."""
     norms = [torch.linalg.vector_norm(f, dim=1) for f in fields]
     if not norms:
@@ -333,7 +337,7 @@ def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Seq
     return accepted
 
 
-def _counts(job: Job, server: Fields | None, work: Tensor, down: Fields, up: Fields, answer: int) -> Tensor:
+def _client_counts(job: Job, server: Fields | None, work: Tensor, down: Fields, up: Fields, answer: int) -> Tensor:
     up_bytes, up_paper = job.messages.up(up).lengths()
     down_bytes, down_paper = job.messages.down(down, server).lengths()
     traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)

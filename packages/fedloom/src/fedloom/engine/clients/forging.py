@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.algorithms._messages import replace_model
-from fedloom.engine.clients.chunk import ClientOutput, Inputs, accept, client_step, decoded, inputs_of, output_of
+from fedloom.engine.clients.chunk import (
+    ChunkInputs,
+    ClientOutput,
+    accept_uploads,
+    decode_local_models,
+    inputs_of,
+    make_client_output,
+    run_client_step,
+)
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
 from fedloom.local.rows import Fields, rows_of, to_device
@@ -16,12 +24,12 @@ from fedloom.rows.attacks import Forgery
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Forge the uploads of a cohort's attackers (see `forged`), and let the server process them."""
-    received, output = forged(job, down, task, honest, m)
-    return accept(job, server, task, received, output)
+    """Forge the uploads of a cohort's attackers (see `forge_models`), and let the server process them."""
+    received, output = forge_models(job, down, task, honest, m)
+    return accept_uploads(job, server, task, received, output)
 
 
-def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
+def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
     """Return the attackers' downloads and their forged uploads.
 
     The attack produces models, and the method encodes these models (`Algorithm.encode`). A forged model therefore has
@@ -37,13 +45,13 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     """
     assert isinstance(job.setting.attack, Forgery)
     inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
-    idle = client_step(job, inputs, inputs.work.idle())
+    idle = run_client_step(job, inputs, inputs.work.idle())
     trained = idle[0]
     if job.setting.attack.reads_own:
         work = job.work(task.round, task.ids, trains=True, steps=task.steps)  # of its own: an optimiser keeps no state
         work.counts = inputs.work.counts
-        trained, _ = client_step(job, inputs, work)
-    absolute = decoded(job, inputs, trained)
+        trained, _ = run_client_step(job, inputs, work)
+    absolute = decode_local_models(job, inputs, trained)
     received = job.algorithm.received(inputs.down, trained).expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with attribute_error("attack", job.setting.attack, f"round {task.round}"):
@@ -53,11 +61,11 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
             raise ValueError(
                 f"`forge` must return models of shape {[*absolute.shape]} as a tensor of floats, got {got}"
             )
-    upload, rows = encoded(job, inputs, models, idle)
-    return inputs.down, output_of(job, inputs, upload, rows)
+    upload, rows = encode_models(job, inputs, models, idle)
+    return inputs.down, make_client_output(job, inputs, upload, rows)
 
 
-def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
+def encode_models(job: Job, inputs: ChunkInputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
     """Return the uploads and the new states of clients whose training ended at the models ``models [m, .]``.
 
     ``idle`` contains the uploads and states that these clients return if they take no step.

@@ -13,7 +13,7 @@ from fedloom.algorithms import Algorithm, exact_fields, upload_fields
 from fedloom.algorithms._messages import Sent, encodings
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
-from fedloom.local.rows import Fields, remade, to_device
+from fedloom.local.rows import Fields, rebuild_rows, to_device
 from fedloom.rows.channels import Channel
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -23,7 +23,7 @@ UPDATE_FIELD = "update"
 """Name of the single field in which all values that pass through the channel are sent."""
 
 
-class Letter(NamedTuple):
+class CodecMessage(NamedTuple):
     """A message and the codec that encodes it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Messages:
     def _masks(self, parts: Mapping[str, str | None]) -> dict[str, Tensor]:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
-    def down(self, message: Fields, server: Fields | None) -> Letter:
+    def down(self, message: Fields, server: Fields | None) -> CodecMessage:
         """Return a download together with its codec.
 
         ``server`` contains the ranks of the download's low-rank matrices. If ``server`` is None, the ranks are computed
@@ -113,16 +113,16 @@ class Messages:
         }
         return self._letter("down", message._asdict(), ranks)
 
-    def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
+    def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> CodecMessage:
         """Return an upload with the channel's output as a single field, its answers ``[m, k]``, and the codec."""
         values = message._asdict()
         if self._channel is not None and message:
             values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE_FIELD: self.update(message)}
         return self._letter("up", values | dict(answers or {}), {})
 
-    def vector(self, name: str, value: Tensor) -> Letter:
+    def vector(self, name: str, value: Tensor) -> CodecMessage:
         """Return a message with a single field, for messages that are neither downloads nor uploads."""
-        return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
+        return CodecMessage(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
         """Return True if a download's field is sent completely and without loss."""
@@ -176,12 +176,12 @@ class Messages:
 
     def _letter(
         self, direction: Literal["down", "up"], values: Mapping[str, Tensor], ranks: Mapping[str, Any]
-    ) -> Letter:
+    ) -> CodecMessage:
         key = (direction, *((name, value.shape[-1], value.dtype) for name, value in values.items()))
         if key not in self._codecs:
             fields = {name: self._field(direction, name, value) for name, value in values.items()}
             self._codecs[key] = Codec(self._layout, fields)
-        return Letter(self._codecs[key], values, ranks)
+        return CodecMessage(self._codecs[key], values, ranks)
 
     def _field(self, direction: Literal["down", "up"], name: str, value: Tensor) -> Field:
         width, dtype = value.shape[-1], value.dtype
@@ -221,8 +221,8 @@ def first_step(
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1
-    rows = remade(template, [t[None].to(place) for t in template])
-    down = method.down(server, kept and remade(kept, [t.repeat(count, *[1] * t.dim()) for t in kept]), one)
+    rows = rebuild_rows(template, [t[None].to(place) for t in template])
+    down = method.down(server, kept and rebuild_rows(kept, [t.repeat(count, *[1] * t.dim()) for t in kept]), one)
     received = to_device(down, place)
     upload, rows = method.client(received, rows, work)
     return received, rows, upload

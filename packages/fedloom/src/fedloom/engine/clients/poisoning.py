@@ -17,7 +17,7 @@ TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test
 """Names of additional data parts, which contain copies of samples from another part with the trigger of a backdoor."""
 
 
-def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
+def poison_training_data(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
     """Return the federation with poisoned training data of the attackers: changed labels, or samples with a trigger.
 
     Evaluation data stay unchanged.
@@ -28,7 +28,7 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
             index = fed.indices("train", i)
             drawn = torch.randperm(len(index), generator=generator(seed, 0, i, "poison"))
             where = index[drawn[: round(attack.share * len(index))].sort().values.to(index.device)]
-            x[where], y[where] = _stamped(fed, attack, where, torch.full_like(where, i)), label
+            x[where], y[where] = _stamp_triggers(fed, attack, where, torch.full_like(where, i)), label
         return replace(fed, data=replace(fed.data, x=x, y=y))
     y, classes = fed.data.y.clone(), len(fed.data.classes)
     for i in attackers.tolist():
@@ -72,12 +72,12 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
         ends = torch.bincount(owner, minlength=fed.n).cumsum(0)
         places = torch.arange(first, first + len(index), device=index.device)
         parts[name] = Split(places, torch.cat([ends.new_zeros(1), ends]))
-        data = data.extended(index, _stamped(fed, attack, index, owner), torch.full_like(index, label))
+        data = data.extended(index, _stamp_triggers(fed, attack, index, owner), torch.full_like(index, label))
         copied.append(index)
     return replace(fed, data=data, parts=parts, noise=None if fed.noise is None else fed.noise[torch.cat(copied)])
 
 
-def _stamped(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
+def _stamp_triggers(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
     """Return stored copies of the samples `index` ``[k]`` of the clients `owner` ``[k]`` with the trigger added."""
     data, fitted = fed.data, fed.data.fitted
     with attribute_error("attack", attack, "stamp"):

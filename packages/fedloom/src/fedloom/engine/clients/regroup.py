@@ -11,7 +11,7 @@ from fedloom.algorithms import upload_fields
 from fedloom.choose.shares import clusters_of, equal_clusters, period_of, uses_clusters
 from fedloom.engine.clients.uploads import server_sums, share_change_sums
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 from fedloom.errors import Refused, attribute_error
@@ -22,7 +22,7 @@ from fedloom.schedule import Synchronous
 from fedloom.values import kind_of
 
 
-def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
+def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     """Cluster the clients again if this is due before the next round.
 
     The clients send their activations under the global model, in the same way as before round 1. The new clusters may
@@ -78,7 +78,7 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         str(setting.client_weights),
     )
     name, what, period = type(method).__name__, f"client_weights = {weights!r}", period_of(weights)
-    if uses_clusters(weights) and accounted(setting.upload_transform, aggregator) is not None:
+    if uses_clusters(weights) and find_accounted_noise(setting.upload_transform, aggregator) is not None:
         raise Refused(
             f"delta requires epsilon, but with {what} clients send activations without noise, so "
             "epsilon would be infinite",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.engine.clients.chunk import ClientOutput, accept, question_counts
+from fedloom.engine.clients.chunk import ClientOutput, accept_uploads, question_counts
 from fedloom.engine.clients.scores import sizes_of
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop
@@ -92,7 +92,7 @@ class RemoteClients(ABC):
             task = TrainTask(request.round, *(row[k : k + 1] for row in (request.place, request.ids, request.share)))
             if c in outputs:
                 output = self.add_model(outputs.pop(c), received[c])
-                yield accept(self._job, request.server, task, received[c], output)
+                yield accept_uploads(self._job, request.server, task, received[c], output)
             else:
                 nothing = torch.zeros(1, len(CLIENT_COUNTS), dtype=torch.long)
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)

@@ -20,7 +20,7 @@ from fedloom.processes.clients import CLIENT_COUNTS, Scores, ScoreTask
 from fedloom.rows.attacks import Backdoor
 from fedloom.rows.layout import Layout
 from fedloom.rows.proxes import find_form
-from fedloom.tasks.calibration import recalibrated
+from fedloom.tasks.calibration import recalibrate
 
 WORK_KEY = ("", "")
 """Key in `Scores` for the number of backward and forward samples that each client's personal model required."""
@@ -66,12 +66,12 @@ def score_chunk(job: Job, down: Fields | None, global_model: Tensor | None, task
     """Scores of the global model and the personal models of a chunk of clients."""
     with attribute_error("model", job.oracle.module, f"round {task.round}"):
         try:
-            return _scores(job, down, global_model, task)
+            return _score_models(job, down, global_model, task)
         except FunctionError as error:
             raise ClientError("scoring", task.round, task.ids.tolist(), f"{error}") from error
 
 
-def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
+def _score_models(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
     scores: Scores = {}
     if global_model is not None:
         row = global_model.to(job.oracle.device)
@@ -111,17 +111,17 @@ def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[T
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
     if bool(fresh.all()) or not bool(fresh.any()):
-        return _personal(job, down, round, ids, trains=bool(fresh.any()))
+        return _compute_personal_models(job, down, round, ids, trains=bool(fresh.any()))
     models = torch.empty(len(ids), job.oracle.layout.d, dtype=job.oracle.dtype, device=job.oracle.device)
     cost = torch.zeros(len(ids), 2, dtype=torch.long)
     for trains in (False, True):
         places = (fresh == trains).nonzero()[:, 0]
-        some, cost[places] = _personal(job, down, round, ids[places], trains=trains)
+        some, cost[places] = _compute_personal_models(job, down, round, ids[places], trains=trains)
         models.index_copy_(0, places.to(models.device), some)
     return models, cost
 
 
-def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
+def _compute_personal_models(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
     download = to_device(rows_of(down, ids), device)
@@ -147,7 +147,7 @@ Pass = tuple[Tensor, Tensor, Tensor]
 def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
     """Evaluate one model on the same part of many clients."""
     index, sizes = job.eval_fed.gather(part, ids)
-    return torch.cat([*_outputs(job.oracle, row, index)]), index, sizes
+    return torch.cat([*_evaluate_outputs(job.oracle, row, index)]), index, sizes
 
 
 def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
@@ -159,11 +159,11 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
     pieces: list[Tensor] = []
     for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
         oracle.set_statistics(row, i[None])
-        pieces += _outputs(oracle, row, piece)
+        pieces += _evaluate_outputs(oracle, row, piece)
     return torch.cat(pieces), index, sizes
 
 
-def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
+def make_part_evaluator(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
     """Return a function that evaluates ``models`` (one ``[d]``, or one per client ``[m, d]``) on a part of the clients.
 
     In normalization layers, a global model uses either the statistics of the cohort or each client's own (see
@@ -175,12 +175,12 @@ def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Calla
         if _uses_own_statistics(job):
             models = models.expand(len(ids), -1)
     pass_of, fitted = pass_shared if models.ndim == 1 else pass_own, job.setting.task.line_part
-    line = None if fitted is None else line_of(job, pass_of(job, models, ids, fitted))
+    line = None if fitted is None else recalibration_lines(job, pass_of(job, models, ids, fitted))
 
     def outputs(part: str) -> Pass:
         predictions, index, sizes = pass_of(job, models, ids, part)
         if line is not None:
-            predictions = recalibrated(predictions, line.repeat_interleave(sizes.cpu(), 0))
+            predictions = recalibrate(predictions, line.repeat_interleave(sizes.cpu(), 0))
         return predictions, index, sizes
 
     return outputs
@@ -193,11 +193,11 @@ def _uses_own_statistics(job: Job) -> bool:
 
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
     """Return the scores of one kind of model on each evaluated part of a chunk of clients."""
-    outputs = part_outputs(job, models, task.ids, task.cohort)
-    scores: Scores = {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
+    outputs = make_part_evaluator(job, models, task.ids, task.cohort)
+    scores: Scores = {(kind, part): _metrics_by_client(job, *outputs(part)) for part in job.setting.evaluate.parts}
     if isinstance(job.setting.attack, Backdoor):
         for part in scores.keys() & {(kind, part) for part in TRIGGERED_PARTS}:
-            scores[part]["attack_success"] = _metrics(job, *outputs(TRIGGERED_PARTS[part[1]]))["accuracy"]
+            scores[part]["attack_success"] = _metrics_by_client(job, *outputs(TRIGGERED_PARTS[part[1]]))["accuracy"]
     return scores
 
 
@@ -213,10 +213,10 @@ def final_outputs(job: Job, state: State, kind: str) -> Pass:
         row = job.algorithm.global_model(state.server)
         assert row is not None
         models = row.to(job.oracle.device)
-    return part_outputs(job, models, job.scored_ids, state.cohort)("test")
+    return make_part_evaluator(job, models, job.scored_ids, state.cohort)("test")
 
 
-def line_of(job: Job, fitted: Pass) -> Tensor:
+def recalibration_lines(job: Job, fitted: Pass) -> Tensor:
     """Return the slope and intercept ``[m, 2]`` that recalibrate each client's outputs (see `Objective.line`)."""
     outputs, index, sizes = fitted
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
@@ -225,7 +225,9 @@ def line_of(job: Job, fitted: Pass) -> Tensor:
 
 def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
     index = common_test(job.eval_fed, job.scored_ids)
-    return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)]))
+    return _metrics_by_client(
+        job, torch.cat([*_evaluate_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)])
+    )
 
 
 def common_test(fed: Federation, scored: Tensor) -> Tensor:
@@ -233,13 +235,13 @@ def common_test(fed: Federation, scored: Tensor) -> Tensor:
     return fed.gather("test", scored)[0] if fed.test is None else fed.test
 
 
-def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+def _metrics_by_client(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
     """Return metrics for each client from samples that are ordered by client."""
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
 
-def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
+def _evaluate_outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
     yield torch.empty(0, oracle.task.outputs, dtype=oracle.dtype, device=oracle.device)
     if len(index):
         yield from oracle.outputs(row, index)

@@ -18,7 +18,7 @@ from fedloom.algorithms import Kind
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
-from fedloom.local.rows import Fields, remade
+from fedloom.local.rows import Fields, rebuild_rows
 from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 
 SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
@@ -77,12 +77,12 @@ class MeanField(RowsField):
         value: Tensor = getattr(up, self.name)
         share = mass if self.kind.accumulates else share
         if len(value) == 1:  # a large model's chunk
-            return value[0] if share == 1 else torch.mul(value[0], share[0].to(value), out=_empty(value[0]))
+            return value[0] if share == 1 else torch.mul(value[0], share[0].to(value), out=_allocate_vector(value[0]))
         return (share.T.to(value) @ value)[0]
 
     def merge(self, part: Tensor) -> None:
         if not self.parts:
-            self.parts = [_empty(part, torch.float64).copy_(part)]
+            self.parts = [_allocate_vector(part, torch.float64).copy_(part)]
         else:
             scratch = part.new_empty(min(CONVERTED_ELEMENTS, len(part)), dtype=torch.float64)
             for total, piece in zip(
@@ -92,7 +92,7 @@ class MeanField(RowsField):
 
     def finish(self, cohort: Uploads) -> Tensor:
         divisor = float(cohort.masses.sum()) if self.kind.accumulates else cohort.share
-        return _divided(self.parts[0], divisor, cohort.job)
+        return _divide_sum(self.parts[0], divisor, cohort.job)
 
 
 class KeptField(RowsField):
@@ -101,7 +101,7 @@ class KeptField(RowsField):
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         assert kept is not None
         now, old = (self.weighted(rows).cpu() for rows in (up, kept))
-        return _sum(now, mass).sub_(_sum(old, mass))
+        return _weighted_sum(now, mass).sub_(_weighted_sum(old, mass))
 
     def merge(self, part: Tensor) -> None:
         self.parts[0].add_(part)
@@ -109,7 +109,7 @@ class KeptField(RowsField):
     def finish(self, cohort: Uploads) -> Tensor:
         weight = self.kind.weight
         divisor = float(cohort.job.masses.sum()) if weight is None else cohort.sums[weight]
-        return _divided(self.parts[0], divisor, cohort.job)
+        return _divide_sum(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
         """If there is an upload field that contains the weights of the field, multiply the field by it."""
@@ -117,16 +117,16 @@ class KeptField(RowsField):
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
 
-def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
+def _divide_sum(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
     """Divide a double-precision sum, and return the quotient in the run's precision."""
-    quotient = _empty(total, job.oracle.dtype)
+    quotient = _allocate_vector(total, job.oracle.dtype)
     scratch = total[:CONVERTED_ELEMENTS].clone()
     for to, piece in zip(quotient.split(CONVERTED_ELEMENTS), total.split(CONVERTED_ELEMENTS), strict=True):
         to.copy_(torch.div(piece, divisor, out=scratch[: len(piece)]))
     return quotient
 
 
-def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _allocate_vector(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate an uninitialized vector.
 
     On a CPU, NumPy allocates the memory, because it uses pages of 2 MB for large arrays, which are faster to touch.
@@ -144,7 +144,7 @@ def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, R
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
-def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
+def chunk_contributions(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
     """Return the contributions of a chunk's accepted uploads, keyed by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
     return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
@@ -164,7 +164,7 @@ def server_sums(job: Job) -> dict[str, Tensor]:
     for ids in job.everyone.split(job.chunk) if fields else ():
         kept = job.kept.read(ids)
         for field in fields:
-            sums[field.name].add_(_sum(field.weighted(kept), job.masses[ids]))
+            sums[field.name].add_(_weighted_sum(field.weighted(kept), job.masses[ids]))
     return sums
 
 
@@ -174,8 +174,8 @@ def share_change_sums(job: Job, before: Job) -> Fields:
     step = job.masses / job.masses.sum() - before.masses / before.masses.sum()
     for ids in job.everyone.split(job.chunk) if sums else ():
         for total, rows in zip(sums, job.summed.read(ids), strict=True):
-            total.add_(_sum(rows, step[ids]))
-    return remade(job.summed.template, [total.to(job.oracle.device, job.oracle.dtype) for total in sums])
+            total.add_(_weighted_sum(rows, step[ids]))
+    return rebuild_rows(job.summed.template, [total.to(job.oracle.device, job.oracle.dtype) for total in sums])
 
 
 class Uploads:
@@ -345,7 +345,7 @@ def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> No
         raise ValueError(f"it must return one vector for every field, with the shapes {wanted}, got {got}")
 
 
-def _sum(rows: Tensor, mass: Tensor) -> Tensor:
+def _weighted_sum(rows: Tensor, mass: Tensor) -> Tensor:
     """Return the sum ``[d]`` of ``rows [m, d]`` weighted by ``mass [m, 1]``, in double precision without a copy."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for row, factor in zip(rows, mass[:, 0].tolist(), strict=True):

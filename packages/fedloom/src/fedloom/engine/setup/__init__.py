@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.data.federation import Federation
-from fedloom.engine.checks.rehearsal import rehearse
+from fedloom.engine.checks.rehearsal import rehearse_rounds
 from fedloom.engine.job import Job
 from fedloom.engine.problem import JobFacts
 from fedloom.engine.replay import Replay
@@ -18,17 +18,17 @@ from fedloom.engine.setup.states import make_templates, start_method
 from fedloom.engine.workers import worker_count
 from fedloom.errors import Refused
 from fedloom.local.oracles import chunk_limit
-from fedloom.local.oracles.precision import undisturbed
-from fedloom.local.rows import Fields, remade
+from fedloom.local.oracles.precision import isolate_torch_settings
+from fedloom.local.rows import Fields, rebuild_rows
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.row_locations import RowLocations
 from fedloom.schedule import Stream
 from fedloom.seeds import preserve_rng
-from fedloom.storage.memory import Forked
+from fedloom.storage.memory import ForkedMemory
 from fedloom.storage.store import Store
 
 
-@undisturbed()
+@isolate_torch_settings()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     """Check a run against its federation. For this, the model is built, but no client state is allocated.
 
@@ -41,7 +41,7 @@ def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     return make_problem(setting, fed, finds=False)[0].notes
 
 
-@undisturbed()
+@isolate_torch_settings()
 def make_job(
     setting: Setting,
     fed: Federation,
@@ -67,9 +67,9 @@ def make_job(
     workers = worker_count(engine, problem, samples) if ranks.size == 1 else 1
 
     def store(name: str, template: Fields) -> Store[Fields]:
-        on_cpu = remade(template, [t.cpu() for t in template])
+        on_cpu = rebuild_rows(template, [t.cpu() for t in template])
         path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
-        memory = Forked() if workers > 1 else ranks.memory
+        memory = ForkedMemory() if workers > 1 else ranks.memory
         return Store(problem.n, on_cpu, path=path, budget=engine.state_memory_mib << 20, memory=memory)
 
     facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
@@ -132,5 +132,5 @@ def make_problem(
     )
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
         raise Refused(f"cohorts are lists of clients per round, but schedule {setting.schedule.kind!r} has no rounds")
-    rehearse(problem, started.states)
+    rehearse_rounds(problem, started.states)
     return problem, InitialState(started.states[0], make_templates(problem, started, problems.x0))

@@ -11,22 +11,22 @@ from fedloom.algorithms import check_declaration
 from fedloom.choose import SharesWeigher, Uniform, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapt_defaults
-from fedloom.engine.checks.notes import changes_nothing
+from fedloom.engine.checks.notes import no_effect_sentence
 from fedloom.engine.checks.refusals import (
+    add_rule_to_errors,
     check_attack,
     check_early_stop,
     check_mixer,
     check_root,
     check_sampler,
     check_together,
-    ruled,
 )
-from fedloom.engine.clients.poisoning import add_triggers, poisoned
+from fedloom.engine.clients.poisoning import add_triggers, poison_training_data
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule
 from fedloom.errors import ConfigError
-from fedloom.local.oracles.precision import wake
+from fedloom.local.oracles.precision import warm_up_gpu
 from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.schedule import Synchronous
 
@@ -56,22 +56,22 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     Raises:
         ConfigError: values are impossible, or cannot be combined.
     """
-    device, dtype = _place(setting.engine)
+    device, dtype = _device_and_dtype(setting.engine)
     check_declaration(type(setting.resolved().method))
     setting.local.check(setting.rounds)
     eval_fed = fed.to(device, dtype)
     fed = eval_fed.pooled() if setting.pooled else eval_fed
-    setting, notes = _checked(setting, fed.n)
+    setting, notes = _check_without_data(setting, fed.n)
     check_early_stop(setting, eval_fed)
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
     if isinstance(setting.attack, Backdoor):
         fed = eval_fed = add_triggers(eval_fed, setting.attack)
     if isinstance(setting.attack, Poison | Backdoor):
-        fed = poisoned(fed, setting.attack, attackers, setting.seed)
+        fed = poison_training_data(fed, setting.attack, attackers, setting.seed)
     return Participants(setting, fed, eval_fed, attackers, notes)
 
 
-def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
+def _device_and_dtype(engine: Engine) -> tuple[torch.device, torch.dtype]:
     """Return the device and data type of a run.
 
     Raises:
@@ -88,11 +88,11 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
                 rule="device-missing",
                 fix=f"set {{engine.device = {use!r}}}",
             )
-        wake(device)
+        warm_up_gpu(device)
     return device, getattr(torch, engine.dtype)
 
 
-def _closed(weigher: Weigher) -> Weigher:
+def _check_weigher_groups(weigher: Weigher) -> Weigher:
     """Check that the weigher needs no further groups, and return it.
 
     Raises:
@@ -109,7 +109,7 @@ def _closed(weigher: Weigher) -> Weigher:
         ) from None
 
 
-def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
+def _check_without_data(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     """Resolve presets, and check everything that can be checked without reading data.
 
     Return the checked setting, and notes on options that have no effect on pooled data.
@@ -118,7 +118,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values are impossible, or cannot be combined.
     """
     pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
-    setting = setting.with_(aggregation_weights=_closed(setting.aggregation_weights))
+    setting = setting.with_(aggregation_weights=_check_weigher_groups(setting.aggregation_weights))
     check_together(
         setting.method, setting.local, setting.aggregation_weights, setting.aggregator, setting.upload_transform
     )
@@ -137,14 +137,14 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
             for name in ("sampler", "aggregation_weights", "schedule", *none)
             if getattr(pool, name) != getattr(setting, name)
         ]
-        notes = [f"pooled data have one client: {changes_nothing(keys)}"] if keys else []
+        notes = [f"pooled data have one client: {no_effect_sentence(keys)}"] if keys else []
         setting = pool
     check_privacy(
         setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights
     )
-    with ruled(f"sampler-{setting.sampler.kind}"):
+    with add_rule_to_errors(f"sampler-{setting.sampler.kind}"):
         setting.sampler.check(n)
-    with ruled(f"weigher-{setting.aggregation_weights.kind}"):
+    with add_rule_to_errors(f"weigher-{setting.aggregation_weights.kind}"):
         setting.aggregation_weights.check(n)
     if setting.personalized_aggregation is not None:
         check_mixer(setting.method, setting.personalized_aggregation, setting.aggregator)

@@ -48,7 +48,7 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
         ConfigError: the model or the client weights are not suitable for the data.
     """
     setting, fed = participants.setting, participants.fed
-    oracle = _oracle(setting, fed)
+    oracle = _build_oracle(setting, fed)
     sizes, shares = fed.sizes("train").cpu()[:, None], shares_of(setting.client_weights, fed)
     replay.check(setting.method, setting.sampler, setting.rounds, sizes)
     ids, projection, alpha = torch.arange(fed.n), replay.projection, shares.to(oracle.dtype)
@@ -67,7 +67,7 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     return LocalProblems(oracle, ctx._replace(weight=shares.to(oracle.dtype)), x0, spent)
 
 
-def _oracle(setting: Setting, fed: Federation) -> Network:
+def _build_oracle(setting: Setting, fed: Federation) -> Network:
     """Build the local problems for a run's model on a federation.
 
     Raises:

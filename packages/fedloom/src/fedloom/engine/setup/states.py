@@ -11,7 +11,13 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm
 from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE, notes_of
-from fedloom.engine.checks.refusals import check_mixed_width, check_tested, check_width, initial, ruled
+from fedloom.engine.checks.refusals import (
+    add_rule_to_errors,
+    check_initial_states,
+    check_mixed_width,
+    check_tested,
+    check_width,
+)
 from fedloom.engine.checks.rehearsal import Start, check_layers
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
@@ -56,9 +62,9 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     """
     setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
     method, sampler = setting.method, setting.sampler
-    with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
+    with attribute_error("method", method, "init"), add_rule_to_errors(f"method-{type(method).__name__.lower()}"):
         method, drawn = method.derive_options(ctx), rng_states()
-        states = initial(method, x0, ctx)
+        states = check_initial_states(method, x0, ctx)
         draws = [GLOBAL_DRAWS_NOTE] * (rng_states() != drawn)
     setting = setting.with_(algorithm=method)
     server = states[0]
@@ -74,14 +80,14 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     if setting.personalized_aggregation is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    with ruled(f"method-{type(method).__name__.lower()}"):
+    with add_rule_to_errors(f"method-{type(method).__name__.lower()}"):
         method_notes = notes_of(setting, oracle, server, ctx, fewest, participants.attackers)
     tested = check_tested(setting, participants.eval_fed)
     notes = [*participants.notes, *tested, *draws, *method_notes, *idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     check_layers(setting, oracle, ctx, states)
-    memory = _memory(method, states, oracle, ctx)
+    memory = _find_optimizer_states(method, states, oracle, ctx)
     return StartedMethod(setting, states, memory, _check_parts(setting, states, oracle, ctx), notes)
 
 
@@ -100,7 +106,9 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
     check_width(method, sample, setting.aggregation_weights, setting.sampler, oracle.layout.d)
     if channel is None:
         return Nothing()
-    return _residue(Messages(method, oracle.layout, oracle.device, channel), channel, sample, states[2], oracle.dtype)
+    return _initial_residue(
+        Messages(method, oracle.layout, oracle.device, channel), channel, sample, states[2], oracle.dtype
+    )
 
 
 def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
@@ -117,13 +125,13 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
         "clients": client,
         "kept": Nothing() if kept is None else kept,
         "models": LastModel(x0) if mixes_models else Nothing(),
-        "summed": _summed(problem, client),
+        "summed": _summed_rows(problem, client),
         "residue": started.residue,
         "optimizer": Nothing() if started.memory is None else Moments(started.memory.rows[0]),
     }
 
 
-def _summed(problem: JobFacts, client: Fields) -> Fields:
+def _summed_rows(problem: JobFacts, client: Fields) -> Fields:
     """Return the rows from which the per-client sums of `JobFacts.summed_fields` start.
 
     Changes of a client's row are added to the initial value of this row, and other fields are added to zero.
@@ -156,7 +164,7 @@ class Moments(NamedTuple):
     s: Tensor
 
 
-def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
+def _find_optimizer_states(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
     """Let a client take a trial step to determine which optimizer states must be stored. Return None if there are none.
 
     Raises:
@@ -179,7 +187,9 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
     return memory.replace_rows(memory.rows * 0) if local.optimizer_state == "persistent" else None
 
 
-def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
+def _initial_residue(
+    messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype
+) -> Fields:
     """Return the initial state of the channel for uploads that have this form."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))

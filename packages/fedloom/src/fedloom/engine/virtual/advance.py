@@ -13,13 +13,13 @@ from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.engine.virtual.real import RealVersion
-from fedloom.engine.virtual.rounds import cut_round, whole_round
+from fedloom.engine.virtual.rounds import run_deadline_round, run_whole_round
 from fedloom.engine.virtual.stream import VirtualVersion
 from fedloom.processes.clients import Clients, LocalClients
 from fedloom.schedule import Deadline, OverSelection, Stream
 
 
-def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str, ...]]:
+def advance_to_server_step(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str, ...]]:
     """Run a job until the next server step.
 
     Returns:
@@ -38,6 +38,6 @@ def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str,
         case Stream():
             return VirtualVersion(job, clients, state, schedule).run()
         case Deadline() | OverSelection():
-            return cut_round(job, clients, state)
+            return run_deadline_round(job, clients, state)
         case _:
-            return whole_round(job, clients, state)
+            return run_whole_round(job, clients, state)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms._messages import download_type
-from fedloom.engine.clients.chunk import ClientOutput, ClientState, Computed
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, ComputedChunk
 from fedloom.engine.job import Job
 from fedloom.local.rows import group_of, name_tensors
 from fedloom.schedule import Fleet
@@ -23,7 +23,7 @@ Rows = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 
-class Fate(IntEnum):
+class ReplyOutcome(IntEnum):
     """Outcome of a client's work."""
 
     USED = 0
@@ -41,7 +41,7 @@ class Fate(IntEnum):
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
 """Columns of the log: the client, the number of server steps before its dispatch, the server step that used its upload
 (or during which the task was abandoned), the times in seconds of dispatch and end, the time in seconds during which the
-client was busy, and its `Fate`."""
+client was busy, and its `ReplyOutcome`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
@@ -90,7 +90,7 @@ class Flight(NamedTuple):
         return self._replace(places=left, fields={name: select_rows(name, t) for name, t in self.fields.items()})
 
 
-def flatten_results(computed: Computed) -> dict[str, Tensor]:
+def flatten_results(computed: ComputedChunk) -> dict[str, Tensor]:
     """Return the results for a chunk of clients in the form of `Flight.fields`."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
@@ -99,11 +99,11 @@ def flatten_results(computed: Computed) -> dict[str, Tensor]:
     return name_tensors({"counts": computed.counts, "work": output.work, **groups, **answers})
 
 
-Piece = tuple[Flight, Ids]
+FlightPiece = tuple[Flight, Ids]
 """`Flight`, and the positions of those clients in it whose uploads arrive."""
 
 
-def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
+def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
     """Return the results of the clients in several pieces, combined into one.
 
     The results of a single piece are not copied.
@@ -126,7 +126,7 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
     )
     weigher, sampler, model = (fields.get(name) for name in ("weigher", "sampler", "model"))
     output = ClientOutput(group("upload", job.upload), state, fields["work"], weigher, sampler, model)
-    return Computed(group("received", download_type(type(job.algorithm))), output, fields["counts"])
+    return ComputedChunk(group("received", download_type(type(job.algorithm))), output, fields["counts"])
 
 
 def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class Clock:
     def used_in(self, round: int) -> Rows:
         """Return the log rows ``[k, 7]`` of the uploads used in the most recent server step, number ``round``."""
         newest: Rows = self.log[-1]
-        chosen: Rows = newest[(newest[:, ROUND_COLUMN] == round) & (newest[:, FATE_COLUMN] == Fate.USED)]
+        chosen: Rows = newest[(newest[:, ROUND_COLUMN] == round) & (newest[:, FATE_COLUMN] == ReplyOutcome.USED)]
         return chosen
 
     def tensors(self) -> dict[str, Tensor]:
@@ -275,8 +275,8 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
     """Count the uploads of each client in the log."""
     log = clock.history()
     merged, lost = (
-        log[log[:, FATE_COLUMN] == Fate.USED],
-        log[(log[:, FATE_COLUMN] >= Fate.UNUSABLE) & (log[:, FATE_COLUMN] <= Fate.LOST)],
+        log[log[:, FATE_COLUMN] == ReplyOutcome.USED],
+        log[(log[:, FATE_COLUMN] >= ReplyOutcome.UNUSABLE) & (log[:, FATE_COLUMN] <= ReplyOutcome.LOST)],
     )
     used, unheard = (np.bincount(some[:, CLIENT_COLUMN].astype(int), minlength=n) for some in (merged, lost))
     stale = np.bincount(
@@ -287,7 +287,7 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
     return UploadCounts(*(torch.from_numpy(some).double() for some in (used, mean, unheard)))
 
 
-class Use(NamedTuple):
+class TimeUse(NamedTuple):
     """Division of the elapsed time of each client into busy, absent and idle time.
 
     Attributes:
@@ -301,7 +301,7 @@ class Use(NamedTuple):
     idle: Tensor
 
 
-def use_of(clock: Clock, fleet: Fleet) -> Use:
+def divide_client_time(clock: Clock, fleet: Fleet) -> TimeUse:
     """Return how each client has spent its time, according to the log and to the clients that are under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
@@ -309,4 +309,4 @@ def use_of(clock: Clock, fleet: Fleet) -> Use:
         so_far = fleet.presence_seconds(client, start, min(end, clock.now)) if clock.now > start else 0.0
         busy[client] += min(so_far, whole) if math.isfinite(whole) else so_far
     absent, work = fleet.absent(clock.now), torch.from_numpy(busy)
-    return Use(work, absent, clock.now - work - absent)
+    return TimeUse(work, absent, clock.now - work - absent)

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.engine.clients.chunk import accept, computed
-from fedloom.engine.clients.forging import forged
+from fedloom.engine.clients.chunk import accept_uploads, count_chunk_output
+from fedloom.engine.clients.forging import forge_models
 from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
-from fedloom.engine.round import longest_first, take
+from fedloom.engine.round import sort_by_samples, update_server
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import Fate, Flight, Ids, Piece, Rows, flatten_results, gathered
-from fedloom.engine.virtual.staleness import applied_now
+from fedloom.engine.virtual.clock import Flight, FlightPiece, Ids, ReplyOutcome, Rows, combine_pieces, flatten_results
+from fedloom.engine.virtual.staleness import convert_stale_uploads
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import (
     ChunkResult,
@@ -33,11 +33,19 @@ def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, s
     """Return log rows ``[m, 7]`` for clients that all start at the time ``start`` and whose uploads are all used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
-    columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
+    columns = (
+        ids,
+        version * same,
+        round * same,
+        start * same,
+        fleet.ends(ids, start, busy),
+        busy,
+        ReplyOutcome.USED * same,
+    )
     return np.stack(columns, 1)
 
 
-def compute(
+def compute_results(
     job: Job, clients: LocalClients, state: State, ids: Tensor, times: Tensor, steps: Tensor | None = None
 ) -> list[Flight]:
     """Train clients from a given state, and return their results in the order of a synchronous round.
@@ -51,7 +59,7 @@ def compute(
         steps: number of local steps of each client ``[m]``. None stands for the number in the run's settings.
     """
     t = state.round + 1
-    order = longest_first(job, ids)
+    order = sort_by_samples(job, ids)
     ids, times, steps = ids[order], times[order], None if steps is None else steps[order]
     if job.mixes:
         job.locations.replicate(job.mixed(ids))
@@ -69,15 +77,21 @@ def compute(
         honest = torch.cat(models) if models else None
 
         def attack() -> dict[str, Tensor]:
-            received, output = forged(job, down, task, honest, len(ids))
-            return flatten_results(computed(job, state.server, task.ids, received, output))
+            received, output = forge_models(job, down, task, honest, len(ids))
+            return flatten_results(count_chunk_output(job, state.server, task.ids, received, output))
 
         flights.append(Flight.create(state.round, task.ids, times[forging], clients.call_once(task.ids, attack)))
     return flights
 
 
-def step_on(
-    job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Fields, query_counts: Tensor
+def step_server(
+    job: Job,
+    clients: Clients,
+    state: State,
+    t: int,
+    pieces: Sequence[FlightPiece],
+    sampler: Fields,
+    query_counts: Tensor,
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
     """Take a server step with uploads that have arrived.
 
@@ -97,20 +111,20 @@ def step_on(
         begin += m
         task = TrainTask(t, torch.arange(m), cohort[part], shares[part])
 
-        def arrive(group: Sequence[Piece] = group, task: TrainTask = task) -> ChunkResult:
-            down, output, counts = gathered(job, group)
+        def arrive(group: Sequence[FlightPiece] = group, task: TrainTask = task) -> ChunkResult:
+            down, output, counts = combine_pieces(job, group)
             applied = None
             if isinstance(job.setting.schedule, Stream):
                 lags = [t - 1 - flight.version for flight, places in group for _ in places]
-                applied = applied_now(job, state.server, t, task.ids, output.upload, down, torch.tensor(lags))
-            return accept(job, state.server, task, down, output, counts, applied)
+                applied = convert_stale_uploads(job, state.server, t, task.ids, output.upload, down, torch.tensor(lags))
+            return accept_uploads(job, state.server, task, down, output, counts, applied)
 
         uploads.add(clients.call_once(task.ids, arrive))
-    new, events = take(job, state, t, cohort, sampler, query_counts, uploads)
+    new, events = update_server(job, state, t, cohort, sampler, query_counts, uploads)
     return new, events, torch.cat(uploads.ids).numpy()
 
 
-def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
+def _group_pieces(job: Job, pieces: Sequence[FlightPiece], t: int) -> list[list[FlightPiece]]:
     """Return groups of pieces that are processed together, if possible with at most as many clients as a chunk.
 
     Complete chunks that were dispatched from the current state are processed one by one, as in a synchronous round, so
@@ -120,7 +134,7 @@ def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
     if whole or type(job.algorithm).received is not Algorithm.received:
         return [[piece] for piece in pieces]
-    groups, m = list[list[Piece]](), job.chunk
+    groups, m = list[list[FlightPiece]](), job.chunk
     for piece in pieces:
         if m + len(piece[1]) > job.chunk:
             groups.append([])

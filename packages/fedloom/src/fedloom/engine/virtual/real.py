@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms._messages import download_type
-from fedloom.engine.clients.chunk import computed
+from fedloom.engine.clients.chunk import count_chunk_output
 from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
-from fedloom.engine.round import longest_first
+from fedloom.engine.round import sort_by_samples
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Event, Flight, flatten_results
 from fedloom.engine.virtual.stream import MAX_VERSION_DRAWS, Version
@@ -49,7 +49,7 @@ class RealVersion(Version):
 
     def _compute(self, ids: Tensor, times: Tensor) -> None:
         job, state = self._job, self._state
-        order = longest_first(job, ids)
+        order = sort_by_samples(job, ids)
         ids, times = ids[order], times[order]
         down = job.down(state.server, state.round + 1, ids)
         for place in range(len(ids)):
@@ -89,7 +89,9 @@ class RealVersion(Version):
                 received = self._read_downloads(flight)
                 output = clients.add_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
-                fields = flatten_results(computed(self._job, server, torch.from_numpy(flight.ids), received, output))
+                fields = flatten_results(
+                    count_chunk_output(self._job, server, torch.from_numpy(flight.ids), received, output)
+                )
                 self._flights[number] = flight._replace(fields=fields)
             elif client in failed:
                 self._unusable.add(client)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.engine.job import Job
-from fedloom.engine.round import run_round, sample
+from fedloom.engine.round import draw_cohort, run_round
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import CLIENT_COLUMN, END_COLUMN, FATE_COLUMN, Clock, Fate, Piece, Rows
-from fedloom.engine.virtual.dispatch import compute, log_rows, step_on
+from fedloom.engine.virtual.clock import CLIENT_COLUMN, END_COLUMN, FATE_COLUMN, Clock, FlightPiece, ReplyOutcome, Rows
+from fedloom.engine.virtual.dispatch import compute_results, log_rows, step_server
 from fedloom.errors import RunStopped, Stop
 from fedloom.processes.clients import (
     Answers,
@@ -32,20 +32,20 @@ from fedloom.schedule import Deadline, OverSelection
 T = TypeVar("T")
 
 
-def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
+def run_whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
     """Run a round that ends with the last reply.
 
     The results are the same as without a clock.
     """
     assert state.clock is not None
     assert job.fleet is not None
-    observed, t = Observed(clients), state.round + 1
+    observed, t = ObservedClients(clients), state.round + 1
     new, events = run_round(job, observed, state)
     start, log = observed.answered(job, state)
     now = start
     for result in observed.trained:
         rows = log_rows(job.fleet, result.ids.numpy(), result.counts, state.round, t, start)
-        rows[~result.accepted.numpy(), FATE_COLUMN] = Fate.UNUSABLE
+        rows[~result.accepted.numpy(), FATE_COLUMN] = ReplyOutcome.UNUSABLE
         now = max(now, float(rows[:, END_COLUMN].max()))
         log.append(rows)
     if math.isinf(now):
@@ -55,24 +55,24 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
     return new.with_(clock=Clock(now, clock.queue, log=clock.logged(np.concatenate(log)))), events
 
 
-def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
+def run_deadline_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
     """Run a round that ends at its deadline, or as soon as enough clients have replied."""
     assert state.clock is not None
     assert job.fleet is not None
-    t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
-    drawn, sampler, query_counts = sample(job, observed, state, t)
+    t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, ObservedClients(clients)
+    drawn, sampler, query_counts = draw_cohort(job, observed, state, t)
     start, asking = observed.answered(job, state)
     cohort, times = drawn.unique(return_counts=True)
     steps = None
     if isinstance(schedule, Deadline) and schedule.partial:
-        steps = _affordable(job, cohort, schedule.seconds)
-    flights = compute(job, clients, state, cohort, times, steps)
+        steps = _affordable_steps(job, cohort, schedule.seconds)
+    flights = compute_results(job, clients, state, cohort, times, steps)
     logs = [log_rows(job.fleet, f.ids, f.fields["counts"], state.round, t, start) for f in flights]
     log = np.concatenate(logs)
     if isinstance(schedule, Deadline):
         end = start + schedule.seconds
         if steps is not None:
-            log[(steps == 0)[_places(cohort, log[:, CLIENT_COLUMN])].numpy(), END_COLUMN] = math.inf
+            log[(steps == 0)[_cohort_positions(cohort, log[:, CLIENT_COLUMN])].numpy(), END_COLUMN] = math.inf
         in_time = log[:, END_COLUMN] <= end
         now = float(log[:, END_COLUMN].max()) if in_time.all() else end
     else:
@@ -83,14 +83,14 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
         if math.isinf(now):
             raise RunStopped(Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients ever answer")
     overdue = ~in_time
-    log[overdue, FATE_COLUMN], log[overdue, END_COLUMN] = Fate.LATE, now
+    log[overdue, FATE_COLUMN], log[overdue, END_COLUMN] = ReplyOutcome.LATE, now
     log[overdue, 5] = [job.fleet.presence_seconds(int(client), start, now) for client in log[overdue, CLIENT_COLUMN]]
     lost = torch.from_numpy(log[overdue, CLIENT_COLUMN].astype(np.int64))
     before = state.with_(tally=state.tally.plus(lost))
     events: tuple[str, ...] = ()
     if overdue.any():
         events = (f"round {t}: {int(overdue.sum())} of {len(log)} clients were late, among them {lost[:8].tolist()}",)
-    pieces, first_row = list[Piece](), 0
+    pieces, first_row = list[FlightPiece](), 0
     for flight in flights:
         used_rows = in_time[first_row : first_row + len(flight.ids)]
         first_row += len(flight.ids)
@@ -103,18 +103,18 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
             round=t, sampler=sampler, totals=state.totals + counts, clock=Clock(now, clock.queue, log=waited)
         )
         return new, events
-    new, more, used = step_on(job, clients, before, t, pieces, sampler, query_counts)
-    log[in_time & ~np.isin(log[:, CLIENT_COLUMN], used), FATE_COLUMN] = Fate.UNUSABLE
+    new, more, used = step_server(job, clients, before, t, pieces, sampler, query_counts)
+    log[in_time & ~np.isin(log[:, CLIENT_COLUMN], used), FATE_COLUMN] = ReplyOutcome.UNUSABLE
     done = Clock(now, clock.queue, log=clock.logged(np.concatenate([*asking, log])))
     return new.with_(clock=done), (*events, *more)
 
 
-def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
+def _cohort_positions(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
     """Return the positions of clients in a cohort that is sorted in ascending order."""
     return torch.searchsorted(cohort, torch.from_numpy(clients.astype(np.int64)))
 
 
-def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
+def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
     """Return the number of local steps ``[m]`` for which clients have time besides receiving and sending a model."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
@@ -126,7 +126,7 @@ def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
     return job.algorithm.affordable(samples.to(work.steps.device), work)[:, 0].cpu()
 
 
-class Observed:
+class ObservedClients:
     """Clients of a run, together with a record of the outcome for each client of a round."""
 
     def __init__(self, clients: LocalClients) -> None:
@@ -163,7 +163,7 @@ class Observed:
         now, log = state.clock.now, list[Rows]()
         for ids, counts in self.queries:
             rows = log_rows(job.fleet, ids.numpy(), counts, state.round, state.round + 1, now)
-            rows[:, FATE_COLUMN] = Fate.QUERIED
+            rows[:, FATE_COLUMN] = ReplyOutcome.QUERIED
             now = max(now, float(rows[:, END_COLUMN].max()))
             log.append(rows)
         return now, log

@@ -18,7 +18,7 @@ from fedloom.local.rows import Fields
 from fedloom.schedule import Stream
 
 
-def discountable(algorithm: type[Algorithm]) -> dict[str, Kind]:
+def find_discountable_fields(algorithm: type[Algorithm]) -> dict[str, Kind]:
     """Return the upload fields that are changes from the received model, or that are converted to such changes."""
     kinds = upload_fields(algorithm).items()
     return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
@@ -28,7 +28,7 @@ def _is_change(kind: Kind) -> bool:
     return kind.averaged and kind.base.startswith("down.")
 
 
-def applied_now(
+def convert_stale_uploads(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
     """Return uploads after converting them for the server's current state.
@@ -44,7 +44,7 @@ def applied_now(
         received: downloads from which the clients started.
         staleness: number of server steps since the dispatch of each client ``[m]``.
     """
-    schedule, fields = job.setting.schedule, discountable(type(job.algorithm))
+    schedule, fields = job.setting.schedule, find_discountable_fields(type(job.algorithm))
     assert isinstance(schedule, Stream)
     if not fields or (schedule.rate is None and not bool(staleness.any())):
         return upload

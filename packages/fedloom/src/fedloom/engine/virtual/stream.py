@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.job import Job
-from fedloom.engine.round import checked_ids
+from fedloom.engine.round import check_client_ids
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import LOG_COLUMNS, Clock, Event, Fate
-from fedloom.engine.virtual.dispatch import compute, step_on
+from fedloom.engine.virtual.clock import LOG_COLUMNS, Clock, Event, ReplyOutcome
+from fedloom.engine.virtual.dispatch import compute_results, step_server
 from fedloom.errors import RunStopped, Stop, attribute_error
 from fedloom.processes.clients import CLIENT_COUNTS, Clients, LocalClients
 from fedloom.schedule import Stream
@@ -30,7 +30,9 @@ MAX_IDLE_ATTEMPTS = 1000
 The run then ends. For clients whose tasks are abandoned, the number of clients is added to this limit."""
 
 
-LOST_FATE, USED_FATE, UNUSABLE_FATE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
+LOST_FATE, USED_FATE, UNUSABLE_FATE = (
+    float(fate) for fate in (ReplyOutcome.LOST, ReplyOutcome.USED, ReplyOutcome.UNUSABLE)
+)
 
 NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
 """Cost of querying candidates if no candidates are queried."""
@@ -172,7 +174,7 @@ class Version(ABC):
             ctx = ctx._replace(seed=derive(ctx.seed, t, purpose=("cohort", k)))
         with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             drawn, self._sampler = job.setting.sampler.apply(self._sampler, None, ctx)
-        ids, times = checked_ids(drawn, job.n).unique(return_counts=True)
+        ids, times = check_client_ids(drawn, job.n).unique(return_counts=True)
         order = torch.randperm(len(ids), generator=generator(job.setting.seed, t, purpose=("dispatch", k)))
         pairs = zip(ids[order].tolist(), times[order].tolist(), strict=True)
         self._pool, self._pool_start = [pair for pair in pairs if pair[0] not in excluded], 0
@@ -200,7 +202,7 @@ class Version(ABC):
         if self._lost:
             lost = torch.tensor([event[2] for event in self._lost])
             before = state.with_(tally=state.tally.plus(lost))
-        new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, NO_QUERIES)
+        new, events, used = step_server(job, self._clients, before, t, pieces, self._sampler, NO_QUERIES)
         return new.with_(clock=self._advance_clock(set(used.tolist()), places)), events
 
     def _advance_clock(self, used: set[int], places: dict[int, list[int]]) -> Clock:
@@ -256,7 +258,7 @@ class VirtualVersion(Version):
         raise RunStopped(Stop.UNUSABLE, f"{detail}. Set a timeout in [schedule], or require fewer uploads per step")
 
     def _compute(self, ids: Tensor, times: Tensor) -> None:
-        for flight in compute(self._job, self._clients, self._state, ids, times):
+        for flight in compute_results(self._job, self._clients, self._state, ids, times):
             number = self._serial_of_flight()
             self._flights[number] = flight
             busy = self._fleet.busy(flight.ids, flight.fields["counts"].numpy())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter, lazy_names
+from fedloom.lazy import lazy_names, make_getattr
 
 if TYPE_CHECKING:
     from fedloom.lab.advise.advisor import Advisor as Advisor
@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = [*lazy_names(__name__)]
 
-__getattr__ = getter(__name__)
+__getattr__ = make_getattr(__name__)

@@ -17,8 +17,8 @@ from fedloom.lab.advise.answer import Advice
 from fedloom.lab.advise.race import AVERAGE_METHOD, DEFAULT_BUDGET_RUNS
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment.units.executors import Executor
-from fedloom.lab.progress import remark
-from fedloom.lab.report.comparison.pairs import checked_margin
+from fedloom.lab.progress import print_remark
+from fedloom.lab.report.comparison.pairs import check_margin
 from fedloom.rundir import place_of
 from fedloom.values import check_type
 
@@ -99,10 +99,10 @@ def advise(
     temporary = None if place is not None else Path(mkdtemp(prefix="fedloom-"))
     out = temporary / "race" if temporary is not None else place
     assert out is not None
-    tell = remark if progress_bar else _be_silent
+    tell = print_remark if progress_bar else _be_silent
     try:
         advisor = Advisor(
-            definition.document, "advise", out, budget=budget, margin=checked_margin(margin), read=definition.read
+            definition.document, "advise", out, budget=budget, margin=check_margin(margin), read=definition.read
         )
         tell(advisor.plan)
         return advisor.run(tell, join=join, executor=executor)

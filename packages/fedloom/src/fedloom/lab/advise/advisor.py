@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
-from fedloom.data.groups import keeping
+from fedloom.data.groups import keep_group_columns
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.state import State
 from fedloom.errors import CodeError, ConfigError, Refused, RunDirError, RunStopped, Stop, entered
@@ -41,13 +41,13 @@ from fedloom.lab.advise.race import (
     last_round,
     race,
 )
-from fedloom.lab.advise.settings import STEP_SIZE_KEY, Entries, read_portfolio
+from fedloom.lab.advise.settings import STEP_SIZE_KEY, RaceEntries, read_portfolio
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
 from fedloom.lab.experiment.units.shares import decide_share
-from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
+from fedloom.lab.experiment.units.travel import PackedExperiment, pack_experiment
 from fedloom.lab.tune.search import Read
 from fedloom.lab.tune.work import MAX_BUDGET_RATIO, MIN_BUDGET_RATIO, RoundPlan, plain_budget
 from fedloom.outputs import check_output_folder
@@ -57,14 +57,14 @@ from fedloom.rundir import WORK_FOLDER, file_name
 from fedloom.storage.claims import UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import table
+from fedloom.values import check_is_table
 
 RACE_FILE, LAPS_FOLDER = "race.toml", "laps"
 RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 """Names of the files and folders that a race creates in its directory."""
 
 
-IDENTITY_ARMS = 4
+IDENTITY_ARM_COUNT = 4
 """Number of settings per method that are used to recognize a race when it is resumed. A race with a larger budget tries
 these settings and additional ones."""
 
@@ -101,7 +101,7 @@ TrainLaps = Callable[[Sequence[LapWork]], list[LapResult]]
 """Function that trains the missing laps and returns the results of all laps in order."""
 
 
-def _key(lap: Lap) -> LapKey:
+def _lap_key(lap: Lap) -> LapKey:
     return lap.arm.label, lap.arm.number, lap.seed
 
 
@@ -142,11 +142,11 @@ class Advisor:
     ) -> None:
         check_alone("a race")
         self._where, self.out, self._margin, self._runs, self._read = where, out, margin, budget, read
-        self._entries = Entries(document, where, read, read_portfolio()[0] if methods is None else tuple(methods))
+        self._entries = RaceEntries(document, where, read, read_portfolio()[0] if methods is None else tuple(methods))
         base = self._entries.base
         check_output_folder(out, (where, base.source_options.get("source")), entries=RACE_ENTRIES)
         seed = base.head.seeds[0]
-        data = keeping(base.source, base.kept_columns).read(data_dir)
+        data = keep_group_columns(base.source, base.kept_columns).read(data_dir)
         whole = base.partition(data, seed)
         if not int(whole.sizes("validation").sum()):
             raise ConfigError(
@@ -246,7 +246,7 @@ class Advisor:
             if not MIN_BUDGET_RATIO <= ratio <= MAX_BUDGET_RATIO:
                 self._rounds[lap.arm.label, lap.arm.number] = max(1, round(self._plan(lap.arm) / ratio))
                 self._planned += result.trained
-                self._newest.pop(_key(lap))
+                self._newest.pop(_lap_key(lap))
                 again.append(k)
         repeated = train([self._work_of(laps[k]) for k in again]) if again else []
         for k, result in zip(again, repeated, strict=True):
@@ -257,7 +257,7 @@ class Advisor:
         whole = self._plan(lap.arm)
         setting = lap_setting(self._entries.experiment(lap.arm).methods[0].setting, lap.seed, whole)
         end = last_round(lap.depth, whole)
-        return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_key(lap)))
+        return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_lap_key(lap)))
 
     def _train_here(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
         """Train laps in processes on this machine, and share them with other processes that have joined."""
@@ -284,7 +284,7 @@ class Advisor:
         return self._results_of(works)
 
     def _train_elsewhere(
-        self, executor: Executor, luggage: Luggage, session: JoinedWork, works: Sequence[LapWork]
+        self, executor: Executor, luggage: PackedExperiment, session: JoinedWork, works: Sequence[LapWork]
     ) -> list[LapResult]:
         """Let an executor perform the training of the laps."""
         missing = [work for work in works if not work.is_done]
@@ -309,7 +309,7 @@ class Advisor:
         return self._results_of(works)
 
     def _results_of(self, works: Sequence[LapWork]) -> list[LapResult]:
-        self._newest.update((_key(work.lap), work.end) for work in works)
+        self._newest.update((_lap_key(work.lap), work.end) for work in works)
         return [read_lap(work.unit.target) for work in works]
 
     def _experiment_of_share(self) -> Experiment:
@@ -359,7 +359,10 @@ class Advisor:
             recorded = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or delete the directory") from None
-        identity, budget = self._identity(), table(recorded.get("race", {}), f"{path}: [race]").pop("budget", None)
+        identity, budget = (
+            self._identity(),
+            check_is_table(recorded.get("race", {}), f"{path}: [race]").pop("budget", None),
+        )
         identity["race"].pop("budget")
         if identity != recorded or not isinstance(budget, int | float):
             raise RunDirError(
@@ -389,7 +392,7 @@ class Advisor:
         entries = {"budget": self._runs, "metric": self.metric, "seeds": list(self.seeds)}
         arms = {
             label: [dict(arm.params) for arm in one]
-            for label, one in self._entries.arms(IDENTITY_ARMS, self.seeds[0]).items()
+            for label, one in self._entries.arms(IDENTITY_ARM_COUNT, self.seeds[0]).items()
         }
         return tomllib.loads(tomli_w.dumps({**settings, "race": {**entries, "tried": arms}}))
 

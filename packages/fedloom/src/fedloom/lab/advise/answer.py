@@ -24,8 +24,8 @@ from fedloom.lab.advise.race import (
     difference_of,
     difference_table,
 )
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.naming import figure, within_line
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.naming import describe_figure, lowercase_title
 from fedloom.lab.report.tables import write_difference
 from fedloom.metrics import metric as facts
 from fedloom.storage.files import write_atomic
@@ -175,7 +175,9 @@ class Advice(NamedTuple):
 
     @property
     def _title(self) -> str:
-        return within_line(figure(self.metric).title) + (" in points" if figure(self.metric).scale == 100 else "")
+        return lowercase_title(describe_figure(self.metric).title) + (
+            " in points" if describe_figure(self.metric).scale == 100 else ""
+        )
 
     @property
     def _behind(self) -> str:
@@ -298,10 +300,12 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
     """Write the files of an answer to the directory of the race."""
     head = "".join(f"# {line}\n" for line in advice.lines())
     write_atomic(out / ADVISED_FILE, f"# Written by 'fedloom advise'.\n{head}{experiment}".encode())
-    record = json.dumps(_finite_only(advice.record()), indent=2, allow_nan=False)
+    record = json.dumps(_replace_nonfinite(advice.record()), indent=2, allow_nan=False)
     write_atomic(out / ADVICE_FILE, f"{record}\n".encode())
-    rows = [[one.name, str(one.choice), *map(_cell, one[2:])] for one in advice.clients]
-    write_atomic(out / CLIENTS_FILE, csv_of(["client", "choice", "predicted_gain", "kept_gain", "half"], rows).encode())
+    rows = [[one.name, str(one.choice), *map(_markdown_cell, one[2:])] for one in advice.clients]
+    write_atomic(
+        out / CLIENTS_FILE, render_csv(["client", "choice", "predicted_gain", "kept_gain", "half"], rows).encode()
+    )
 
 
 def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | None) -> tuple[Verdict, int | None]:
@@ -341,7 +345,7 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
         alone = outcome.racing == (ALONE_METHOD,) if math.isnan(gains[k]) else gains[k] < 0
         choice = Choice.ALONE if alone else Choice.TUNE if personal[k] > 0 else Choice.JOIN
         values = np.array([]) if kept is None else kept[:, k]
-        half = _half(values)
+        half = _client_half_width(values)
         estimate = float(values.mean()) if values.size else math.nan
         advice.append(ClientAdvice(name, choice, float(gains[k]), estimate, half))
     return tuple(advice)
@@ -361,7 +365,7 @@ def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
     return shrink_gains(np.array([sign * (a - b) for a, b in pairs if a is not None and b is not None]))
 
 
-def _half(values: Any) -> float:
+def _client_half_width(values: Any) -> float:
     """Return the half-width of the confidence interval for the mean of a client's values over seeds."""
     if len(values) < 2 or not np.isfinite(values).all():
         return math.nan
@@ -374,13 +378,13 @@ def _record_gain(gap: PairedDifference | None) -> dict[str, float | None] | None
     return None if gap is None else {"mean": finite(gap.mean), "half": finite(gap.half_width()), "clients": gap.clients}
 
 
-def _cell(value: float) -> float | str:
+def _markdown_cell(value: float) -> float | str:
     return round(value, 12) if math.isfinite(value) else ""
 
 
-def _finite_only(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite_only(one) for key, one in value.items()}
+        return {key: _replace_nonfinite(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_finite_only(one) for one in value]
+        return [_replace_nonfinite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

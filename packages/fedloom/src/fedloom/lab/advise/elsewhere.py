@@ -70,7 +70,7 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
         setting = setting.with_(engine=setting.engine.with_(workers=1))
         for name, content in lap["checkpoint"].items():
             write_atomic(folder / name, b64decode(content))
-        fed = _cut(experiment, tuple(lap["seeds"]))[lap["seeds"].index(lap["seed"])]
+        fed = _cut_federations(experiment, tuple(lap["seeds"]))[lap["seeds"].index(lap["seed"])]
         ended = run_lap(setting, fed, lap["end"], lap["metric"], folder, [])
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if ended else {}
         if any(path.is_dir() for path in folder.iterdir()):  # a state with folders does not travel
@@ -79,6 +79,6 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
 
 
 @lru_cache(maxsize=2)
-def _cut(experiment: str, seeds: tuple[int, ...]) -> list[Federation]:
+def _cut_federations(experiment: str, seeds: tuple[int, ...]) -> list[Federation]:
     """Return the federations of a race, one per seed."""
     return cut_validation(read_federation(experiment, seeds[0]), len(seeds))

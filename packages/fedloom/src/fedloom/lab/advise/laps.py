@@ -112,7 +112,7 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
     half, which comes later. The samples of a subject stay together, and the proportions of the classes are preserved.
     If a client has only one validation subject, this subject is used to decide the race.
     """
-    cut = _Cut(fed)
+    cut = _ValidationCut(fed)
     decide, kept = cut.halve_validation()
     design = fed.data.design
     turns = [0] * seeds if design is not None and design.order is not None else range(seeds)
@@ -120,7 +120,7 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
     return [first if turn == 0 else cut.make_fold(decide, kept, turn, seeds) or first for turn in turns]
 
 
-class _Cut:
+class _ValidationCut:
     """Rows of the training and validation parts, grouped by subject."""
 
     def __init__(self, fed: Federation) -> None:
@@ -226,7 +226,7 @@ def run_lap(
         if result.stop is Stop.INTERRUPTED and result.state.round < stop_at:
             return False
         lost = "" if result.stop in (Stop.DONE, Stop.INTERRUPTED) else str(RunStopped(result.stop, result.detail))
-        lap = _result(result.state, metric, lost)
+        lap = _make_lap_result(result.state, metric, lost)
     except (RunStopped, CodeError, Refused) as error:
         lap = LapResult(0, 0, 0, 0, None, {}, str(error))
     make_folder(folder)
@@ -254,7 +254,7 @@ def copy_checkpoint(before: Path, folder: Path) -> None:
         Checkpoints(before).copy_newest(folder)
 
 
-def _result(state: State, metric: str, lost: str) -> LapResult:
+def _make_lap_result(state: State, metric: str, lost: str) -> LapResult:
     counts = dict(zip(CLIENT_COUNTS, state.totals.tolist(), strict=False))
     whole = state.records.last("", "", "samples_backward")
     scores = dict[str, dict[str, list[float | None]]]()

@@ -125,7 +125,7 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
     >>> choose_counts([LapShares()] * 6, 16), choose_counts([LapShares()] * 6, 32), choose_counts([LapShares()] * 2, 4)
     ((7, 1), (16, 4), (1, 1))
     """
-    starts, stays, ends = _costs(methods, planned)
+    starts, stays, ends = _race_costs(methods, planned)
 
     def begin(stay: int) -> int:
         return math.floor((budget - ends - stays * stay) / starts + 1e-9)
@@ -145,7 +145,7 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
 
 def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget: float, planned: float) -> int:
     """Return a larger budget, in FedAvg runs, that is enough to train the finalists with the given number of seeds."""
-    starts, stays, ends = _costs(methods, planned)
+    starts, stays, ends = _race_costs(methods, planned)
     larger = math.floor(budget) + 1
     while True:
         count, stay = choose_counts(methods, larger, planned)
@@ -154,7 +154,7 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
         larger += 1
 
 
-def _costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
+def _race_costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
     """Return three costs, in runs: of one more initial setting per method, of one more kept setting, and the rest."""
     starts = sum(one.early + one.personal for one in methods)
     stays = sum(FIRST_SEEDS * (one.middle + one.personal) - one.early for one in methods)

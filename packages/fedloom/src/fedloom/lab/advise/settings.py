@@ -17,7 +17,7 @@ from fedloom.lab.advise.race import ALONE_METHOD, AVERAGE_METHOD
 from fedloom.lab.experiment import Experiment
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
-from fedloom.lab.tune.search import Read, check_values, file_params, replace_params, space_of
+from fedloom.lab.tune.search import Read, check_values, file_setting_values, replace_params, space_of
 from fedloom.lab.tune.trial import scored_models
 from fedloom.seeds import numpy_generator
 from fedloom.values import dump
@@ -29,7 +29,7 @@ STEP_SIZE_FACTOR = 10.0
 the factor to the file's step size multiplied by the factor."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
 """Tables of an experiment file that a race ignores."""
-DIGITS_TRIED = 3
+SETTING_DIGITS = 3
 """Number of significant digits to which the numbers that are tried are rounded."""
 
 
@@ -40,7 +40,7 @@ def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
     return tuple(table["methods"]), table["space"]
 
 
-class Entries:
+class RaceEntries:
     """Methods that take part in a race, together with an experiment for each of them.
 
     Args:
@@ -63,7 +63,11 @@ class Entries:
         self._names = tuple(dict.fromkeys((ALONE_METHOD, AVERAGE_METHOD, *methods)))
         self.base = self._experiment(AVERAGE_METHOD)
         rate = self.base.common.local.lr
-        steps = {"low": _rounded(rate / STEP_SIZE_FACTOR), "high": _rounded(rate * STEP_SIZE_FACTOR), "log": True}
+        steps = {
+            "low": _round_setting(rate / STEP_SIZE_FACTOR),
+            "high": _round_setting(rate * STEP_SIZE_FACTOR),
+            "log": True,
+        }
         spaces = {name: dict(space) for name, space in self.base.tune.space.items()}
         frozen = {name: {**space, **spaces.pop(name, {})} for name, space in read_portfolio()[1].items()}
         all_methods = {STEP_SIZE_KEY: steps, **spaces.pop("all", {})}
@@ -112,7 +116,9 @@ class Entries:
         """Return the settings to try for each method: those in the file, then settings spread over the search space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
-            tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
+            tried = spread_settings(
+                self.spaces[name], file_setting_values(method, self.spaces[name]), count, name, seed
+            )
             arms[name] = [Arm(name, number, params) for number, params in enumerate(tried)]
         return arms
 
@@ -165,12 +171,12 @@ def spread_settings(
     if wanted > 0 and keys:
         sequence = qmc.Halton(d=len(keys), rng=numpy_generator(seed, purpose=("advise", label)))
         for point in sequence.random(wanted):
-            params = {key: _value(space[key], float(u)) for key, u in zip(keys, point, strict=True)}
+            params = {key: _dimension_value(space[key], float(u)) for key, u in zip(keys, point, strict=True)}
             tried += [] if params in tried else [params]
     return tried or [{}]
 
 
-def _value(dimension: Dimension, u: float) -> Any:
+def _dimension_value(dimension: Dimension, u: float) -> Any:
     """Return the value of a search dimension that corresponds to a point ``u`` in [0, 1)."""
     if not isinstance(dimension, Range):
         return dimension[int(u * len(dimension))]
@@ -178,8 +184,8 @@ def _value(dimension: Dimension, u: float) -> Any:
     if isinstance(low, int) and isinstance(high, int):
         return min(high, int(low * ((high + 1) / low) ** u if dimension.log else low + u * (high + 1 - low)))
     value = low * (high / low) ** u if dimension.log else low + u * (high - low)
-    return min(high, max(low, _rounded(value)))
+    return min(high, max(low, _round_setting(value)))
 
 
-def _rounded(value: float) -> float:
-    return rounded(value, DIGITS_TRIED) or 0.0
+def _round_setting(value: float) -> float:
+    return rounded(value, SETTING_DIGITS) or 0.0

@@ -17,16 +17,16 @@ from fedloom.lab.cli._app import (
     ExecutorName,
     FileArgument,
     Join,
+    StrictCommandGroup,
     Trust,
-    Words,
-    about_file,
+    add_file_to_errors,
     app,
-    errors,
+    print_errors,
     say,
     say_json,
     worker_count,
 )
-from fedloom.lab.cli._complete import algorithms, offer, one_of
+from fedloom.lab.cli._complete import algorithms, complete_from, complete_one_of
 from fedloom.lab.cli.analyze import choose_analysis
 from fedloom.lab.cli.models import ForceOption, IdColumnOption, PredictionsFile, SetThresholdOption, ThresholdOption
 
@@ -42,22 +42,22 @@ __all__ = [
     "Join",
     "PredictionsFile",
     "SetThresholdOption",
+    "StrictCommandGroup",
     "ThresholdOption",
     "Trust",
-    "Words",
-    "about_file",
+    "add_file_to_errors",
     "advise",
     "algorithms",
     "analyze",
     "app",
     "bench",
     "choose_analysis",
-    "errors",
+    "complete_from",
+    "complete_one_of",
     "facts",
     "main",
     "models",
-    "offer",
-    "one_of",
+    "print_errors",
     "runs",
     "say",
     "say_json",
@@ -71,7 +71,7 @@ for _package in entry_points(group="fedloom.commands"):
     _package.load()
 
 
-class Log(FileIO):
+class SafeErrorStream(FileIO):
     """Standard error stream that never ends a run.
 
     Text that cannot be written, for example to a closed pipe, is dropped.
@@ -99,6 +99,6 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stderr, TextIOWrapper):
-        log, form = BufferedWriter(Log(sys.stderr.fileno(), "w", closefd=False)), sys.stderr
+        log, form = BufferedWriter(SafeErrorStream(sys.stderr.fileno(), "w", closefd=False)), sys.stderr
         sys.stderr = TextIOWrapper(log, form.encoding, form.errors, line_buffering=True)
     app()

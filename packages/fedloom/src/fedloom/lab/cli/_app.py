@@ -61,7 +61,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 @contextmanager
-def _for_reader() -> Iterator[None]:
+def _end_without_reader() -> Iterator[None]:
     """End quietly when the reader of the output has closed it, as other programs do, for example with ``| head -1``."""
     try:
         yield
@@ -81,7 +81,7 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 """Packages of this project that add commands."""
 
 
-class Words(TyperGroup):
+class StrictCommandGroup(TyperGroup):
     """Command group that rejects arguments that are empty or are not valid text.
 
     An empty argument usually results from a shell variable that is not set. Used as a path, it would stand for the
@@ -100,12 +100,12 @@ class Words(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Return the context of the command, unless help or the version was requested and has been printed."""
-        with _for_reader():
+        with _end_without_reader():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command and return its result. Expected errors are printed as sentences."""
-        with _for_reader(), errors():
+        with _end_without_reader(), print_errors():
             try:
                 return super().invoke(ctx)
             except Exception as error:
@@ -170,7 +170,7 @@ class Words(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Words,
+    cls=StrictCommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -179,7 +179,7 @@ app = typer.Typer(
 )
 
 
-def _version(requested: bool) -> None:
+def _print_version(requested: bool) -> None:
     if requested:
         typer.echo(f"fedloom {__version__}")
         raise typer.Exit
@@ -188,7 +188,7 @@ def _version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show the version")
     ] = False,
 ) -> None:
     """Process the options of the program itself."""
@@ -275,7 +275,7 @@ fails."""
 
 
 @contextmanager
-def about_file(file: Path) -> Iterator[None]:
+def add_file_to_errors(file: Path) -> Iterator[None]:
     """Add the name of the experiment file and the line of the key in question to messages raised inside the block.
 
     Raises:
@@ -287,11 +287,11 @@ def about_file(file: Path) -> Iterator[None]:
     except (ConfigError, DataError) as error:
         text = file.read_text(errors="replace") if file.is_file() else ""
         fix = getattr(error, "fix", "")
-        error.args = ("\n".join(_located(line, file, text, fix) for line in str(error).splitlines()),)
+        error.args = ("\n".join(_add_location(line, file, text, fix) for line in str(error).splitlines()),)
         raise
 
 
-def _located(sentence: str, file: Path, text: str, fix: str) -> str:
+def _add_location(sentence: str, file: Path, text: str, fix: str) -> str:
     """Return an error message, preceded by the file and the line of the first key that the message or advice names."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # about the command itself
@@ -299,7 +299,7 @@ def _located(sentence: str, file: Path, text: str, fix: str) -> str:
     if rest != sentence and not sentence.startswith(f"{file}: "):
         return sentence
     named = NAMED_KEY.match(rest) or KEY_OF_FIX.search(fix)
-    line = None if named is None else line_of(text, **{k: v for k, v in named.groupdict().items() if v})
+    line = None if named is None else find_line(text, **{k: v for k, v in named.groupdict().items() if v})
     return f"{file}{'' if line is None else f':{line}'}: {rest}"
 
 
@@ -312,7 +312,7 @@ of tables, a key, or an unknown word."""
 KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 
 
-def line_of(
+def find_line(
     text: str, table: str = "", key: str = "", word: str = "", array: str = "", place: str = "0", part: str = ""
 ) -> int | None:
     r"""Return the line number in an experiment file that a message refers to, or None if no line matches.
@@ -348,7 +348,7 @@ def line_of(
 
 
 @contextmanager
-def errors() -> Iterator[None]:
+def print_errors() -> Iterator[None]:
     """Print an expected error as one sentence on standard error, and exit with code 2 (bad input) or 1 (failure)."""
     try:
         yield

@@ -15,7 +15,7 @@ Offer = Callable[[str], list[str]]
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
-def offer(words: Callable[[], Iterable[str]]) -> Offer:
+def complete_from(words: Callable[[], Iterable[str]]) -> Offer:
     """Return a function that completes a word with any of the words that ``words()`` yields."""
 
     def offered(incomplete: str) -> list[str]:
@@ -24,12 +24,12 @@ def offer(words: Callable[[], Iterable[str]]) -> Offer:
     return offered
 
 
-def one_of(*words: str) -> Offer:
+def complete_one_of(*words: str) -> Offer:
     """Return a function that completes a word with one of the given words."""
-    return offer(lambda: words)
+    return complete_from(lambda: words)
 
 
-def _keys(module: str, name: str) -> Iterator[str]:
+def _dictionary_keys(module: str, name: str) -> Iterator[str]:
     """Parse the source of a module and yield the keys of the dictionary called ``name``."""
     for node in ast.parse((PACKAGE_FOLDER / module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
@@ -38,12 +38,12 @@ def _keys(module: str, name: str) -> Iterator[str]:
             )
 
 
-def _algorithms() -> Iterator[str]:
-    yield from _keys("algorithms/__init__.py", "ALGORITHMS")
-    yield from _keys("algorithms/presets.py", "PRESETS")
+def _algorithm_names() -> Iterator[str]:
+    yield from _dictionary_keys("algorithms/__init__.py", "ALGORITHMS")
+    yield from _dictionary_keys("algorithms/presets.py", "PRESETS")
 
 
-def _summary() -> dict[str, Any]:
+def _first_run_summary() -> dict[str, Any]:
     """Return the content of ``summary.json`` in the first run directory on the command line, or {} if there is none.
 
     The command line is read from the shell, because its arguments have not been parsed while an option is being
@@ -60,16 +60,18 @@ def _summary() -> dict[str, Any]:
 
 
 def _complete_runs(key: str) -> Offer:
-    return offer(lambda: dict.fromkeys(str(run[key]) for run in _summary().get("runs", ()) if key in run))
+    return complete_from(
+        lambda: dict.fromkeys(str(run[key]) for run in _first_run_summary().get("runs", ()) if key in run)
+    )
 
 
-algorithms = offer(_algorithms)
+algorithms = complete_from(_algorithm_names)
 """Names that complete an argument of ``fedloom describe``."""
-sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
+sources = complete_from(lambda: _dictionary_keys("data/sources/__init__.py", "SOURCES"))
 """Names that complete an argument of ``fedloom data``."""
 methods, seeds = _complete_runs("method"), _complete_runs("seed")
 """Labels and seeds of the runs in a run directory."""
-clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
+clients = complete_from(lambda: map(str, range(min(int(_first_run_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
 """Numbers of the clients in a run directory, up to a maximum."""
 MAX_OFFERED_CLIENTS = 1000
 """Maximum number of clients that are offered as completions."""

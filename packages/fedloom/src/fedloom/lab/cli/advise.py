@@ -14,9 +14,9 @@ from fedloom.lab.cli._app import (
     FileArgument,
     Join,
     Trust,
-    about_file,
+    add_file_to_errors,
     app,
-    errors,
+    print_errors,
     say,
     say_json,
     worker_count,
@@ -61,26 +61,26 @@ def advise(
 
     Example: fedloom advise examples/quickstart.toml --out runs/quickstart-advice
     """
-    with errors(), about_file(file):
+    with print_errors(), add_file_to_errors(file):
         count = None if workers is None else worker_count(workers)
         from fedloom.errors import ConfigError
         from fedloom.lab.advise import DEFAULT_BUDGET_RUNS, Advisor
         from fedloom.lab.experiment import open_executor
-        from fedloom.lab.report.comparison.pairs import checked_margin
+        from fedloom.lab.report.comparison.pairs import check_margin
         from fedloom.storage import read_toml
         from fedloom.trust import check_document
-        from fedloom.values import table
+        from fedloom.values import check_is_table
 
         if budget is not None and not 0 < budget < float("inf"):
             raise ConfigError(f"--budget must be a number greater than 0, got {budget}")
         document = read_toml(file, "experiment file")
         check_document(document, file, trust=trust)
         if count is not None:
-            document["engine"] = {**table(document.get("engine", {}), f"{file}: [engine]"), "workers": count}
+            document["engine"] = {**check_is_table(document.get("engine", {}), f"{file}: [engine]"), "workers": count}
         engine = None if executor is None else open_executor(executor)
         advisor = Advisor(
             document, str(file), out or Path("runs") / f"{file.stem}-advice", data_dir,
-            budget=DEFAULT_BUDGET_RUNS if budget is None else budget, margin=checked_margin(margin),
+            budget=DEFAULT_BUDGET_RUNS if budget is None else budget, margin=check_margin(margin),
         )  # fmt: skip
         say(f"race: {advisor.plan}", err=True)
         advice = advisor.run(lambda line: say(line, err=True), join=join, executor=engine)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, app, errors, say
+from fedloom.lab.cli._app import DataDir, FileArgument, app, print_errors, say
 
 if TYPE_CHECKING:
     from fedloom.analyses import Analysis, Rules
     from fedloom.lab.experiment import Experiment
 
 
-def _names() -> Iterator[str]:
+def _analysis_names() -> Iterator[str]:
     from fedloom.analyses.registry import ANALYSES
 
     yield from ANALYSES
@@ -28,7 +28,7 @@ def analyze_file(
         typer.Argument(
             help="name of the analysis, from 'fedloom list analyses'",
             show_default=False,
-            autocompletion=offer.offer(_names),
+            autocompletion=offer.complete_from(_analysis_names),
         ),
     ],
     file: FileArgument,
@@ -48,12 +48,12 @@ def analyze_file(
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
-    with errors():
+    with print_errors():
         import pyarrow as pa
 
         from fedloom.analyses import analyze as run_analysis
         from fedloom.data.dataset import Dataset
-        from fedloom.data.groups import keeping
+        from fedloom.data.groups import keep_group_columns
         from fedloom.data.sources.table.reading import TableSource
         from fedloom.formats import option
         from fedloom.lab.experiment import read
@@ -61,7 +61,7 @@ def analyze_file(
 
         experiment = read(file)
         analysis, agreed = choose_analysis(experiment, name, values or (), rules or ())
-        source = keeping(experiment.source, analysis.kept_columns)
+        source = keep_group_columns(experiment.source, analysis.kept_columns)
         source = source.with_(impute=True) if isinstance(source, TableSource) else source
         data = source.read(data_dir)
         clients = data if data.users is not None else experiment.partition(data, experiment.head.seeds[0])

@@ -11,12 +11,12 @@ import typer
 
 from fedloom.formats import duration, fixed, significant
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, errors, say, say_json, worker_count
+from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, print_errors, say, say_json, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Experiment
-    from fedloom.lab.experiment.measure.bench import Speed
-    from fedloom.processes.costs import Costs, Parts, Place
+    from fedloom.lab.experiment.measure.bench import MeasuredSpeed
+    from fedloom.processes.costs import ClusterShape, MethodCosts, RoundTimeParts
 
 
 @app.command(rich_help_panel="Run")
@@ -30,7 +30,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="how to compute gradients: compiled, vmap or loop. May be repeated (default: all)",
-            autocompletion=offer.one_of("compiled", "vmap", "loop"),
+            autocompletion=offer.complete_one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure after one unmeasured round")] = 5,
@@ -83,13 +83,13 @@ def bench(
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
-    with errors():
+    with print_errors():
         counts = [worker_count(text) for text in workers or ()]
         from fedloom.errors import ConfigError
         from fedloom.lab.experiment import read
         from fedloom.lab.experiment.measure.bench import Bench
         from fedloom.lab.printing import print_rows
-        from fedloom.processes.costs import Link, Place
+        from fedloom.processes.costs import ClusterShape, MachineLink
 
         for option, number in (("--patience", patience), ("--rate", rate), ("--trip", trip)):
             if number is not None and not isfinite(number):
@@ -109,26 +109,26 @@ def bench(
             )
         plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=gradient_engine or (), workers=counts)
         if ranks:
-            link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
-            places = [Place(r, machines or 1, link) for r in ranks]
+            link = MachineLink((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
+            places = [ClusterShape(r, machines or 1, link) for r in ranks]
             rows = []
             for method in plan.experiment.methods:
                 costs = plan.costs(method)
                 say(f"{method.label}: {_costs_text(costs)}", err=True)
                 n, m = clients or plan.federation.n, cohort or costs.cohort
-                rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
+                rows += [{"method": method.label} | _calculated_row(p, costs.round(max(n, m), m, p)) for p in places]
             say_json({"rounds": rows}) if as_json else print_rows(rows)
             return
-        speeds: list[Speed] = []
+        speeds: list[MeasuredSpeed] = []
         total = sum(map(len, plan.ways.values()))
         for speed in plan.measure(patience):
             speeds.append(speed)
             way = speed.way
             say(f"{len(speeds)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
         if as_json:
-            say_json({"rounds": [_row(speed) for speed in speeds], "minutes": plan.minutes(speeds)})
+            say_json({"rounds": [_speed_row(speed) for speed in speeds], "minutes": plan.minutes(speeds)})
             return
-        print_rows([_row(speed) for speed in speeds], ("method", "gradient_engine", "workers"))
+        print_rows([_speed_row(speed) for speed in speeds], ("method", "gradient_engine", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
         say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
@@ -154,7 +154,7 @@ def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: in
         }
 
 
-def _row(speed: Speed) -> dict[str, Any]:
+def _speed_row(speed: MeasuredSpeed) -> dict[str, Any]:
     return {
         "method": speed.method,
         "gradient_engine": speed.way.oracle,
@@ -166,7 +166,7 @@ def _row(speed: Speed) -> dict[str, Any]:
     }
 
 
-def _costs_text(costs: Costs) -> str:
+def _costs_text(costs: MethodCosts) -> str:
     return (
         f"{significant(1e3 * costs.share, 3)} ms per client of the cohort, {fixed(costs.crowd, 2)} "
         f"times as much if all {costs.cores} cores compute, {significant(1e3 * costs.result, 3)} ms "
@@ -177,7 +177,7 @@ def _costs_text(costs: Costs) -> str:
     )
 
 
-def _calculated(place: Place, parts: Parts) -> dict[str, Any]:
+def _calculated_row(place: ClusterShape, parts: RoundTimeParts) -> dict[str, Any]:
     return {
         "ranks": f"{place.machines} x {place.ranks}",
         "s/round": parts.seconds,

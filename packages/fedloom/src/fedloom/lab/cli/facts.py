@@ -14,7 +14,7 @@ import typer
 
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
+from fedloom.lab.cli._app import AsJson, DataDir, app, print_errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names, each
@@ -31,7 +31,8 @@ MIN_NAME_WIDTH = 22
 @app.command(name="list", rich_help_panel="Start")
 def list_command(
     what: Annotated[
-        str, typer.Argument(help=f"one of {', '.join(LISTED_KINDS)}", autocompletion=offer.one_of(*LISTED_KINDS))
+        str,
+        typer.Argument(help=f"one of {', '.join(LISTED_KINDS)}", autocompletion=offer.complete_one_of(*LISTED_KINDS)),
     ] = "methods",
     as_json: AsJson = False,
 ) -> None:
@@ -41,16 +42,16 @@ def list_command(
 
     Example: fedloom list partitions
     """
-    with errors():
+    with print_errors():
         if what not in LISTED_KINDS:
             raise unknown("kind of part", what, LISTED_KINDS, "fedloom list")
         families: dict[str, list[tuple[str, str]]]
         if what in LISTS_ENTRY_POINTS.names:
             families = {"": LISTS_ENTRY_POINTS[what].load()()}
         else:
-            from fedloom.lab.experiment.index import index
+            from fedloom.lab.experiment.index import read_index
 
-            families = index().families if what == "methods" else {"": index().parts[what]}
+            families = read_index().families if what == "methods" else {"": read_index().parts[what]}
         if as_json:
             listed = [(family, name, line) for family, parts in families.items() for name, line in parts]
             keys = ("family", "name", "about")
@@ -103,20 +104,20 @@ def describe(
 
     Example: fedloom describe flame
     """
-    with errors():
+    with print_errors():
         from fedloom.imports import is_path
 
         if is_path(name):
-            from fedloom.lab.experiment.cards import card
-            from fedloom.trust import vouch
+            from fedloom.lab.experiment.cards import method_card
+            from fedloom.trust import vouch_for_paths
 
-            vouch([name])
-            text = card(name)
+            vouch_for_paths([name])
+            text = method_card(name)
         else:
-            from fedloom.lab.experiment.index import index
+            from fedloom.lab.experiment.index import read_index
             from fedloom.values import choose
 
-            text = choose("algorithm", index().cards, name)
+            text = choose("algorithm", read_index().cards, name)
         if as_json:
             say_json({"name": name, "card": text, "options": _options_of(name)})
         else:
@@ -128,9 +129,9 @@ def _options_of(name: str) -> dict[str, Any]:
 
     The schema is empty if the method is given as an import path.
     """
-    from fedloom.lab.experiment.index import index
+    from fedloom.lab.experiment.index import read_index
 
-    choices = json.loads(index().schema)["properties"]["method"]["items"]["anyOf"]
+    choices = json.loads(read_index().schema)["properties"]["method"]["items"]["anyOf"]
     options = [one["properties"] for one in choices if one["properties"].get("algorithm", {}).get("const") == name]
     shared = set.intersection(*(set(one["properties"]) for one in choices if "const" in one["properties"]["algorithm"]))
     return {key: option for one in options[:1] for key, option in one.items() if key not in shared}
@@ -144,9 +145,9 @@ def schema() -> None:
 
     Example: fedloom schema > fedloom.schema.json
     """
-    from fedloom.lab.experiment.index import index
+    from fedloom.lab.experiment.index import read_index
 
-    say(index().schema)
+    say(read_index().schema)
 
 
 @app.command(rich_help_panel="Start")
@@ -165,7 +166,7 @@ def data(
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """
-    with errors():
+    with print_errors():
         from fedloom.data import load
 
         if fetch:

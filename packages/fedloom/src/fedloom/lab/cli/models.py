@@ -10,7 +10,7 @@ import typer
 
 from fedloom.errors import ConfigError
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, Trust, app, errors, say
+from fedloom.lab.cli._app import DataDir, Trust, app, print_errors, say
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import RecordedRun, RunDirectory
@@ -32,7 +32,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         help="global, personal or hybrid, or the path to the file of an adapted model",
-        autocompletion=offer.one_of("global", "personal", "hybrid"),
+        autocompletion=offer.complete_one_of("global", "personal", "hybrid"),
     ),
 ]
 
@@ -63,11 +63,11 @@ def models_command(run: RunArgument) -> None:
 
     Example: fedloom models runs/patients
     """
-    with errors():
-        from fedloom.lab.experiment import listed, open_run
+    with print_errors():
+        from fedloom.lab.experiment import list_model_rows, open_run
         from fedloom.lab.printing import print_rows
 
-        print_rows(listed(open_run(run)), ("method", "seed", "model"))
+        print_rows(list_model_rows(open_run(run)), ("method", "seed", "model"))
 
 
 @app.command(rich_help_panel="Use models")
@@ -88,7 +88,7 @@ def evaluate(
 
     Example: fedloom evaluate runs/patients --data new.csv --method ditto --client south
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.experiment import open_run
         from fedloom.lab.printing import print_rows
 
@@ -136,7 +136,7 @@ def predict(
 
     Example: fedloom predict runs/patients patients.csv --out predictions.csv
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.experiment import open_run
 
         file = PredictionsFile(out, (data, model), force=force)
@@ -179,11 +179,11 @@ class PredictionsFile:
         Raises:
             ConfigError: the existing file has different columns.
         """
-        from fedloom.lab.report.csv_files import csv_of_table
+        from fedloom.lab.report.csv_files import render_table_csv
         from fedloom.storage.files import make_folder, write_atomic
 
         predictions = predictions.decided(threshold, set_threshold)
-        content = csv_of_table(predictions.table())
+        content = render_table_csv(predictions.table())
         columns, _, _ = content.partition(b"\n")
         self._check(lambda line: line == columns)
         make_folder(self._path.parent)
@@ -244,14 +244,14 @@ def adapt(
 
     Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.experiment import open_run
         from fedloom.lab.printing import print_rows
         from fedloom.rundir import file_name
         from fedloom.trained.files import check_model_file
 
         opened = open_run(run, trust=trust)
-        chosen = _one(opened, method, seed)
+        chosen = _requested_run(opened, method, seed)
         if out is None and (run / "adapted").is_symlink():
             raise ConfigError(
                 f"{run / 'adapted'} is a link, so writing to it could overwrite other files. Add --out to "
@@ -291,7 +291,9 @@ def export(
     model: ModelOption = None,
     format: Annotated[
         str,
-        typer.Option(help="safetensors, torch or onnx", autocompletion=offer.one_of("safetensors", "torch", "onnx")),
+        typer.Option(
+            help="safetensors, torch or onnx", autocompletion=offer.complete_one_of("safetensors", "torch", "onnx")
+        ),
     ] = "safetensors",
     factorise: Annotated[
         bool | None,
@@ -313,16 +315,16 @@ def export(
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """
-    with errors():
+    with print_errors():
         from fedloom.lab.experiment import open_run
-        from fedloom.trained.export import decision, units
+        from fedloom.trained.export import decision_sentence, unit_sentence
         from fedloom.trained.export import export_model as write
         from fedloom.trained.files import check_model_file
 
         check_model_file(out, format, inputs=(model,), force=force)
         opened = open_run(run, trust=trust)
         if model in (None, "global", "personal", "hybrid"):
-            chosen = _one(opened, method, seed).models.ready(model, client)
+            chosen = _requested_run(opened, method, seed).models.ready(model, client)
         else:
             chosen = opened.adapted(model, method, seed)
         thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
@@ -331,11 +333,15 @@ def export(
             say(f"low-rank layers: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
                 say("load the file into fedloom.models.thin(module, ranks), or export with --no-factorise")
-        say(*filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))))
+        say(
+            *filter(
+                None, (decision_sentence(chosen, format, threshold), unit_sentence(chosen, opened.new_data.factors))
+            )
+        )
         say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 
 
-def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
+def _requested_run(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
     """Return the requested run. The default is the first seed of the only method."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))

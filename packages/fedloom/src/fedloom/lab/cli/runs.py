@@ -20,9 +20,9 @@ from fedloom.lab.cli._app import (
     FileArgument,
     Join,
     Trust,
-    about_file,
+    add_file_to_errors,
     app,
-    errors,
+    print_errors,
     say,
     say_json,
     worker_count,
@@ -56,7 +56,7 @@ def run(
         str | None,
         typer.Option(
             help="also log metrics to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
-            autocompletion=offer.one_of("tensorboard", "mlflow", "wandb"),
+            autocompletion=offer.complete_one_of("tensorboard", "mlflow", "wandb"),
         ),
     ] = None,
     dry_run: Annotated[
@@ -98,7 +98,7 @@ def run(
 
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
-    with errors(), about_file(file), entered("command"):
+    with print_errors(), add_file_to_errors(file), entered("command"):
         count = None if workers is None else worker_count(workers)
         from fedloom.lab.experiment import read
 
@@ -119,7 +119,7 @@ def run(
             say(*(plan.remarks if ranks.rank == 0 else ()), err=True)
             if dry_run:
                 if ranks.rank == 0:
-                    _preview(plan)
+                    _print_plan(plan)
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             before = _recorded_figures(where)
@@ -151,9 +151,9 @@ def run(
         raise typer.Exit(1)
 
 
-def _preview(plan: Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     """Print the plan of an experiment, including its sizes and its estimated cost."""
-    from fedloom.lab.experiment.measure.bench import estimates, minutes
+    from fedloom.lab.experiment.measure.bench import estimate_costs, total_minutes
     from fedloom.lab.printing import print_rows
 
     head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
@@ -168,7 +168,7 @@ def _preview(plan: Plan) -> None:
         + ", ".join(f"{part} {int(size.sum())}" for part, size in sizes.items())
     )
     costs = {}
-    for label, cost in estimates(plan):
+    for label, cost in estimate_costs(plan):
         costs[label] = cost
         say(f"tried {len(costs)}/{methods}: {label}", err=True)
     timed = any(cost.round.simulated is not None for cost in costs.values())
@@ -197,7 +197,7 @@ def _preview(plan: Plan) -> None:
             "additional work, once per run: finding clusters for the shares, and training personal "
             "models for the last evaluation"
         )
-    time = minutes(plan, costs)
+    time = total_minutes(plan, costs)
     say(
         "estimated time: "
         + ("unknown, because the trial had too few rounds" if time is None else f"about {duration(time)}")
@@ -235,7 +235,7 @@ def _print_conclusions(
     from fedloom.lab import report
 
     if all((run / "metrics.parquet").exists() for run in runs):
-        for conclusions in report.conclusions(runs, baseline, compare_model, margin):
+        for conclusions in report.conclude_runs(runs, baseline, compare_model, margin):
             say(*conclusions.lines())
 
 
@@ -246,7 +246,7 @@ def _print_json(
     """Print the results, comparisons and conclusions of run directories as one JSON object."""
     from fedloom.lab import report
 
-    say_json(report.as_record(runs, baseline, compare_model, margin) | more)
+    say_json(report.comparison_record(runs, baseline, compare_model, margin) | more)
 
 
 @app.command(rich_help_panel="Run")
@@ -260,7 +260,7 @@ def merge(
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
-    with errors():
+    with print_errors():
         from fedloom.lab import report
         from fedloom.lab.experiment.units.merge import merge as join_folders
         from fedloom.lab.report.charts.look import can_draw
@@ -304,7 +304,7 @@ def report_command(
                 "better of global and personal), personal (global if there is no personal model), or "
                 "all"
             ),
-            autocompletion=offer.one_of("best-on-validation", "personal", "all"),
+            autocompletion=offer.complete_one_of("best-on-validation", "personal", "all"),
         ),
     ] = "best-on-validation",
     margin: Annotated[
@@ -327,7 +327,7 @@ def report_command(
 
     Example: fedloom report runs/a --baseline local
     """
-    with errors():
+    with print_errors():
         from fedloom.lab import report
         from fedloom.lab.report.comparison.contenders import COMPARED_MODELS
 

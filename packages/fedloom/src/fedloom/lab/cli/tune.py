@@ -14,9 +14,9 @@ from fedloom.lab.cli._app import (
     FileArgument,
     Join,
     Trust,
-    about_file,
+    add_file_to_errors,
     app,
-    errors,
+    print_errors,
     say,
     worker_count,
 )
@@ -52,17 +52,17 @@ def tune(
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """
-    with errors(), about_file(file):
+    with print_errors(), add_file_to_errors(file):
         count = None if workers is None else worker_count(workers)
         from fedloom.storage import read_toml
         from fedloom.trust import check_document
-        from fedloom.values import table
+        from fedloom.values import check_is_table
 
         document = read_toml(file, "experiment file")
         check_document(document, file, trust=trust)
         for name, key, value in (("tune", "trials", trials), ("engine", "workers", count)):
             if value is not None:
-                document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
+                document[name] = {**check_is_table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         from fedloom.lab.experiment import open_executor
         from fedloom.lab.tune import Tuning
         from fedloom.lab.tune.search import note_limits, report_overspending
@@ -71,7 +71,7 @@ def tune(
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
             say(f"note: {sentence}", err=True)
-        findings = search.run(_tell, join=join, executor=engine)
+        findings = search.run(_print_trial, join=join, executor=engine)
     for f in findings:
         if f.best is not None and f.best.value is not None:
             say(
@@ -84,6 +84,6 @@ def tune(
     say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 
 
-def _tell(label: str, trial: Trial) -> None:
+def _print_trial(label: str, trial: Trial) -> None:
     end = trial.reason if trial.value is None else significant(trial.value)
     say(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")

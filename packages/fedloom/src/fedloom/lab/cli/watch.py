@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from fedloom.errors import ConfigError, FedloomError, RunDirError
-from fedloom.lab.cli._app import app, errors, say
+from fedloom.lab.cli._app import app, print_errors, say
 from fedloom.rundir import WORK_FOLDER
 
 LOCAL_HOST = "127.0.0.1"
@@ -57,7 +57,7 @@ def watch(
 
     Example: fedloom watch runs/quickstart
     """
-    with errors():
+    with print_errors():
         if list_:
             from fedloom.lab.experiment.units.status import list_status
             from fedloom.lab.printing import print_rows
@@ -66,9 +66,9 @@ def watch(
                 raise RunDirError(f"{run} is not a run directory. Name the --out directory of 'fedloom run'")
             print_rows(list_status(run))
             return
-        page = Page(run, every)
+        page = LivePage(run, every)
         try:
-            server = ThreadingHTTPServer((LOCAL_HOST, port), handler(page))
+            server = ThreadingHTTPServer((LOCAL_HOST, port), make_request_handler(page))
         except OSError as error:
             raise ConfigError(
                 f"port {port} cannot be used ({error.strerror}). Choose another --port, or 0 for any free port"
@@ -83,7 +83,7 @@ def watch(
             page.close()
 
 
-class Page:
+class LivePage:
     """HTML page with the report of a directory. The page is rewritten whenever new metrics are recorded.
 
     Args:
@@ -115,14 +115,14 @@ class Page:
         If a file temporarily cannot be read, the previous page is returned.
         """
         from fedloom.lab import report
-        from fedloom.lab.experiment.live import newest, snapshot
+        from fedloom.lab.experiment.live import copy_live_run, find_modified_files
         from fedloom.lab.report.document import CONTENT_POLICY
 
         work = self._work()
         with self._lock, suppress(FedloomError, FileNotFoundError):
-            if (newest_files := newest(self._folder)) != self._shown_files:
+            if (newest_files := find_modified_files(self._folder)) != self._shown_files:
                 place = Path(self._draft.name)
-                tables = snapshot(self._folder, place / self._folder.resolve().name)
+                tables = copy_live_run(self._folder, place / self._folder.resolve().name)
                 self._text = report.write_report([tables], place / "page.html", charts=False).read_text(
                     encoding="utf-8"
                 )
@@ -141,13 +141,13 @@ class Page:
         If only one process uses the directory, the HTML is empty.
         """
         from fedloom.lab.experiment.units.status import list_status
-        from fedloom.lab.report.markup import scrolling
+        from fedloom.lab.report.markup import render_scrolling_table
 
         if not (self._folder / WORK_FOLDER).is_dir():
             return ""
         with suppress(OSError, ValueError, KeyError):
             rows = list_status(self._folder)
-            table = scrolling("Who works on what", [*rows[0]], [[*row.values()] for row in rows])
+            table = render_scrolling_table("Who works on what", [*rows[0]], [[*row.values()] for row in rows])
             return f"<section><h2>Who works on what</h2>{table}</section>"
         return ""
 
@@ -156,7 +156,7 @@ class Page:
         self._draft.cleanup()
 
 
-def handler(page: Page) -> type[BaseHTTPRequestHandler]:
+def make_request_handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
     """Return a request handler that serves the page at ``GET /`` and rejects all other paths and host names.
 
     The host name is checked because another website could make its own name resolve to this machine and so read the

@@ -23,9 +23,9 @@ from fedloom.lab.experiment.events import Listener
 from fedloom.lab.experiment.outputs import Outcome
 from fedloom.lab.experiment.track import Tracker, check_tracker
 from fedloom.lab.experiment.units.executors import Executor
-from fedloom.lab.progress import count_progress, remark, show_progress
+from fedloom.lab.progress import count_progress, print_remark, show_progress
 from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
-from fedloom.lab.report.comparison.pairs import checked_margin
+from fedloom.lab.report.comparison.pairs import check_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
 from fedloom.values import check_type, has_type, list_functions
@@ -172,10 +172,10 @@ def compare(
         check_tracker(track)
         if folder is None:
             raise ConfigError("compare: track writes into the run directory. Name a folder")
-    hears = _Hears(tuple(callbacks), track)
+    hears = _RunListeners(tuple(callbacks), track)
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
-    checked_margin(margin)
+    check_margin(margin)
     if not has_type(compare_model, str) or compare_model not in COMPARED_MODELS:
         raise unknown("choice", compare_model, COMPARED_MODELS, "compare: compare_model")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
@@ -185,7 +185,7 @@ def compare(
     if baseline is not None and (not has_type(baseline, str) or baseline not in definition.references):
         raise unknown("method to compare with", baseline, definition.references, "compare: baseline")
     if place is not None:
-        return _compared(
+        return _run_comparison(
             definition,
             place,
             (baseline, compare_model, margin),
@@ -198,7 +198,7 @@ def compare(
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
         shown_as = (baseline, compare_model, margin)
-        comparison = _compared(
+        comparison = _run_comparison(
             definition, temporary / "run", shown_as, tune is not None, progress_bar, executor=executor, hears=hears
         )
     except BaseException:
@@ -208,7 +208,7 @@ def compare(
     return comparison
 
 
-class _Hears(NamedTuple):
+class _RunListeners(NamedTuple):
     """Callbacks and tracker that receive the events of every run."""
 
     callbacks: tuple[Listener, ...]
@@ -221,13 +221,13 @@ class _Hears(NamedTuple):
         return (*self.callbacks, Tracker(self.track, plan.experiment, place))
 
 
-def _compared(
+def _run_comparison(
     definition: GivenExperiment,
     place: Path,
     shown_as: tuple[str | None, Models, float | None],
     tunes: bool,
     progress_bar: bool,
-    hears: _Hears,
+    hears: _RunListeners,
     *,
     join: bool = False,
     executor: Executor | None = None,
@@ -236,13 +236,13 @@ def _compared(
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
-            document, chosen = _tuned(
+            document, chosen = _tune_document(
                 definition, document, place.with_name(f"{place.name}-tune"), progress_bar, join, executor
             )
         plan = Plan(definition.read(document), place)
         for line in plan.remarks if progress_bar else ():
-            remark(line)
-        with show_progress(plan) if progress_bar else nullcontext(_silent) as hear:
+            print_remark(line)
+        with show_progress(plan) if progress_bar else nullcontext(_ignore_event) as hear:
             outcomes = plan.run(hear, *hears.listeners(plan, place), page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition(". Choose another --out")
@@ -258,7 +258,7 @@ def _compared(
     return Comparison(place, outcomes, baseline, compare_model, chosen, margin)
 
 
-def _tuned(
+def _tune_document(
     definition: GivenExperiment,
     document: dict[str, Any],
     out: Path,
@@ -271,15 +271,17 @@ def _tuned(
     from fedloom.lab.tune.search import note_limits, report_overspending
 
     search = Tuning(document, "compare", out, read=definition.read)
-    shows: AbstractContextManager[Listener] = count_progress(search.rounds) if progress_bar else nullcontext(_silent)
+    shows: AbstractContextManager[Listener] = (
+        count_progress(search.rounds) if progress_bar else nullcontext(_ignore_event)
+    )
     with shows as hear:
         findings = search.run(lambda *_: None, hear, join=join, executor=executor)
     for sentence in (
         (*(f"warning: {one}" for one in report_overspending(findings)), *note_limits(findings)) if progress_bar else ()
     ):
-        remark(sentence)
+        print_remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 
 
-def _silent(event: object) -> None:
+def _ignore_event(event: object) -> None:
     """Ignore an event."""

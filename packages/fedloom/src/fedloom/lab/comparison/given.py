@@ -24,7 +24,7 @@ from fedloom.data.sources import Source
 from fedloom.engine.setting import Choices, Setting
 from fedloom.engine.tables import name_method
 from fedloom.errors import ConfigError
-from fedloom.hints import Places, unknown
+from fedloom.hints import KeyPlaces, unknown
 from fedloom.lab.experiment.file import parse, read_analyses
 from fedloom.lab.experiment.schema import SETTING_TABLES, Experiment
 from fedloom.local import LocalSGD
@@ -121,8 +121,8 @@ class GivenExperiment:
             )
         if "seed" in choices:
             raise ConfigError(f"compare: `seed` sets the seed of a single run. Pass seeds=[{choices['seed']!r}]")
-        source, partition = _federation(data, partition, call)
-        tables = _methods(methods)
+        source, partition = _read_data_and_partition(data, partition, call)
+        tables = _method_tables(methods)
         way = _call_places(tables, keywords)
         for key, value in choices.items():
             if key not in way.keys:
@@ -150,7 +150,7 @@ class GivenExperiment:
         return parse(document, where or self._call, self._way)
 
 
-def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
+def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> KeyPlaces:
     """Return the keys that a call from Python accepts: its keywords and the options that all methods share."""
 
     def special(key: str, value: object) -> str:
@@ -167,7 +167,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
     return replace(way, tables=tables, plain=keys, keys=keys)
 
 
-def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
+def _read_data_and_partition(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
     """Return the source of the data, as a value or a table, together with the partition."""
     if data is None:
         raise ConfigError(
@@ -207,7 +207,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
     return source, partition
 
 
-def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
+def _method_tables(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
     """Return the tables that describe the methods, together with a label for each."""
     if not has_type(methods, Mapping, Sequence) or has_type(methods, str, bytes) or not methods:
         raise ConfigError(

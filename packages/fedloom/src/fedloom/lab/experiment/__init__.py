@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter, lazy_names, lister
+from fedloom.lazy import lazy_names, lister, make_getattr
 
 if TYPE_CHECKING:
     from fedloom.engine.checks.moved import restore_document as restore_document
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.execute import Plan as Plan
     from fedloom.lab.experiment.file import parse as parse
     from fedloom.lab.experiment.file import read as read
-    from fedloom.lab.experiment.listing import listed as listed
+    from fedloom.lab.experiment.listing import list_model_rows as list_model_rows
     from fedloom.lab.experiment.measure.cost import measure_rounds as measure_rounds
     from fedloom.lab.experiment.measure.cost import samples_per_round as samples_per_round
     from fedloom.lab.experiment.opened import RunDirectory as RunDirectory
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.units.executors import check_executor as check_executor
     from fedloom.lab.experiment.units.executors import compute_units as compute_units
     from fedloom.lab.experiment.units.executors import open_executor as open_executor
-    from fedloom.lab.experiment.units.travel import Luggage as Luggage
+    from fedloom.lab.experiment.units.travel import PackedExperiment as PackedExperiment
     from fedloom.lab.experiment.units.travel import UnitReply as UnitReply
     from fedloom.lab.experiment.units.travel import unit_folder as unit_folder
     from fedloom.lab.experiment.units.travel import worker_name as worker_name
 
 __all__ = [*lazy_names(__name__)]
 
-__getattr__ = getter(__name__)
+__getattr__ = make_getattr(__name__)
 
 __dir__ = lister(__name__)

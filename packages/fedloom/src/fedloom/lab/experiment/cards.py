@@ -50,24 +50,24 @@ COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinsta
 """Methods that the documentation counts: all methods except references that train on the pooled data of all clients."""
 
 
-def parts(what: str) -> list[tuple[str, str]]:
+def list_parts(what: str) -> list[tuple[str, str]]:
     """Return the names and one-line descriptions of all parts of a kind (a key of `PART_KINDS`, or "metrics")."""
     if what == "metrics":
         return [(n, f"{m.title}, {'higher' if m.higher else 'lower'} is better") for n, m in METRICS.items()]
     return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PART_KINDS[what].items()]
 
 
-def families() -> dict[str, list[tuple[str, str]]]:
+def list_families() -> dict[str, list[tuple[str, str]]]:
     """Return the methods of each family, as pairs (name, first line of the card)."""
     families: dict[str, list[tuple[str, str]]] = {}
     for name, entry in REGISTRY.items():
         family = "preset" if isinstance(entry, Preset) else entry.family
-        line = text(entry).splitlines()[0].partition(": ")[2]
+        line = card_text(entry).splitlines()[0].partition(": ")[2]
         families.setdefault(family, []).append((name, line))
     return families
 
 
-def text(entry: type[Algorithm] | Preset) -> str:
+def card_text(entry: type[Algorithm] | Preset) -> str:
     """Return the descriptive text of a method's card."""
     if isinstance(entry, Preset):
         return inspect.cleandoc(entry.card)
@@ -75,7 +75,7 @@ def text(entry: type[Algorithm] | Preset) -> str:
     return inspect.cleandoc((module and module.__doc__) or entry.__doc__ or "")
 
 
-def card(name: str) -> str:
+def method_card(name: str) -> str:
     """Return the card of a method, with the defaults and ranges of its options.
 
     The name may also be the import path of a class written by the user.
@@ -84,8 +84,15 @@ def card(name: str) -> str:
         ConfigError: there is no method with this name. The message suggests the most similar existing name.
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
-    options = [_option(key, field) for key, field in fields_of(entry).items()]
-    lines = [text(entry), *theory(name), "", "Options:", *(options or ["    none"]), *_paper(entry)]
+    options = [_option_text(key, field) for key, field in fields_of(entry).items()]
+    lines = [
+        card_text(entry),
+        *theory_lines(name),
+        "",
+        "Options:",
+        *(options or ["    none"]),
+        *_paper_constant_lines(entry),
+    ]
     return "\n".join(lines)
 
 
@@ -101,7 +108,7 @@ THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Kinds of parts that a theorem may not cover. Each has a description, and an example for `check_together`."""
 
 
-def theory(name: str) -> list[str]:
+def theory_lines(name: str) -> list[str]:
     """Return lines that state what a method's paper proves, its conditions, and what the theorem does not cover.
 
     The list is empty if the paper has no theorem.
@@ -109,13 +116,13 @@ def theory(name: str) -> list[str]:
     if name not in THEOREM_TABLE:
         return []
     theorem = THEOREM_TABLE[name]
-    lost = [words for kind, (words, _) in THEOREM_EXAMPLES.items() if kind in loses(name)]
+    lost = [words for kind, (words, _) in THEOREM_EXAMPLES.items() if kind in uncovered_parts(name)]
     sentences = [f"Theory: {theorem.proves}.", f"It needs {theorem.needs}.", theorem.defaults]
     sentences += [f"The theorem does not hold, although the run works, with {', '.join(lost[:-1])} or {lost[-1]}."]
     return ["", *wrap(" ".join(filter(None, sentences)), 120)]
 
 
-def loses(name: str) -> tuple[str, ...]:
+def uncovered_parts(name: str) -> tuple[str, ...]:
     """Return the kinds of parts that a method accepts, but that its theorem does not cover."""
     algorithm = REGISTRY[name]()
     method = algorithm if isinstance(algorithm, PresetMethod) else PresetMethod(algorithm)
@@ -137,7 +144,7 @@ def loses(name: str) -> tuple[str, ...]:
     return tuple(kind for kind in THEOREM_EXAMPLES if kind not in THEOREM_TABLE[name].covers and is_taken(kind))
 
 
-def _paper(entry: type[Algorithm] | Preset) -> list[str]:
+def _paper_constant_lines(entry: type[Algorithm] | Preset) -> list[str]:
     """Return lines about the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
@@ -150,12 +157,12 @@ def _paper(entry: type[Algorithm] | Preset) -> list[str]:
     return lines
 
 
-def cards() -> dict[str, str]:
+def all_method_cards() -> dict[str, str]:
     """Return the card of every registered method, keyed by name."""
-    return {name: card(name) for name in REGISTRY}
+    return {name: method_card(name) for name in REGISTRY}
 
 
-def _option(name: str, field: FieldInfo) -> str:
+def _option_text(name: str, field: FieldInfo) -> str:
     limits = limits_of(field)
     allowed = f" ({', '.join(limits)})" if limits else ""
     return f"    {name} = {field.default!r}{allowed}: {field.description}"

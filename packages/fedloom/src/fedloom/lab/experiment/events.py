@@ -60,7 +60,7 @@ run.
 """
 
 
-class Emitter:
+class EventEmitter:
     """Callback for `simulate` that turns the states of a run into events.
 
     Args:

@@ -20,7 +20,7 @@ from fedloom.analyses import ANALYSES
 from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import default_to_cpu
 from fedloom.data.federation import Federation
-from fedloom.data.groups import keeping
+from fedloom.data.groups import keep_group_columns
 from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
@@ -35,7 +35,7 @@ from fedloom.errors import (
     entered,
 )
 from fedloom.lab import report
-from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Emitter, Event, EventQueue, Listener
+from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Event, EventEmitter, EventQueue, Listener
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
@@ -48,10 +48,10 @@ from fedloom.lab.experiment.units.directory import ExperimentDirectory, is_whole
 from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.further import FurtherRuns
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
-from fedloom.lab.experiment.units.shares import Share, decide_share
-from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
+from fedloom.lab.experiment.units.shares import ProcessShare, decide_share
+from fedloom.lab.experiment.units.travel import PackedExperiment, pack_experiment
 from fedloom.lab.report.charts.look import can_draw
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
@@ -128,7 +128,7 @@ class Plan:
             )
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
             self._directory.check()
-        data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
+        data = keep_group_columns(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         for analysis in experiment.analyses:
             for fed in self.federations.values():
@@ -169,11 +169,11 @@ class Plan:
         return self.experiment.rounds
 
     @cached_property
-    def share(self) -> Share:
+    def share(self) -> ProcessShare:
         """Number of simultaneous runs, and number of processes per run."""
-        return Share(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
+        return ProcessShare(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
 
-    @undisturbed()
+    @isolate_torch_settings()
     def run(
         self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
     ) -> list[Outcome]:
@@ -208,7 +208,7 @@ class Plan:
             self._directory.prepare(self.federations)
             ended, read = set[tuple[str, int]](), dict[tuple[str, int], Outcome]()
             interrupted, failures = False, dict[tuple[str, int], str]()
-            share = Share(1, 1) if executor is not None else self.share
+            share = ProcessShare(1, 1) if executor is not None else self.share
             if executor is not None:
                 interrupted, failures = self._run_elsewhere(executor)
             elif share.runs > 1:
@@ -229,7 +229,7 @@ class Plan:
             raise ConfigError("an executor already distributes the work. Omit `join` and torchrun")
         self._luggage()
 
-    def _luggage(self) -> Luggage:
+    def _luggage(self) -> PackedExperiment:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
@@ -335,7 +335,7 @@ class Plan:
                 hear = () if (method.label, seed) in ended else listeners
                 if (failure := failures.get((method.label, seed))) is not None:
                     outcomes.append(Outcome(method.label, method.algorithm, seed, None, failure))
-                    Emitter(hear, method.label, method.setting.with_(seed=seed)).end(None, "failed")
+                    EventEmitter(hear, method.label, method.setting.with_(seed=seed)).end(None, "failed")
                     continue
                 outcomes.append(self._run_one(method, seed, hear, workers, advance=not interrupted))
                 interrupted |= self.ranks.combine_flags(stop_requested())[0] or outcomes[-1].status == "interrupted"
@@ -360,7 +360,7 @@ class Plan:
         setting = method.setting.with_(seed=seed)
         if workers is not None:
             setting = setting.with_(engine=setting.engine.with_(workers=workers))
-        emitter = Emitter(listeners, method.label, setting, 0.0 if workers is None else EVENT_INTERVAL_SECONDS)
+        emitter = EventEmitter(listeners, method.label, setting, 0.0 if workers is None else EVENT_INTERVAL_SECONDS)
         folder, fed = (
             self._directory.folder(CHECKPOINTS_FOLDER, method, seed) if claim is None else claim.state,
             self.federations[seed],
@@ -383,7 +383,7 @@ class Plan:
 
     def _run_side_by_side(
         self,
-        share: Share,
+        share: ProcessShare,
         listeners: tuple[Listener, ...],
         ended: set[tuple[str, int]],
         read: dict[tuple[str, int], Outcome],

@@ -18,7 +18,7 @@ from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.hints import Places, unknown
+from fedloom.hints import KeyPlaces, unknown
 from fedloom.lab.experiment.overrides import apply_overrides
 from fedloom.lab.experiment.schema import (
     SETTING_TABLES,
@@ -35,7 +35,7 @@ from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import dump, find_difference, flatten_document, make, table
+from fedloom.values import check_is_table, dump, find_difference, flatten_document, make
 
 
 def read(
@@ -76,11 +76,11 @@ def read(
     document = apply_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
     if replaced:
-        document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **replaced}
+        document["engine"] = {**check_is_table(document.get("engine", {}), f"{path}: [engine]"), **replaced}
     return parse(document, str(path))
 
 
-def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | None = None) -> Experiment:
+def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces | None = None) -> Experiment:
     """Check the content of an experiment file and return its experiment.
 
     Args:
@@ -117,9 +117,9 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     base, model = Setting.create("fedavg", seed=top.seeds[0]), document.get("model", {})
     choices = {key: document[key] for key in Setting.model_fields if key in document}
     analyses = read_analyses(document.get("analysis", ()), where)
-    common = grouped(Setting.read(choices, where, way, base), analyses)
+    common = add_groups(Setting.read(choices, where, way, base), analyses)
     kind = model.get("kind", "softmax") if isinstance(model, Mapping) else common.document()["model"]["kind"]
-    compared = _methods(methods, document.get("local", {}), common, top.defaults, where, way)
+    compared = _read_methods(methods, document.get("local", {}), common, top.defaults, where, way)
     return Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
@@ -128,7 +128,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
         model_kind="import" if isinstance(common.model, Import) else kind,
         common=common,
         tune=tune,
-        methods=tuple(replace(method, setting=grouped(method.setting, analyses)) for method in compared),
+        methods=tuple(replace(method, setting=add_groups(method.setting, analyses)) for method in compared),
         analyses=analyses,
     )
 
@@ -147,7 +147,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
     for number, entry in enumerate(entries, 1):
         place = f"{where}: [[analysis]] {number}"
         if not isinstance(entry, Analysis | str):
-            entry = table(entry, place, "write [[analysis]] and below it kind = ...")
+            entry = check_is_table(entry, place, "write [[analysis]] and below it kind = ...")
         values.append(analysis_of(entry, {}, place))
     kinds = [name_of(value) for value in values]
     for kind in kinds:
@@ -158,7 +158,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
     return tuple(values)
 
 
-def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
+def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     """Return the setting, and add groups to it if its aggregation weights compare groups of rows.
 
     The groups are those of the first analysis that defines groups.
@@ -212,14 +212,14 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
     return find_difference(before, after)
 
 
-def _methods(
-    entries: Sequence[object], local: object, common: Setting, defaults: Constants, where: str, way: Places
+def _read_methods(
+    entries: Sequence[object], local: object, common: Setting, defaults: Constants, where: str, way: KeyPlaces
 ) -> tuple[Method, ...]:
     way, methods = way.select_method("label", "defaults", *Setting.per_method), []
     for number, entry in enumerate(entries, 1):
-        declared = table(entry, f"{where}: [[method]] {number}", way.form)
+        declared = check_is_table(entry, f"{where}: [[method]] {number}", way.form)
         place = f"[[method]] {number}" if way.file else str(declared.get("label"))
-        methods.append(_method(declared, local, common, defaults, f"{where}: {place}", way))
+        methods.append(_read_method(declared, local, common, defaults, f"{where}: {place}", way))
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
@@ -227,8 +227,8 @@ def _methods(
     return tuple(methods)
 
 
-def _method(
-    declared: Mapping[str, Any], local: object, common: Setting, defaults: Constants, where: str, way: Places
+def _read_method(
+    declared: Mapping[str, Any], local: object, common: Setting, defaults: Constants, where: str, way: KeyPlaces
 ) -> Method:
     """Return the method that a table describes.
 

@@ -32,25 +32,30 @@ class Index(NamedTuple):
     schema: str
 
 
-def index() -> Index:
+def read_index() -> Index:
     """Return the cached index.
 
     The index is rebuilt if it is missing, or if it was built from different source files.
     """
-    text = cache.find(INDEX_FILE, _sources())
-    return _make() if text is None else Index(**json.loads(text))
+    text = cache.read_cached_text(INDEX_FILE, _digest_sources())
+    return _build_index() if text is None else Index(**json.loads(text))
 
 
-def _make() -> Index:
-    from fedloom.lab.experiment.cards import PART_KINDS, cards, families, parts
+def _build_index() -> Index:
+    from fedloom.lab.experiment.cards import PART_KINDS, all_method_cards, list_families, list_parts
     from fedloom.lab.experiment.editors import json_schema
 
-    texts = Index(families(), {what: parts(what) for what in (*PART_KINDS, "metrics")}, cards(), json_schema())
-    cache.keep(INDEX_FILE, _sources(), json.dumps(texts._asdict()))
+    texts = Index(
+        list_families(),
+        {what: list_parts(what) for what in (*PART_KINDS, "metrics")},
+        all_method_cards(),
+        json_schema(),
+    )
+    cache.write_cached_text(INDEX_FILE, _digest_sources(), json.dumps(texts._asdict()))
     return texts
 
 
-def _sources() -> str:
+def _digest_sources() -> str:
     """Return a digest of the package's files, its dependencies' versions, and the analyses that other packages add."""
     added = "".join(f"{name}{place}" for name, place in ANALYSES.places.items())
-    return cache.fingerprint([Path(__file__).parents[2]]) + hashlib.sha256(added.encode()).hexdigest()[:16]
+    return cache.fingerprint_sources([Path(__file__).parents[2]]) + hashlib.sha256(added.encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ Row = dict[str, str | int | float | None]
 """Row that describes a model, keyed by column name."""
 
 
-def listed(opened: RunDirectory) -> list[Row]:
+def list_model_rows(opened: RunDirectory) -> list[Row]:
     """Return a row for each model: method, seed, kind, number of models, primary metric, and file.
 
     The metric after the last evaluated round is given as the mean over the clients' test parts and as the mean over the
@@ -25,13 +25,14 @@ def listed(opened: RunDirectory) -> list[Row]:
     """
     table = opened.table()
     lead = leading(table["metric"].unique().to_pylist())
-    rows = [row for run in opened for row in _rows(opened, run, lead)]
+    rows = [row for run in opened for row in _model_rows(opened, run, lead)]
     return rows + [
-        _adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED_FOLDER).glob("*.safetensors"))
+        _adapted_model_row(file, opened.path, lead)
+        for file in sorted((opened.path / ADAPTED_FOLDER).glob("*.safetensors"))
     ]
 
 
-def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
+def _model_rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
     measured = run.measured()
     rows = list[Row]()
     for kind in MODEL_CHOICES:
@@ -53,7 +54,7 @@ def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
     return rows
 
 
-def _adapted(path: Path, folder: Path, lead: str) -> Row:
+def _adapted_model_row(path: Path, folder: Path, lead: str) -> Row:
     try:
         with open_tensors(path) as file:
             about = facts_of(file, path)[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from fedloom.engine.state import State
-from fedloom.lab.experiment.outputs import labelled, select_runs, write_parquet
+from fedloom.lab.experiment.outputs import label_rows, select_runs, write_parquet
 from fedloom.rundir import (
     LIVE_FOLDER,
     METRICS_FILE,
@@ -49,10 +49,10 @@ class LiveFigures:
         self._last, self._records_written = now, count
         make_folder(self._folder)
         name = f"{file_name(self._label)}-{self._seed}.parquet"
-        write_parquet(self._folder / name, [labelled(state.records.table(), self._label, self._seed)])
+        write_parquet(self._folder / name, [label_rows(state.records.table(), self._label, self._seed)])
 
 
-def newest(out: Path) -> dict[str, int]:
+def find_modified_files(out: Path) -> dict[str, int]:
     """Return the files of a run directory that a report reads, keyed by file name, with their modification times.
 
     A change of these times shows that the report is out of date.
@@ -66,7 +66,7 @@ def newest(out: Path) -> dict[str, int]:
     return times
 
 
-def snapshot(out: Path, into: Path) -> Path:
+def copy_live_run(out: Path, into: Path) -> Path:
     """Write a copy of a run directory that contains the current metrics, and return its path.
 
     If the run is finished, the path of the directory itself is returned.

@@ -30,7 +30,7 @@ from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.report import result_table
 from fedloom.lab.report.reading import read_table
 from fedloom.metrics import leading, metric
-from fedloom.models.imported import Held, OwnModel, describe_model
+from fedloom.models.imported import InProcessModel, OwnModel, describe_model
 from fedloom.rundir import (
     METRICS_FILE,
     MODELS_FOLDER,
@@ -44,15 +44,15 @@ from fedloom.rundir import (
 from fedloom.storage import read_toml
 from fedloom.trained.model import Model, facts_of, open_tensors
 from fedloom.trained.model_source import MODEL_CHOICES
-from fedloom.trained.models import MOST_PERSONAL_FIRST
+from fedloom.trained.models import KIND_PREFERENCE
 from fedloom.trained.predictions import (
     OWN_SCALE,
-    Evaluated,
+    ModelEvaluation,
     Predictions,
-    assigned,
-    evaluated,
+    assign_models,
+    evaluate_models,
+    predict_assigned_rows,
     predict_with_one,
-    predicted,
 )
 from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
@@ -86,7 +86,7 @@ class RunDirectory:
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
         self.path, self._model, self._trust = place_of(path, "path"), model, trust
         settings = self.path / SETTINGS_FILE
-        if deployed := _deployed(self.path):
+        if deployed := _describe_deployment(self.path):
             raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
@@ -254,13 +254,15 @@ class RunDirectory:
         rows = new_data.rows(first.recipe.facts, data, data_dir, id_columns)
         if kind is not None and kind not in MODEL_CHOICES:
             model = self.adapted(kind, method, seed)
-            return predicted(rows, predict_with_one(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
+            return predict_assigned_rows(
+                rows, predict_with_one(model, rows)._replace(notes=(f"the model of {kind} for all rows",))
+            )
         if method is None:
             sites = set(rows.sites or ()) if client is None else {first.names[0]}
             chosen = self.best(seed, personal=bool(sites), shared=not sites or not sites <= set(first.names))
         else:
             chosen = self.runs(method, seed)[0]
-        predictions = predicted(rows, assigned(chosen.models, rows, kind, client))
+        predictions = predict_assigned_rows(rows, assign_models(chosen.models, rows, kind, client))
         by_validation = method is None and len({run.method for run in self.runs(seed=seed)}) > 1
         note = f"{chosen.method}, seed {chosen.seed}" + (", the best method on validation" if by_validation else "")
         return replace(predictions, notes=(note, *predictions.notes))
@@ -272,7 +274,7 @@ class RunDirectory:
         seed: int | None = None,
         client: str | int | None = None,
         kind: str | None = None,
-    ) -> Iterator[Evaluated]:
+    ) -> Iterator[ModelEvaluation]:
         """Yield the scores of models on new labeled data. The models are used as in `predict`.
 
         The arguments and errors are the same as for `predict`.
@@ -287,9 +289,11 @@ class RunDirectory:
         rows = new_rows(runs[0].models.recipe.facts, data)
         if kind is not None and kind not in MODEL_CHOICES:
             model = self.adapted(kind, method, seed)
-            yield Evaluated(model.about, model.about["kind"], OWN_SCALE, predict_with_one(model, rows), rows, data)
+            yield ModelEvaluation(
+                model.about, model.about["kind"], OWN_SCALE, predict_with_one(model, rows), rows, data
+            )
             return
-        yield from evaluated([run.models for run in runs], data, rows, client, kind)
+        yield from evaluate_models([run.models for run in runs], data, rows, client, kind)
 
     def load(self, path: Path | str) -> Model:
         """Load a model that was adapted from one of the runs and return it.
@@ -339,9 +343,7 @@ class RunDirectory:
             runs = [run for run in done if run.method == name]
             measured = runs[0].measured()
             metrics = {m for _, part, m in measured if part == "validation"}
-            kinds = [
-                k for k in (MOST_PERSONAL_FIRST if personal else ("global",)) if (k, "validation", "loss") in measured
-            ]
+            kinds = [k for k in (KIND_PREFERENCE if personal else ("global",)) if (k, "validation", "loss") in measured]
             if kinds and metrics and (not shared or ("global", "validation", "loss") in measured):
                 lead = leading(metrics, "settings")
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
@@ -371,7 +373,7 @@ class RunDirectory:
         return f"RunDirectory({str(self.path)!r}, {len(self)} runs)"
 
 
-def _deployed(path: Path) -> str:
+def _describe_deployment(path: Path) -> str:
     """Return the role of a folder in a deployment and the commands to use instead, or "" for any other folder."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
@@ -388,7 +390,7 @@ def _deployed(path: Path) -> str:
 def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
     """Return True if a table of settings contains a model that has no import path."""
     model = table.get("model")
-    return isinstance(model, Mapping) and model.get("kind") == Held.kind
+    return isinstance(model, Mapping) and model.get("kind") == InProcessModel.kind
 
 
 def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:

@@ -37,7 +37,7 @@ from fedloom.rundir import (
     check_digest,
     insert_digest,
 )
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import write_atomic
 from fedloom.version import __version__
 
@@ -113,8 +113,8 @@ def write_measured(
 
     Existing rows of the runs in ``keep`` stay in the files.
     """
-    metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
-    seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
+    metrics = [label_rows(table, label, seed) for label, seed, table, _ in runs]
+    seconds = [label_rows(_timing_figures(*spent), label, seed) for label, seed, _, spent in runs]
     write_parquet(out / METRICS_FILE, metrics, keep)
     write_parquet(out / TIMINGS_FILE, seconds, keep)
 
@@ -142,7 +142,7 @@ def write_analyses(
     for analysis in (value for value in analyses if not value.runs_further):
         path = out / analysis_file(name_of(analysis))
         if analysis.by_sums and not analysis.uses_models:
-            tables, more = _summed(analysis, federation) if done else ([], [])
+            tables, more = _sum_analysis(analysis, federation) if done else ([], [])
             write_parquet(path, tables)
             notes += more
             continue
@@ -151,14 +151,14 @@ def write_analyses(
             if analysis.per == "seed" and outcome.seed in seeds:
                 continue
             measured = analyze(analysis, result)
-            tables.append(labelled(measured.table, "" if analysis.per == "seed" else outcome.label, outcome.seed))
+            tables.append(label_rows(measured.table, "" if analysis.per == "seed" else outcome.label, outcome.seed))
             notes += measured.notes if not analysis.by_sums else ()
             seeds.add(outcome.seed)
         write_parquet(path, tables, [] if analysis.per == "seed" else keep)
     return notes
 
 
-def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
+def _sum_analysis(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
     """Return the table of an analysis that is computed from sums, and notes.
 
     If the analysis cannot be computed, return no table and a note that states the reason.
@@ -169,14 +169,14 @@ def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table],
         return [], [f"the analysis {name_of(analysis)!r} has no answer: {error}"]
 
 
-def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
+def find_measured_runs(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
     """Return the (label, seed) of each run whose additional runs already have rows in the file of an analysis.
 
     The list is empty if the file is damaged.
     """
     names, path = ["method", "seed"], out / analysis_file(name_of(analysis))
     try:
-        check_digest(path, regular(path).read_bytes())
+        check_digest(path, check_regular_file(path).read_bytes())
         keys = pq.read_table(path, columns=names).group_by(names).aggregate([])
     except (FileNotFoundError, RunDirError, pa.ArrowException):
         return []
@@ -190,7 +190,7 @@ def write_further(
 
     Existing rows of the runs in ``keep`` remain in the file.
     """
-    rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
+    rows = [label_rows(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
     write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
 
 
@@ -246,7 +246,7 @@ def write_summary(
     roles = {method.label: method.setting.role for method in experiment.methods}
     summary = Summary(
         name=experiment.head.name,
-        runs=tuple(_run(outcome, roles.get(outcome.label)) for outcome in outcomes),
+        runs=tuple(_run_record(outcome, roles.get(outcome.label)) for outcome in outcomes),
         clients=feds[0].n,
         classes=feds[0].data.classes,
         select_on=experiment.common.evaluate.select_on,
@@ -261,11 +261,11 @@ def write_splits(
 ) -> None:
     """Write ``partition.parquet``, which records each seed's split and, if known, which clients are attackers."""
     attackers_by_seed = attackers or {}
-    tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
+    tables = [_partition_of_seed(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
     write_parquet(out / PARTITION_FILE, tables)
 
 
-def _run(outcome: Outcome, role: str | None) -> RunRecord:
+def _run_record(outcome: Outcome, role: str | None) -> RunRecord:
     result = outcome.result
     fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
     fields |= {"role": role, "status": outcome.status, "reason": outcome.reason, "rounds": 0}
@@ -278,7 +278,7 @@ def _run(outcome: Outcome, role: str | None) -> RunRecord:
     return RunRecord.model_validate(fields)
 
 
-def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
+def _partition_of_seed(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
     groups = None if fed.groups is None else fed.groups.numpy()
     sizes = fed.sizes("train").numpy()
     return partition_table(seed, fed.names, sizes, fed.class_counts().numpy(), groups, attackers, fed.parts["test"])
@@ -323,13 +323,13 @@ def partition_table(
     return pa.table(columns)
 
 
-def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
+def _timing_figures(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
     rounds = pa.array(range(1, len(seconds) + 1), pa.int64())
     columns = {"seconds": seconds, "startup": startup}
     return pa.table({"round": rounds, **{name: pa.array(values, pa.float64()) for name, values in columns.items()}})
 
 
-def labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
+def label_rows(table: pa.Table, label: str, seed: int) -> pa.Table:
     """Return the table after inserting the columns ``method`` and ``seed`` at the front."""
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))

@@ -11,7 +11,7 @@ from fedloom.analyses import ANALYSES, Analysis
 from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 from fedloom.rundir import label_of
-from fedloom.values import FACTOR_PATTERN, table
+from fedloom.values import FACTOR_PATTERN, check_is_table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
 """Pattern of text that is accepted without TOML quotes, because a shell would remove the quotes."""
@@ -53,7 +53,7 @@ def apply_overrides(
     if entries:
         changed["method"] = entries
     for text in values:
-        _set(changed, text, where)
+        _set_value(changed, text, where)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
         names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
@@ -68,15 +68,15 @@ def apply_overrides(
         changed["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
-    return _refitted(changed, where) if refit else changed
+    return _remove_test_parts(changed, where) if refit else changed
 
 
-def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
+def _remove_test_parts(document: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the document after changing it so that no test samples are held out.
 
     Validation samples are not held out either, unless models are recalibrated on them.
     """
-    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
+    tables = {name: check_is_table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
     partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
     if not tables["task"].get("calibrate"):
         partition["validation"] = 0.0
@@ -95,16 +95,16 @@ def _looks_at_tests(entry: object) -> bool:
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
 
-def _set(document: dict[str, Any], text: str, where: str) -> None:
+def _set_value(document: dict[str, Any], text: str, where: str) -> None:
     key, equals, value = text.partition("=")
     key, parts = key.strip(), [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise ConfigError(f"--set {text!r} must be key=value, for example --set local.lr=0.1")
-    setting, place = _value(key, value.strip()), document
+    setting, place = _parse_value(key, value.strip()), document
     if parts[0] == "method":
-        place, parts = _method(document, parts, text, where)
+        place, parts = _find_method_table(document, parts, text, where)
     for part in parts[:-1]:
-        place[part] = {**table(place.get(part, {}), f"{where}: --set {key}: [{part}]")}
+        place[part] = {**check_is_table(place.get(part, {}), f"{where}: --set {key}: [{part}]")}
         place = place[part]
     last = parts[-1]
     if last in ("kind", "source") and len(parts) > 1 and place.get(last, setting) != setting:
@@ -114,7 +114,9 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
     place[last] = setting
 
 
-def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
+def _find_method_table(
+    document: Mapping[str, Any], parts: list[str], text: str, where: str
+) -> tuple[dict[str, Any], list[str]]:
     """Return the method's table to which a dotted key refers, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
@@ -124,7 +126,7 @@ def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str
     return labels[parts[1]], parts[2:]
 
 
-def _value(key: str, text: str) -> object:
+def _parse_value(key: str, text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:

@@ -11,10 +11,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fedloom.engine.records import not_measured
+from fedloom.engine.records import unmeasured_metric_error
 from fedloom.lab.report.reading import rows_where
 from fedloom.metrics import leading
-from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
+from fedloom.trained.models import KIND_PREFERENCE, Models
 from fedloom.trained.saved import SavedModels
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class RecordedRun:
 
         if model is None:
             measured = {kind for kind, _, _ in self.measured()}
-            model = next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
+            model = next((kind for kind in KIND_PREFERENCE if kind in measured), KIND_PREFERENCE[-1])
         names = {name for kind, place, name in self.measured() if (kind, place) == (model, part)}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         if (model, part, metric) not in self.measured():
-            raise not_measured(model, metric, part, self.measured())
+            raise unmeasured_metric_error(model, metric, part, self.measured())
         rows = rows_where(self._clients, model=model, part=part, metric=metric)
         last = rows.filter(pc.equal(rows["round"], pc.max(rows["round"]))).sort_by("client")
         return torch.from_numpy(last["value"].to_numpy().copy())

@@ -22,7 +22,7 @@ from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import SettingTable
 from fedloom.errors import ConfigError, DataError, direction_in
-from fedloom.hints import Places, no_hint
+from fedloom.hints import KeyPlaces, give_no_hint
 from fedloom.imports import is_path
 from fedloom.lab.experiment.tuning import Tune
 from fedloom.values import Value, choose, dump, fields_of, make
@@ -59,7 +59,7 @@ class Method:
         return {**named, **{k: v for k, v in algorithm.items() if k in fields}, **self.options, **choices}
 
 
-def _printable(text: str) -> str:
+def _check_printable(text: str) -> str:
     if not text.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
         raise ValueError(f"must be printable text, got {text!r}")
     if disguised := direction_in(text):
@@ -67,7 +67,7 @@ def _printable(text: str) -> str:
     return text
 
 
-Title = Annotated[str, AfterValidator(_printable)]
+Title = Annotated[str, AfterValidator(_check_printable)]
 """Name that is shown in tables and charts."""
 
 
@@ -75,7 +75,7 @@ Constants = Literal["default", "paper", "released"]
 """Source of default constants for options that are not given: fedloom, the paper, or the paper's released code."""
 
 
-def _no_path(text: str) -> str:
+def _check_no_path(text: str) -> str:
     if "/" in text or "\\" in text or text in (".", ".."):
         raise ValueError(f"must be a valid file name that contains no / or \\, got {text!r}")
     return text
@@ -87,7 +87,7 @@ class Head(Value):
     All other top-level keys are defined by `Setting`.
     """
 
-    name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
+    name: Annotated[Title, AfterValidator(_check_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field(
         (0,), min_length=1, description="random seeds. Every method runs once per seed"
     )
@@ -127,7 +127,7 @@ class DataTable(SettingTable):
     The key ``source`` is the name of a data set, or a path. The content of the path determines how the data are read.
     """
 
-    def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
+    def read(self, choice: object, where: str = "", name: str = "", places: KeyPlaces | None = None) -> Any:
         """Return the data source that a table describes.
 
         If the source is a file or folder, its content determines how it is read.
@@ -167,12 +167,14 @@ SETTING_TABLES: dict[str, SettingTable] = {
 """Tables of an experiment file, apart from its methods."""
 
 
-def file_places() -> Places:
+def file_places() -> KeyPlaces:
     """Return the keys that an experiment file accepts, and the table to which each key belongs."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
-    return Setting.places(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
+    return Setting.places(
+        tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=give_no_hint
+    )
 
 
 SHARED_TABLES = ("model", "task", "attack")

@@ -39,9 +39,9 @@ RETRY_SECONDS = 60.0
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
 """Timeout in seconds, and number of retries, for MLflow's server, unless other values are set in the environment. With
 MLflow's own defaults of 120 seconds and 7 retries, a run would be delayed by many minutes at every evaluation."""
-LONGEST_CAUSE = 300
+MAX_CAUSE_CHARACTERS = 300
 """Maximum number of characters of a library's error message that are quoted in a warning."""
-LONGEST_NAME = 250
+MAX_NAME_CHARACTERS = 250
 """Maximum number of characters in the name of an MLflow metric."""
 TRACKING_FOLDER = "tracking"
 MAX_METRICS_PER_CALL = 1000
@@ -118,7 +118,7 @@ class Tracker:
         missing = len(self._waiting[key])
         if first or status:
             lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are not there" if status and missing else ""
-            cause = f"{sentence_of(error)}".splitlines()[0][:LONGEST_CAUSE]
+            cause = f"{sentence_of(error)}".splitlines()[0][:MAX_CAUSE_CHARACTERS]
             self._guard.warn(
                 f"--track {self._kind}: {cause}{lost}. The run continues. Run the same command again "
                 f"with --track {self._kind} to track the missing values"
@@ -172,7 +172,9 @@ class MLflow:
             return
         run = client.create_run(experiment, run_name=name, tags={"fedloom.run": origin})
         self._run, self.last = run.info.run_id, -1
-        client.log_batch(self._run, params=[Param(key, str(value)[:500]) for key, value in _flat(settings).items()])
+        client.log_batch(
+            self._run, params=[Param(key, str(value)[:500]) for key, value in _flatten_settings(settings).items()]
+        )
 
     def write(self, round: int, figures: Figures) -> None:
         from mlflow.entities import Metric
@@ -203,7 +205,7 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
         clean, number = cleaned[name], 1
         while cleaned[name] != name and cleaned[name] in used:
             number += 1
-            cleaned[name] = f"{clean[: LONGEST_NAME - 5]} {number}"
+            cleaned[name] = f"{clean[: MAX_NAME_CHARACTERS - 5]} {number}"
         used.add(cleaned[name])
     return cleaned
 
@@ -215,7 +217,7 @@ def _mlflow_name(name: str) -> str:
     """
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
-    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME_CHARACTERS]
 
 
 class WandB:
@@ -337,8 +339,10 @@ TRACKER_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlal
 """Packages that each tracker needs. The last two packages of MLflow are needed for its database."""
 
 
-def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def _flatten_settings(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     dotted: dict[str, object] = {}
     for key, value in settings.items():
-        dotted |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        dotted |= (
+            _flatten_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        )
     return dotted

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.comparison.card import check_card, write_card
-from fedloom.lab.report.comparison.conclusion import as_record, conclude, conclusions
+from fedloom.lab.report.comparison.conclusion import comparison_record, conclude_groups, conclude_runs
 from fedloom.lab.report.comparison.criteria import TARGET_SHARE, cumulative
 from fedloom.lab.report.comparison.family import (
     FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
     PairVerdict,
     TestedDifference,
-    differences,
-    family,
-    holm,
+    adjust_by_holm,
+    fit_common_prior,
     log_ratio,
     pair_verdict,
-    prior_of,
+    run_family_tests,
+    seed_differences,
 )
-from fedloom.lab.report.comparison.moderated import seeds_for
-from fedloom.lab.report.csv_files import csv_of_table
+from fedloom.lab.report.comparison.moderated import required_seeds
+from fedloom.lab.report.csv_files import render_table_csv
 from fedloom.lab.report.numbers import (
     EMPTY_CURVE,
     MIN_SEEDS,
@@ -30,7 +30,7 @@ from fedloom.lab.report.numbers import (
     WORK_FIGURES,
     Curve,
     Estimate,
-    curve,
+    benign_curve,
     half_width,
     seeds_of,
     test_metrics,
@@ -54,25 +54,25 @@ __all__ = [
     "PairVerdict",
     "Run",
     "TestedDifference",
-    "as_record",
+    "adjust_by_holm",
+    "benign_curve",
     "check_card",
-    "conclude",
-    "conclusions",
-    "csv_of_table",
+    "comparison_record",
+    "conclude_groups",
+    "conclude_runs",
     "cumulative",
-    "curve",
-    "differences",
-    "family",
+    "fit_common_prior",
     "half_width",
-    "holm",
     "kit",
     "log_ratio",
     "look",
     "pair_verdict",
-    "prior_of",
     "read_runs",
+    "render_table_csv",
+    "required_seeds",
     "result_table",
-    "seeds_for",
+    "run_family_tests",
+    "seed_differences",
     "seeds_of",
     "test_metrics",
     "write_card",

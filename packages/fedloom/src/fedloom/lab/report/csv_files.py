@@ -14,7 +14,7 @@ from pyarrow import csv as arrow_csv
 T = TypeVar("T")
 
 
-def inert(cell: T) -> T | str:
+def neutralize_formula(cell: T) -> T | str:
     """Return the value that is to be written into a CSV cell.
 
     If a spreadsheet would evaluate a text as a formula, the text is preceded by an apostrophe, as OWASP recommends.
@@ -33,25 +33,27 @@ def inert(cell: T) -> T | str:
     return mark + cell.replace("\r", " ")  # which the csv module does not quote, though readers end a row there
 
 
-def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
+def render_csv(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
     """Return a header and rows as CSV in which formulas are made harmless. Missing values are left empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(map(inert, columns))
+    table.writerow(map(neutralize_formula, columns))
     for row in rows:
         cells = [row.get(column) for column in columns] if isinstance(row, Mapping) else row
-        table.writerow(["" if cell is None else inert(cell) for cell in cells])
+        table.writerow(["" if cell is None else neutralize_formula(cell) for cell in cells])
     return text.getvalue()
 
 
-def csv_of_table(table: pa.Table) -> bytes:
+def render_table_csv(table: pa.Table) -> bytes:
     """Return an Arrow table as CSV in which formulas in names and texts are made harmless.
 
     Numbers keep all their digits.
     """
-    names = [str(inert(name)) for name in table.column_names]
+    names = [str(neutralize_formula(name)) for name in table.column_names]
     columns = [
-        pa.array(map(inert, column.to_pylist()), pa.string()) if pa.types.is_string(column.type) else column
+        pa.array(map(neutralize_formula, column.to_pylist()), pa.string())
+        if pa.types.is_string(column.type)
+        else column
         for column in table.columns
     ]
     out = io.BytesIO()

@@ -9,29 +9,29 @@ from importlib.metadata import version
 from importlib.resources import files
 from types import MappingProxyType
 
-from fedloom.cache import find, keep
+from fedloom.cache import read_cached_text, write_cached_text
 from fedloom.lab.report import overview
 from fedloom.lab.report.charts.calibrated import CALIBRATION_TEXT as IN_USE
 from fedloom.lab.report.charts.calibrated import threshold_tables
 from fedloom.lab.report.charts.kit import HIDDEN_COLUMNS, Figure, Rows
-from fedloom.lab.report.charts.look import can_draw, import_charts, theme
+from fedloom.lab.report.charts.look import can_draw, chart_theme, import_charts
 from fedloom.lab.report.charts.partition import skew_table
 from fedloom.lab.report.comparison.by_patient import differences_html, patient_gains
 from fedloom.lab.report.comparison.conclusion import Conclusion
-from fedloom.lab.report.comparison.contenders import Models, contenders
+from fedloom.lab.report.comparison.contenders import Models, select_contenders
 from fedloom.lab.report.comparison.devices import DEVICES_TEXT as DEVICES
 from fedloom.lab.report.comparison.devices import device_tables
-from fedloom.lab.report.comparison.family import scope
+from fedloom.lab.report.comparison.family import scope_sentence
 from fedloom.lab.report.comparison.gains import GAINS_TEXT, SiteGains, gains_html
 from fedloom.lab.report.comparison.pairs import Pair, pairs_html
-from fedloom.lab.report.comparison.paper import title
+from fedloom.lab.report.comparison.paper import experiment_names
 from fedloom.lab.report.groups import GROUPS_TEXT as GROUPED
 from fedloom.lab.report.groups import group_tables
 from fedloom.lab.report.markup import render_page, render_part
 from fedloom.lab.report.numbers import Row, leading_metric
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.sections import Section
-from fedloom.lab.report.settings import settings
+from fedloom.lab.report.settings import render_settings
 from fedloom.lab.report.sites import SITES_TEXT, privacy_tables, site_tables
 from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
@@ -68,7 +68,7 @@ SECTION_ORDER = {
 }
 """Sections of the page in order, keyed by the group of charts, with their title and text."""
 
-FIRST_PLACES = ("patients", "importance")
+FIRST_GROUPS = ("patients", "importance")
 """Sections before those that packages add for analyses."""
 PAIRS_TEXT = (
     "Every method is compared with the baseline. The interval of the difference decides the verdict: better or "
@@ -100,27 +100,27 @@ READING_TEXTS = {
 
 
 @cache
-def _scripts() -> str:
+def _chart_scripts() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script that can be placed inside a script element.
 
     The script is cached, because building it takes several seconds.
     """
     key = version("vl-convert-python") if can_draw() else ""
-    kept = find(SCRIPTS_FILE, key)
+    kept = read_cached_text(SCRIPTS_FILE, key)
     if kept is not None:
         return kept
     vl_convert = import_charts("vl_convert")
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    keep(SCRIPTS_FILE, key, text)
+    write_cached_text(SCRIPTS_FILE, key, text)
     return text
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("fedloom.lab.report") / name).read_text(encoding="utf-8")
 
 
-def _json(value: object) -> str:
+def _script_json(value: object) -> str:
     """Render a value as JSON for the script of the page. The JSON text cannot close the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
@@ -128,7 +128,7 @@ def _json(value: object) -> str:
     return text
 
 
-def document(
+def render_document(
     runs: list[Run],
     rows: list[Row],
     shown: list[Figure],
@@ -153,52 +153,56 @@ def document(
     gained = gains_html(by_site) + differences_html(patient_gains(runs, by_site)) if by_site else ""
     parts = {
         **({"gains": ("Who gains", "", f'{gained}<p class="lead">{GAINS_TEXT}</p>')} if by_site else {}),
-        "overview": ("Overview", "The leading method by each criterion.", overview.cards(runs, rows, models)),
-        **({"pairs": ("Comparison", f"{PAIRS_TEXT} {_scope(runs)}", pairs_html(compared))} if compared else {}),
+        "overview": ("Overview", "The leading method by each criterion.", overview.render_cards(runs, rows, models)),
+        **(
+            {"pairs": ("Comparison", f"{PAIRS_TEXT} {_runs_scope_sentence(runs)}", pairs_html(compared))}
+            if compared
+            else {}
+        ),
         "results": (
             "Results",
             READING_TEXTS["Result"],
-            overview.results([*rows, *_rivals(runs, rows)], runs) + render_part("downloads"),
+            overview.render_results([*rows, *_rows_without_method(runs, rows)], runs) + render_part("downloads"),
         ),
-        **{group: (*SECTION_ORDER[group], bodies[group]) for group in FIRST_PLACES if bodies[group]},
+        **{group: (*SECTION_ORDER[group], bodies[group]) for group in FIRST_GROUPS if bodies[group]},
         **{file_name(kind): (one.title, one.lead, one.body) for kind, one in sections.items()},
         **{
-            group: (*SECTION_ORDER[group], body) for group, body in bodies.items() if body and group not in FIRST_PLACES
+            group: (*SECTION_ORDER[group], body) for group, body in bodies.items() if body and group not in FIRST_GROUPS
         },
         **({"sites": ("Sites", SITES_TEXT, table)} if (table := site_tables(runs)) else {}),
-        "settings": ("Settings", "The exact settings of every run.", settings(runs)),
+        "settings": ("Settings", "The exact settings of every run.", render_settings(runs)),
         "reading": ("How to read this report", "", render_part("glossary", terms=READING_TEXTS)),
     }
     data = {
-        "figures": [_payload(figure) for figure in shown],
-        "themes": {"light": theme(dark=False), "dark": theme(dark=True)},
+        "figures": [_chart_payload(figure) for figure in shown],
+        "themes": {"light": chart_theme(dark=False), "dark": chart_theme(dark=True)},
         "file-csv": csv_text(rows),
         "file-tex": tex,
     }
     return render_page(
-        name=title(runs),
+        name=experiment_names(runs),
         policy=CONTENT_POLICY,
         title_end=REPORT_TITLE_END,
-        style=_asset("page.css"),
+        style=_read_asset("page.css"),
         answer=overview.render_answer(conclusions),
-        facts=overview.facts(runs, rows),
+        facts=overview.render_facts(runs, rows),
         notes=overview.note_list(runs, rows),
         sections=[{"id": id, "title": name, "lead": words, "body": body} for id, (name, words, body) in parts.items()],
-        data={id: _json(value) for id, value in data.items()},
-        scripts=[_scripts(), _asset("page.js")],
+        data={id: _script_json(value) for id, value in data.items()},
+        scripts=[_chart_scripts(), _read_asset("page.js")],
     )
 
 
-def _scope(runs: list[Run]) -> str:
-    return scope(max(run.ratio for run in runs))
+def _runs_scope_sentence(runs: list[Run]) -> str:
+    return scope_sentence(max(run.ratio for run in runs))
 
 
-def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
+def _rows_without_method(runs: list[Run], rows: list[Row]) -> list[Row]:
     """Return the compared rows that belong to none of the methods."""
-    return [row for row in contenders(runs, rows) if row not in rows]
+    return [row for row in select_contenders(runs, rows) if row not in rows]
 
 
-def _payload(figure: Figure) -> dict[str, object]:
+def _chart_payload(figure: Figure) -> dict[str, object]:
     """Convert a chart for the script of the page. Each data set is converted to columns and lists of cells."""
 
     def compact(name: str, rows: Rows) -> dict[str, object]:

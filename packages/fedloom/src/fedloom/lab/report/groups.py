@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from fedloom.formats import UNKNOWN_DASH, fixed
 from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
-from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
+from fedloom.lab.report.naming import describe_figure, titled
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Run
@@ -37,8 +37,8 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         if best is None or table is None:
             continue
         heads, cells, shown = table
-        label = f"{titled(figure(shown))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
-        text += scrolling(f"Groups of patients: {label}", heads, cells, title=label)
+        label = f"{titled(describe_figure(shown))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
+        text += render_scrolling_table(f"Groups of patients: {label}", heads, cells, title=label)
     return text
 
 
@@ -50,11 +50,11 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
     The metric is the primary one among those that were scored. Metrics that rank samples cannot be computed from secure
     sums, and are therefore not included.
     """
-    table = _read(run)
+    table = _read_group_table(run)
     if table is None:
         return None
     table = rows_where(table, method=row.method, model=row.model)
-    means = _means(table, ["client", "subgroup", "metric"])
+    means = _group_means(table, ["client", "subgroup", "metric"])
     recorded = {client for client, *_ in means} - {FEDERATION_CLIENT}
     metrics = dict.fromkeys(str(name) for *_, name in means)
     lead = lead if lead in metrics or leading(metrics) not in metrics else leading(metrics)
@@ -64,14 +64,14 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
         *("All sites" if client == FEDERATION_CLIENT else run.titled_client(client) for client in clients),
     ]
     groups = dict.fromkeys(table["subgroup"].to_pylist())
-    return heads, [[group, *(_cell(means, client, group, lead) for client in clients)] for group in groups], lead
+    return heads, [[group, *(_group_cell(means, client, group, lead) for client in clients)] for group in groups], lead
 
 
-def _read(run: Run) -> pa.Table | None:
+def _read_group_table(run: Run) -> pa.Table | None:
     return read_columns(run.path / GROUPS_FILE, GROUP_COLUMNS)
 
 
-def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
+def _group_means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
     """Return the means of finite values over seeds, keyed by ``keys``."""
     values: dict[tuple[object, ...], list[float]] = {}
     for row in table.to_pylist():
@@ -80,9 +80,9 @@ def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], flo
     return {key: float(np.mean(some)) for key, some in values.items()}
 
 
-def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
+def _group_cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
     samples, value = means.get((client, group, SAMPLES_FIGURE), 0.0), means.get((client, group, lead))
-    shown = figure(lead)
+    shown = describe_figure(lead)
     number = UNKNOWN_DASH if value is None else fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
     return f"{number} ({fixed(samples, 0)})"
 
@@ -95,8 +95,8 @@ def groups_csv(runs: list[Run]) -> str:
     keys = ("method", "model", "client", "subgroup", "metric")
     lines: list[tuple[object, ...]] = []
     for run in runs:
-        if (table := _read(run)) is not None:
-            for (method, model, client, *rest), value in _means(table, keys).items():
+        if (table := _read_group_table(run)) is not None:
+            for (method, model, client, *rest), value in _group_means(table, keys).items():
                 site = "" if client == FEDERATION_CLIENT else run.client(int(str(client)))
                 lines.append((run.label, method, model, site, *rest, value))
-    return csv_of(("run", "method", "model", "site", "group", "metric", "value"), lines) if lines else ""
+    return render_csv(("run", "method", "model", "site", "group", "metric", "value"), lines) if lines else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @cache
-def _templates() -> Any:
+def _template_environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # slow to import
 
     loader = PackageLoader("fedloom.lab.report")
@@ -20,16 +20,16 @@ def _templates() -> Any:
 
 def render_part(name: str, /, **values: object) -> str:
     """Render one of the parts in `templates/parts.html`. String values are escaped."""
-    return str(getattr(_templates().get_template("parts.html").module, name)(**values)).strip()
+    return str(getattr(_template_environment().get_template("parts.html").module, name)(**values)).strip()
 
 
 def render_page(**values: object) -> str:
     """Render the whole page. String values are escaped, except values that `render_part` has returned."""
-    page: str = _templates().get_template("page.html").render(**values)
+    page: str = _template_environment().get_template("page.html").render(**values)
     return page + "\n"
 
 
-def scrolling(
+def render_scrolling_table(
     label: str, heads: Sequence[str], lines: Sequence[Sequence[object]], text: Sequence[int] = (), title: str = ""
 ) -> str:
     """Render an HTML table that can be scrolled sideways.

@@ -15,7 +15,7 @@ __all__ = [
     "METRICS",
     "STATISTIC_TITLES",
     "Metric",
-    "figure",
+    "describe_figure",
     "is_ratio",
     "metric",
     "titled",
@@ -43,7 +43,7 @@ FIGURE_SECTIONS = {
 federation are shown in the section "others"."""
 
 
-def figure(name: str) -> Metric:
+def describe_figure(name: str) -> Metric:
     """Return how a value named ``metric``, ``metric/statistic`` or ``metric@place``, or a total of costs, is shown.
 
     >>> figure("accuracy/worst10").title, figure("accuracy/jain").unit, figure("loss/variance").higher
@@ -88,7 +88,7 @@ PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
 """First words of titles, if these words are proper names."""
 
 
-def within_line(title: str) -> str:
+def lowercase_title(title: str) -> str:
     """Return a title in the form that it has inside a sentence: in lower case, except names, symbols and abbreviations.
 
     >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")

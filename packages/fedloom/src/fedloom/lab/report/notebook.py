@@ -14,7 +14,7 @@ from fedloom.formats import UNKNOWN_DASH, significant
 from fedloom.hints import nearest, unknown
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.markup import render_part
-from fedloom.lab.report.naming import figure, metric, titled
+from fedloom.lab.report.naming import describe_figure, metric, titled
 from fedloom.lab.report.numbers import MODEL_KINDS, Estimate
 from fedloom.lab.report.reading import rows_where
 
@@ -40,11 +40,11 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
     Raises:
         ConfigError: the metric was not measured.
     """
-    shown = name or leading(table)
-    return cast("LayerChart", look.notebook(_chart(_curves(table, shown, part), shown, part)))
+    shown = name or leading_metric_of(table)
+    return cast("LayerChart", look.make_notebook_chart(_curve_chart(_model_curves(table, shown, part), shown, part)))
 
 
-def leading(table: pa.Table) -> str:
+def leading_metric_of(table: pa.Table) -> str:
     """Return the most informative of the measured metrics."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
@@ -54,13 +54,13 @@ def notebook_page(table: pa.Table, title: str) -> str:
 
     The page does not load any external resources.
     """
-    name = leading(table)
+    name = leading_metric_of(table)
     scale, shown = metric(name).scale, titled(metric(name))
     heads = ["model", f"test {shown}", "worst 10 %", "validation"]
     rows = []
     for model in MODEL_KINDS:
         figures = [
-            next((v for one in statistics if (v := _last(table, model, part, f"{name}/{one}")) is not None), None)
+            next((v for one in statistics if (v := _last_value(table, model, part, f"{name}/{one}")) is not None), None)
             for part, statistics in (("test", MEAN_NAMES), ("test", ("worst10",)), ("validation", MEAN_NAMES))
         ]
         if any(value is not None for value in figures):
@@ -68,15 +68,15 @@ def notebook_page(table: pa.Table, title: str) -> str:
     parts = [str(Markup("<p><b>{}</b></p>").format(title))]
     if rows:
         parts.append(html_table(heads, rows))
-    curves = _curves(table, name, "test", strict=False)
+    curves = _model_curves(table, name, "test", strict=False)
     if len({row["round"] for row in curves}) > 1:
-        parts.append(look.svg(_chart(curves, name, "test")))
+        parts.append(look.render_svg(_curve_chart(curves, name, "test")))
     return "\n".join(parts)
 
 
 def draw_svg(chart: LayerChart) -> str:
     """Render a chart as HTML with an inline SVG."""
-    return f"<p>{look.svg(chart.to_dict())}</p>"
+    return f"<p>{look.render_svg(chart.to_dict())}</p>"
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
@@ -88,7 +88,7 @@ def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart
         estimates: values of the metric, keyed by the label of the method.
         name: name of the metric.
     """
-    shown = figure(name)
+    shown = describe_figure(name)
     sign = -1 if shown.higher else 1
     order = sorted(estimates, key=lambda label: sign * estimates[label].mean)
     means, seeds = [], []
@@ -98,21 +98,21 @@ def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart
         means.append({"method": label, "value": mean, **ends})
         seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in estimates[label].finite.items()]
     y, x = kit.nominal_channel("method", order), kit.number("value", titled(shown))
-    hints = kit.tips(("method", "Method"), ("seed", "Seed"), ("value", titled(shown), ".4~g"))
+    hints = kit.tooltip(("method", "Method"), ("seed", "Seed"), ("value", titled(shown), ".4~g"))
     single = kit.mark("point", {"x": x, "y": y, "tooltip": hints}, data="seeds", size=24, opacity=0.35, filled=True)
     spec = kit.layer_chart(single, *kit.intervals({"y": y}, x, tooltip=hints[::2]), width=380)
-    return cast("LayerChart", look.notebook({**spec, "datasets": {"rows": means, "seeds": seeds}}))
+    return cast("LayerChart", look.make_notebook_chart({**spec, "datasets": {"rows": means, "seeds": seeds}}))
 
 
-def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
+def _curve_chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
     tint = {"field": "model", "type": "nominal", "title": None, "scale": {"domain": list(MODEL_KINDS)}}
     x, y = kit.number("round", "Round"), kit.number("value", f"{titled(metric(name))}, {part}")
-    hints = kit.tips(("model", "Model"), ("round", "Round"), ("value", titled(metric(name)), ".4~g"))
+    hints = kit.tooltip(("model", "Model"), ("round", "Round"), ("value", titled(metric(name)), ".4~g"))
     line = kit.mark("line", {"x": x, "y": y, "color": tint, "tooltip": hints}, point=True)
     return kit.layer_chart(line, width=380, height=200, datasets={"rows": rows})
 
 
-def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
+def _model_curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
     found = [rows_where(table, metric=f"{name}/{one}", part=part).sort_by("round") for one in MEAN_NAMES]
     rows = found[0] if len(found[0]) else found[1]
     if strict and not len(rows):
@@ -129,7 +129,7 @@ def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> li
     ]
 
 
-def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
+def _last_value(table: pa.Table, model: str, part: str, name: str) -> float | None:
     rows = rows_where(table, model=model, part=part, metric=name)
     if not len(rows):
         return None

@@ -69,7 +69,7 @@ class Curve(NamedTuple):
 EMPTY_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
-def curve(run: Run, key: Key, statistic: str) -> Curve:
+def benign_curve(run: Run, key: Key, statistic: str) -> Curve:
     """Return the ``mean``, ``worst10`` or ``variance`` of ``key.metric`` over the benign clients in each round.
 
     A run with secure sums records only the mean weighted by samples, so this mean is returned for ``mean``.
@@ -79,19 +79,21 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
         recorded = run.totals.get(key._replace(metric=f"{key.metric}/{name}"))
         if recorded is not None:
             return Curve(recorded.round, recorded.value)
-    return EMPTY_CURVE if points is None else over_clients(points, statistic, metric(key.metric).higher)
+    return EMPTY_CURVE if points is None else aggregate_clients(points, statistic, metric(key.metric).higher)
 
 
-def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
+def aggregate_clients(points: Points, statistic: str, higher: bool) -> Curve:
     """Return the ``mean``, ``worst10`` or ``variance`` of the clients' values in each round.
 
     Clients without a value are omitted.
     """
     rounds, starts = np.unique(points.round, return_index=True)
-    return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
+    return Curve(
+        rounds, np.array([_client_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])])
+    )
 
 
-def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
+def _client_statistic(values: Numbers, statistic: str, higher: bool) -> float:
     values = values[~np.isnan(values)]
     if not len(values):
         return math.nan
@@ -105,7 +107,7 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Metric for each seed, and its mean over the seeds for which it is finite (see `repeated` for ``repeats``)."""
+    """Metric for each seed, and its mean over the seeds for which it is finite (see `equal_seeds` for ``repeats``)."""
 
     by_seed: dict[int, float]
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -152,7 +154,7 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
     return float(stdtrit(len(values) - 1, 1 - level / 2)) * spread / math.sqrt(len(values))
 
 
-def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
+def equal_seeds(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
     """Return the seeds whose runs only repeat the runs of an earlier seed, mapped to this earlier seed.
 
     All metrics of these runs except costs equal those of the earlier run, because nothing random affects them. Seeds
@@ -168,10 +170,10 @@ def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
 def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
     """Return True if all metrics are equal for two seeds, and at least one of the metrics is finite."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
-    return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
+    return all(are_close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
 
 
-def close(one: float, other: float) -> bool:
+def are_close(one: float, other: float) -> bool:
     """Return True if two values differ by no more than `EQUALITY_TOLERANCE` allows.
 
     Two missing values are also considered equal.
@@ -267,7 +269,7 @@ class Row:
         seeds: dict[str, list[int]] = {}
         for record in self.records:
             if record.status != "done":
-                seeds.setdefault(_phrase(record), []).append(record.seed)
+                seeds.setdefault(_failure_phrase(record), []).append(record.seed)
         if self.untested:
             return UNTESTED_REASON
         if not seeds:
@@ -286,7 +288,7 @@ class Row:
         return "" if len(seeds) == len(self.records) else f" ({len(seeds)} of {len(self.records)} seeds)"
 
 
-def _phrase(record: RunRecord) -> str:
+def _failure_phrase(record: RunRecord) -> str:
     if record.diverged is not None:
         return f"{record.status} by round {record.diverged}"
     return f"{record.status} after round {record.rounds}"
@@ -300,8 +302,8 @@ def method_rows(runs: list[Run]) -> list[Row]:
         for method in run.methods:
             records = tuple(record for record in run.summary.runs if record.method == method)
             algorithm = records[0].algorithm if records else ""
-            for model in _models(run, method):
-                figures = _figures(run, method, model)
+            for model in _recorded_models(run, method):
+                figures = _row_figures(run, method, model)
                 rows.append(Row(label, method, algorithm, model, records, figures))
     return rows
 
@@ -311,7 +313,7 @@ def run_of(runs: list[Run], row: Row) -> Run:
     return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
 
-def _models(run: Run, method: str) -> list[str]:
+def _recorded_models(run: Run, method: str) -> list[str]:
     models = {key.model for key in [*run.series, *run.totals] if key.method == method and key.model}
     return [model for model in MODEL_KINDS if model in models] + sorted(models - set(MODEL_KINDS)) or [""]
 
@@ -331,7 +333,7 @@ def leading_metric(runs: list[Run]) -> str:
         name
         for run in runs
         for method in run.methods
-        for m in _models(run, method)
+        for m in _recorded_models(run, method)
         for name in test_metrics(run, method, m)
     }
     return leading(names)
@@ -349,7 +351,7 @@ def is_other_figure(key: Key) -> bool:
     return plain and key.part in ("", "test")
 
 
-def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
+def _row_figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
     records = [record for record in run.summary.runs if record.method == method]
     lost = {record.seed for record in records if record.lost}
     early = lost | {record.seed for record in records if record.status == "interrupted"}
@@ -357,15 +359,15 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
     for seed in seeds_of(run, method):
         for name in test_metrics(run, method, model):
             key = Key(method, seed, model, "test", name)
-            test = curve(run, key, "mean")
+            test = benign_curve(run, key, "mean")
             by_name.setdefault(name, {})[seed] = test.last
-            by_name.setdefault(f"{name}/worst10", {})[seed] = curve(run, key, "worst10").last
+            by_name.setdefault(f"{name}/worst10", {})[seed] = benign_curve(run, key, "worst10").last
             for statistic in ("weighted", "sigma", "jain"):
                 total = run.totals.get(key._replace(metric=f"{name}/{statistic}"))
                 if total is not None:
                     by_name.setdefault(f"{name}/{statistic}", {})[seed] = float(total.value[-1])
-            by_name.setdefault(f"{name}@validation", {})[seed] = _chosen(
-                curve(run, key._replace(part="validation"), "mean"), test, name
+            by_name.setdefault(f"{name}@validation", {})[seed] = _test_value_at_best(
+                benign_curve(run, key._replace(part="validation"), "mean"), test, name
             )
             common = run.totals.get(key._replace(part="common")) or run.totals.get(
                 key._replace(part="common", metric=f"{name}/mean")
@@ -373,7 +375,7 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
             if common is not None:
                 by_name.setdefault(f"{name}@common", {})[seed] = float(common.value[-1])
         loss = Key(method, seed, model, "test", "loss")
-        by_name.setdefault("loss/variance", {})[seed] = curve(run, loss, "variance").last
+        by_name.setdefault("loss/variance", {})[seed] = benign_curve(run, loss, "variance").last
         for name in WORK_FIGURES:
             total = run.totals.get(Key(method, seed, "", "", name))
             if total is not None:
@@ -387,12 +389,12 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
     for name, values in by_name.items():
         out = lost if name not in COUNTED_FIGURES else early if values.keys() - early else set[int]()
         values.update(dict.fromkeys(out & values.keys(), math.nan))
-    repeats = repeated(by_name)
+    repeats = equal_seeds(by_name)
     figures = {name: Estimate(values, repeats) for name, values in by_name.items()}
     return {name: e for name, e in figures.items() if e.finite or ("@" not in name and "/" not in name)}
 
 
-def _chosen(validation: Curve, test: Curve, name: str) -> float:
+def _test_value_at_best(validation: Curve, test: Curve, name: str) -> float:
     """Return the test value in the round with the best validation value (in case of a tie, the earliest such round).
 
     If there are no validation values, the result is NaN.

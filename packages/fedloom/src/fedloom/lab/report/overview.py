@@ -14,16 +14,16 @@ import numpy as np
 from markupsafe import Markup
 
 from fedloom.formats import UNKNOWN_DASH, factor, interval, pair, percent, write_total
-from fedloom.lab.report.charts.kit import off_axis
+from fedloom.lab.report.charts.kit import find_off_axis_names
 from fedloom.lab.report.charts.tradeoffs import COST_AXES
 from fedloom.lab.report.comparison.conclusion import Conclusion
-from fedloom.lab.report.comparison.contenders import Models, one_per_method
-from fedloom.lab.report.comparison.criteria import Winner, tasks, winners
+from fedloom.lab.report.comparison.contenders import Models, select_one_per_method
+from fedloom.lab.report.comparison.criteria import Winner, find_winners, group_comparable_runs
 from fedloom.lab.report.markup import render_part
-from fedloom.lab.report.naming import COST_FIGURES, figure, is_ratio, metric, within_line
+from fedloom.lab.report.naming import COST_FIGURES, describe_figure, is_ratio, lowercase_title, metric
 from fedloom.lab.report.numbers import MIN_SEEDS, Row, leading_metric, run_of, seeds_of
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import cell, columns_of
+from fedloom.lab.report.tables import columns_of, render_cell
 
 MAX_OPEN_NOTES = 4
 """Number of notes that are always visible. If there are more notes, the others are collapsed."""
@@ -50,7 +50,7 @@ def render_answer(conclusions: Sequence[Conclusion]) -> str:
     return render_part("answer", conclusions=parts) if parts else ""
 
 
-def facts(runs: list[Run], rows: list[Row]) -> str:
+def render_facts(runs: list[Run], rows: list[Row]) -> str:
     """Render a line with the numbers of methods, seeds, clients and rounds, and the size of the model."""
 
     def span(values: list[int]) -> str:
@@ -75,7 +75,7 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
+def render_cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
     """Render a card for each criterion, which shows the best method, its value and how certain its lead is.
 
     Runs with different data or attacks are shown in separate groups of cards.
@@ -87,14 +87,14 @@ def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation
             requested.
     """
     lead, groups = leading_metric(runs), []
-    for label, own_runs, task_rows in tasks(runs, rows):
+    for label, own_runs, task_rows in group_comparable_runs(runs, rows):
         card_rows = task_rows if len(own_runs) > 1 else [replace(row, run="") for row in task_rows]
-        card_rows = one_per_method(own_runs, card_rows, models)
-        groups.append((label, [_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead)]))
+        card_rows = select_one_per_method(own_runs, card_rows, models)
+        groups.append((label, [_render_card(winner, card_rows) for winner in find_winners(own_runs, card_rows, lead)]))
     return render_part("cards", groups=groups)
 
 
-def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
+def _render_card(winner: Winner, rows: list[Row]) -> dict[str, str]:
     criterion = winner.criterion
     if winner.row is None:
         why = "Every method with this result diverged or failed with some seed."
@@ -103,7 +103,7 @@ def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
     if criterion.figure in COST_AXES:
         value, half = write_total(best.mean * criterion.scale), ""
     else:
-        value, half = cell(criterion.figure, best)
+        value, half = render_cell(criterion.figure, best)
     return {
         "what": criterion.title, "who": row.name, "model": row.model, "value": value, "half": half,
         "unit": f" {criterion.unit}" if criterion.unit else "", "sure": significance_text(winner, rows),
@@ -153,7 +153,7 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     return Markup("<b>{}</b>{}{}{}").format(verdict, reason, same, provisional)
 
 
-def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
+def render_results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     """Render the tables of results: each row's mean, status and costs, and other metrics in a collapsed table.
 
     Args:
@@ -169,38 +169,40 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     first += [name for name in other_rows if name not in first and name.endswith(("/worst10", "/variance"))]
     first = first[:MAX_COLUMNS]
     rest = [name for name in other_rows if name not in first]
-    main = _results(rows, runs, {name: columns[name] for name in (lead, *first)}, lead, status=True)
+    main = _render_results_table(rows, runs, {name: columns[name] for name in (lead, *first)}, lead, status=True)
     if not rest:
         return main
-    more = _results(rows, runs, {name: columns[name] for name in rest}, lead, status=False)
+    more = _render_results_table(rows, runs, {name: columns[name] for name in rest}, lead, status=False)
     return f"{main}<details><summary>{len(rest)} more columns</summary>{more}</details>"
 
 
-def _results(
+def _render_results_table(
     rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
 ) -> str:  # fmt: skip
     """Render a table that contains the given metrics.
 
     In the column of the primary metric, each value is also drawn as a bar. The status of each row is also shown.
     """
-    groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
+    groups = [peers for _, _, peers in group_comparable_runs(list(runs), rows)] if runs else [rows]
     rated = [name for name in columns if name not in COST_FIGURES]
-    best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
+    best = {
+        (id(row), name): top for peers in groups for name in rated for top in [_best_mean(name, peers)] for row in peers
+    }
     heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
     heads[3:3] = [("Status", "text")] if status else []
     apart = " and of runs with the same data and attack" if len(groups) > 1 else ""
-    span, lines = _span(lead, rows), []
+    span, lines = _scale_ends(lead, rows), []
     for row in rows:
         cells = []
         for name in columns:
             estimate = row.figures.get(name)
-            mean, half = cell(name, estimate)
-            leads = row.sound and estimate is not None and _equals(estimate.mean, best.get((id(row), name)))
+            mean, half = render_cell(name, estimate)
+            leads = row.sound and estimate is not None and _equals_best(estimate.mean, best.get((id(row), name)))
             value = "" if estimate is None or not estimate.finite else f"{estimate.mean!r}"
             shown = {"value": value, "best": leads, "mean": mean, "half": half, "seeds": "", "bar": None}
             if name == lead and estimate is not None and 0 < len(estimate.finite) < len(estimate.by_seed):
                 shown["seeds"] = f"{len(estimate.finite)} of {len(estimate.by_seed)}"
-            cells.append(shown | ({"bar": _bar(row, name, span)} if name == lead else {}))
+            cells.append(shown | ({"bar": _bar_position(row, name, span)} if name == lead else {}))
         lines.append({
             "name": row.name, "model": row.model, "cells": cells, "odd": not row.done or row.untested,
             "status": row.status if status and lead in columns else None,
@@ -209,29 +211,33 @@ def _results(
     return render_part("results", name=name, kind=kind, apart=apart, heads=heads, rows=lines)
 
 
-def _equals(value: float, best: float | None) -> bool:
+def _equals_best(value: float, best: float | None) -> bool:
     return best is not None and abs(value - best) <= TIE_TOLERANCE * abs(best)
 
 
-def _best(name: str, rows: list[Row]) -> float | None:
+def _best_mean(name: str, rows: list[Row]) -> float | None:
     """Return the best mean in a column among rows whose runs all have results.
 
     If rows cannot be ranked by this metric, return None.
     """
     means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
-    return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
+    return (
+        (max if describe_figure(name).higher else min)(means)
+        if len(means) > 1 and describe_figure(name).rated
+        else None
+    )
 
 
-def _span(name: str, rows: list[Row]) -> tuple[float, float]:
+def _scale_ends(name: str, rows: list[Row]) -> tuple[float, float]:
     """Return the ends of a column's scale. Extreme outliers are disregarded."""
     means = {row.title: estimate.mean for row in rows if (estimate := row.result(name)) is not None}
-    off = off_axis(means)
+    off = find_off_axis_names(means)
     near = [mean for title, mean in means.items() if title not in off] or [0.0]
     air = 0.2 * (max(near) - min(near)) or 1.0
     return min(near) - air, max(near) + air
 
 
-def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
+def _bar_position(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
     """Return the position of a row's mean on a column's scale, together with its interval or its seeds.
 
     Return None if there is no value.
@@ -252,31 +258,38 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | Non
 
 def note_list(runs: list[Run], rows: list[Row]) -> str:
     """Render the notes as HTML, with the first few visible and the others collapsed."""
-    lines = notes(runs, rows)
+    lines = report_notes(runs, rows)
     count = len(lines) if len(lines) <= MAX_OPEN_NOTES + 1 else MAX_OPEN_NOTES
     return render_part("notes", first=lines[:count], rest=lines[count:])
 
 
-def notes(runs: list[Run], rows: list[Row]) -> list[str]:
+def report_notes(runs: list[Run], rows: list[Row]) -> list[str]:
     """Return notes of one sentence each: the notes of the report, followed by the warnings of the runs."""
     remarks = [
         note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)
     ]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
-    warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
+    warnings = [where[id(run)] + warning for run in runs for warning in _run_warnings(run.summary.warnings)]
     texts = [f"{where[id(run)]}{text}" for run, text in remarks] + warnings
     return list(dict.fromkeys(texts))
 
 
 def _select_own_rows(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
-    texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
-    texts.append(_repeats(run, run_rows))
+    texts = [
+        _diverged_notes(run_rows),
+        _attack_notes(run),
+        _work_notes(run_rows),
+        *_missing_client_notes(run, run_rows),
+        _dropped_notes(run),
+        _seed_notes(run),
+    ]
+    texts.append(_repeat_notes(run, run_rows))
     if run.summary.select_on == "test":
         texts.insert(0, "Hybrid models were chosen on test data (select_on = test), so their results are optimistic.")
     return [(run, text) for text in texts if text]
 
 
-def _odd(run_rows: list[Row]) -> str:
+def _diverged_notes(run_rows: list[Row]) -> str:
     odd = dict.fromkeys(f"{row.method} {row.status}" for row in run_rows if not row.done)
     if not odd:
         return ""
@@ -285,7 +298,7 @@ def _odd(run_rows: list[Row]) -> str:
     return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 
-def _attack(run: Run) -> str:
+def _attack_notes(run: Run) -> str:
     if not run.attacked:
         return ""
     counts = sorted({len(partition.attackers) for partition in run.partitions.values()})
@@ -296,7 +309,7 @@ def _attack(run: Run) -> str:
     return f"{share}. All results are of the other, benign clients."
 
 
-def _work(run_rows: list[Row]) -> str:
+def _work_notes(run_rows: list[Row]) -> str:
     work = {
         row.method: row.figures["samples_backward"].mean
         for row in run_rows
@@ -315,9 +328,9 @@ def _work(run_rows: list[Row]) -> str:
     )
 
 
-def _clients(run: Run, run_rows: list[Row]) -> list[str]:
+def _missing_client_notes(run: Run, run_rows: list[Row]) -> list[str]:
     lead = leading_metric([run])
-    without = [clients for row in run_rows for clients in _clients_without(run, row, lead)]
+    without = [clients for row in run_rows for clients in _clients_without_value(run, row, lead)]
     most = max(map(len, without), default=0)
     if not most or any("test part" in warning for warning in run.summary.warnings):
         return []
@@ -326,12 +339,12 @@ def _clients(run: Run, run_rows: list[Row]) -> list[str]:
     listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
     who = f"; {listed}" if len(everyone) <= MAX_NAMED_MISSING else ""
     return [
-        f"Clients without {within_line(metric(lead).title)}, which are not in the means: up to {most} "
+        f"Clients without {lowercase_title(metric(lead).title)}, which are not in the means: up to {most} "
         f"of {run.clients}{who}."
     ]
 
 
-def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
+def _clients_without_value(run: Run, row: Row, name: str) -> list[frozenset[int]]:
     """Return the benign clients without a value in the last round, as one set for each seed that has a result."""
     without = []
     for key in run.series:
@@ -345,17 +358,17 @@ def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
     return without
 
 
-def _dropped(run: Run) -> str:
+def _dropped_notes(run: Run) -> str:
     dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
     return f"{write_total(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
 
 
-def _seeds(run: Run) -> str:
+def _seed_notes(run: Run) -> str:
     one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
     return "Only one seed, so there are no intervals, and the tests cannot decide." if one else ""
 
 
-def _repeats(run: Run, run_rows: list[Row]) -> str:
+def _repeat_notes(run: Run, run_rows: list[Row]) -> str:
     methods = dict.fromkeys(row.method for row in run_rows if row.repeats)
     if not methods:
         return ""
@@ -366,7 +379,7 @@ def _repeats(run: Run, run_rows: list[Row]) -> str:
     )
 
 
-def _merged(warnings: tuple[str, ...]) -> list[str]:
+def _run_warnings(warnings: tuple[str, ...]) -> list[str]:
     """Return the warnings of a run.
 
     A warning that occurs with several seeds is returned once, together with the numbers of these seeds.

@@ -10,23 +10,23 @@ from pathlib import Path
 from pyarrow import ArrowException
 
 from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
-from fedloom.lab.report.charts.calibrated import calibrated, thresholds_csv
-from fedloom.lab.report.charts.clients import clients
-from fedloom.lab.report.charts.curves import curves, robustness
-from fedloom.lab.report.charts.importance import importances
-from fedloom.lab.report.charts.inspection import inspection
+from fedloom.lab.report.charts.calibrated import draw_calibrated, thresholds_csv
+from fedloom.lab.report.charts.clients import draw_clients
+from fedloom.lab.report.charts.curves import draw_curves, draw_robustness
+from fedloom.lab.report.charts.importance import draw_importances
+from fedloom.lab.report.charts.inspection import draw_inspections
 from fedloom.lab.report.charts.kit import HIDDEN_COLUMNS, Figure
-from fedloom.lab.report.charts.partition import cluster_shares, clusters, splits
-from fedloom.lab.report.charts.tradeoffs import costs, tradeoffs
+from fedloom.lab.report.charts.partition import draw_cluster_shares, draw_clusters, draw_splits
+from fedloom.lab.report.charts.tradeoffs import draw_costs, draw_tradeoffs
 from fedloom.lab.report.comparison.by_patient import differences_csv, patient_gains
-from fedloom.lab.report.comparison.conclusion import conclude
+from fedloom.lab.report.comparison.conclusion import conclude_groups
 from fedloom.lab.report.comparison.contenders import Models
 from fedloom.lab.report.comparison.devices import devices_csv
-from fedloom.lab.report.comparison.gains import gains, gains_csv, gains_latex
-from fedloom.lab.report.comparison.pairs import checked_margin, pairs, pairs_csv, pairs_latex
-from fedloom.lab.report.comparison.paper import results_latex, title
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.document import REPORT_TITLE_END, document
+from fedloom.lab.report.comparison.gains import gains_csv, gains_latex, site_gains
+from fedloom.lab.report.comparison.pairs import check_margin, compare_pairs, pairs_csv, pairs_latex
+from fedloom.lab.report.comparison.paper import experiment_names, results_latex
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.document import REPORT_TITLE_END, render_document
 from fedloom.lab.report.groups import groups_csv
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.reading import read_runs
@@ -36,7 +36,7 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_directory
 from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
 
-FIRST_BYTES = 4096
+HEADER_CHECK_BYTES = 4096
 """Number of bytes at the start of a page that always contain its title. The name of an experiment is expected to be
 much shorter than this."""
 
@@ -85,21 +85,21 @@ def write_report(
         CheckpointError: the disk is full or refuses the files. The recorded runs are not changed.
     """
     beside = check_report(run_dirs, out, force=force)
-    with _recorded(run_dirs):
+    with _recorded_data_error(run_dirs):
         runs = read_runs(run_dirs)
         rows = method_rows(runs)
         shown = make_figures(runs, rows, compare_model)
         tex = results_latex(runs, rows, columns, compare_model)
-        compared = pairs(runs, rows, baseline, compare_model, margin=checked_margin(margin))
-        by_site = gains(runs, rows, leading_metric(runs))
+        compared = compare_pairs(runs, rows, baseline, compare_model, margin=check_margin(margin))
+        by_site = site_gains(runs, rows, leading_metric(runs))
         sections = sections_of(runs, rows, leading_metric(runs))
-        conclusions = conclude(runs, rows, baseline, compare_model, margin)
-        text = document(runs, rows, shown, tex, compared, by_site, compare_model, sections, conclusions)
+        conclusions = conclude_groups(runs, rows, baseline, compare_model, margin)
+        text = render_document(runs, rows, shown, tex, compared, by_site, compare_model, sections, conclusions)
     contents = {"results.csv": csv_text(rows), "results.tex": tex}
     if compared:
-        contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
+        contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, experiment_names(runs))}
     if by_site:
-        contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, title(runs))}
+        contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, experiment_names(runs))}
     more = {
         "groups": groups_csv(runs),
         "devices": devices_csv(runs, rows, leading_metric(runs), compare_model),
@@ -109,7 +109,7 @@ def write_report(
     more |= {name: table for section in sections.values() for name, table in section.files.items()}
     contents |= {f"{name}.csv": table for name, table in more.items() if table}
     for figure in shown if charts else ():
-        contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _data_csv(figure)}
+        contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _figure_csv(figure)}
     check_tables(out, beside, contents, force=force)
     with explained(beside):
         beside.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def write_report(
 
 
 @contextmanager
-def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
+def _recorded_data_error(run_dirs: Sequence[Path]) -> Iterator[None]:
     """Raise `RunDirError` if the recorded files contradict each other even though each of them can be read."""
     try:
         yield
@@ -149,24 +149,24 @@ def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best
     """
     lead = leading_metric(runs)
     charts = [
-        *calibrated(runs, rows, lead),
-        *importances(runs, rows, lead),
-        *clients(runs, rows, lead),
-        *inspection(runs),
-        *tradeoffs(runs, rows, lead),
-        *robustness(runs, rows, lead),
-        clusters(runs, rows),
-        cluster_shares(runs, rows),
-        *curves(runs, rows, lead),
-        *costs(runs, rows, lead, compare_model),
-        *splits(runs),
+        *draw_calibrated(runs, rows, lead),
+        *draw_importances(runs, rows, lead),
+        *draw_clients(runs, rows, lead),
+        *draw_inspections(runs),
+        *draw_tradeoffs(runs, rows, lead),
+        *draw_robustness(runs, rows, lead),
+        draw_clusters(runs, rows),
+        draw_cluster_shares(runs, rows),
+        *draw_curves(runs, rows, lead),
+        *draw_costs(runs, rows, lead, compare_model),
+        *draw_splits(runs),
     ]
     return [figure for figure in charts if figure is not None]
 
 
-def _data_csv(figure: Figure) -> str:
+def _figure_csv(figure: Figure) -> str:
     columns = [name for name in figure.columns(figure.table) if name not in HIDDEN_COLUMNS]
-    return csv_of(columns, figure.data[figure.table])
+    return render_csv(columns, figure.data[figure.table])
 
 
 def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
@@ -202,7 +202,7 @@ def _is_report(path: Path) -> bool:
     if path.name == REPORT_FILE and is_run_directory(path.parent):
         return True
     with path.open("rb") as file:
-        return REPORT_TITLE_END.encode() in file.read(FIRST_BYTES)
+        return REPORT_TITLE_END.encode() in file.read(HEADER_CHECK_BYTES)
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:

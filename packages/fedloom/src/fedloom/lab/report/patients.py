@@ -14,7 +14,7 @@ from fedloom.lab.report.run import Numbers, Run
 from fedloom.rundir import PREDICTIONS_FILE
 
 
-class Predicted(NamedTuple):
+class StoredPredictions(NamedTuple):
     """Predictions of one model for test samples, ordered by client and row.
 
     Attributes:
@@ -37,13 +37,15 @@ class Predicted(NamedTuple):
     event: Numbers | None = None
     subject: NDArray[Any] | None = None
 
-    def select_client(self, client: int | None) -> Predicted:
+    def select_client(self, client: int | None) -> StoredPredictions:
         """Return the predictions for one client. If ``client`` is None, all predictions are returned."""
         if client is None:
             return self
         here = self.client == client
         event, subject = (None if values is None else values[here] for values in (self.event, self.subject))
-        return Predicted(self.client[here], self.row[here], self.target[here], self.prediction[here], event, subject)
+        return StoredPredictions(
+            self.client[here], self.row[here], self.target[here], self.prediction[here], event, subject
+        )
 
     @property
     def units(self) -> NDArray[np.int64]:
@@ -60,7 +62,7 @@ class Predicted(NamedTuple):
         return len(np.unique(self.units if some is None else self.units[some]))
 
 
-def tested(run: Run, method: str, model: str) -> Predicted | None:
+def benign_test_predictions(run: Run, method: str, model: str) -> StoredPredictions | None:
     """Return a model's predictions for the test samples of benign clients.
 
     The result is None if no predictions were stored, or if a prediction consists of several numbers that are not class
@@ -101,9 +103,9 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     if several_labels:
         values["target"] = np.stack([values.pop(name) for name in several_labels], 1)
         values["prediction"] = np.stack([values.pop(name) for name in several], 1)
-    return Predicted(means["client"].to_numpy(), means["row"].to_numpy(), **values) if len(means) else None
+    return StoredPredictions(means["client"].to_numpy(), means["row"].to_numpy(), **values) if len(means) else None
 
 
-def is_binary(run: Run, samples: Predicted) -> bool:
+def is_binary(run: Run, samples: StoredPredictions) -> bool:
     """Return True if there are two classes and the predictions are probabilities of the second class."""
     return samples.target.ndim == 1 and len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())

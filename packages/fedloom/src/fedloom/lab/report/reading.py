@@ -17,8 +17,8 @@ from fedloom.metrics import declare, over_clients
 from fedloom.rundir import (
     EXPERIMENT_TABLES,
     FEDERATION_CLIENT,
+    MAX_CLIENTS,
     METRICS_FILE,
-    MOST_CLIENTS,
     PARTITION_FILE,
     REPAIR_HINT,
     SETTINGS_FILE,
@@ -61,10 +61,10 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
             raise RunDirError(f"run directory {path} is listed twice")
     names = [path.name for path in paths]
     labels = [path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in paths]
-    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+    return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
 
 
-def _read(path: Path, label: str) -> Run:
+def _read_run(path: Path, label: str) -> Run:
     if not path.is_dir():
         raise RunDirError(f"{path} is not a directory. Name the output directory of 'fedloom run'")
     if not (path / SETTINGS_FILE).is_file():
@@ -75,32 +75,32 @@ def _read(path: Path, label: str) -> Run:
         raise RunDirError(
             f"{path} contains no metrics.parquet yet. Run the experiment until its first method has a result"
         )
-    settings = _text(path / SETTINGS_FILE)
+    settings = _read_settings_text(path / SETTINGS_FILE)
     _check_settings(path / SETTINGS_FILE, settings)
     table = read_table(path / METRICS_FILE, (*Key._fields, "round", "client", "value"), coded=True)
     series: dict[Key, Points] = {}
     totals: dict[Key, Points] = {}
-    for key, points in _split(table).items():
+    for key, points in _split_by_key(table).items():
         of_clients = points.client != FEDERATION_CLIENT
         for target, rows in ((series, of_clients), (totals, ~of_clients)):
             if rows.any():
                 target[key] = points if rows.all() else points.select(rows)
-    summary, seconds = _summary(path / SUMMARY_FILE), _seconds(path / TIMINGS_FILE)
+    summary, seconds = _read_run_summary(path / SUMMARY_FILE), _read_round_seconds(path / TIMINGS_FILE)
     declare(summary.metrics)
-    partitions, names = _partitions(path / PARTITION_FILE)
+    partitions, names = _read_partitions(path / PARTITION_FILE)
     most = max((int(points.client.max()) for points in series.values()), default=FEDERATION_CLIENT)
-    if most >= (len(names) or MOST_CLIENTS):
+    if most >= (len(names) or MAX_CLIENTS):
         raise RunDirError(
             f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} clients in partition.parquet"
         )
     if any(int(points.client.min()) < FEDERATION_CLIENT for points in series.values()):
         raise RunDirError(f"{path / METRICS_FILE}: a client number is negative")
     if any("attack" in method for method in tomllib.loads(settings).get("method", [])):
-        totals |= _recounted(series, totals, partitions)
+        totals |= _recompute_metrics(series, totals, partitions)
     return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
 
 
-def _recounted(
+def _recompute_metrics(
     series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
 ) -> dict[Key, Points]:
     """Recompute the metrics over clients, excluding the attackers of every method.
@@ -131,7 +131,7 @@ def _recounted(
     return recounted
 
 
-def _text(path: Path) -> str:
+def _read_settings_text(path: Path) -> str:
     try:
         content = path.read_bytes()
         check_digest(path, content)
@@ -158,7 +158,7 @@ def _check_settings(path: Path, settings: str) -> None:
         raise RunDirError(f"{path} is damaged: [[method]] must be a list of tables")
 
 
-def _summary(path: Path) -> Summary:
+def _read_run_summary(path: Path) -> Summary:
     """Read the summary of a run directory. While the first method is still running, the summary is empty."""
     try:
         return read_summary(path)
@@ -168,17 +168,17 @@ def _summary(path: Path) -> Summary:
         raise RunDirError(f"{path} cannot be read: {error}") from error
 
 
-def _seconds(path: Path) -> dict[tuple[str, int], Points]:
+def _read_round_seconds(path: Path) -> dict[tuple[str, int], Points]:
     if not path.exists():
         return {}
     table = read_table(path, ("method", "seed", "round", "seconds"))
     for name in ("model", "part", "metric"):
         table = table.append_column(name, pa.array([""] * len(table)))
-    series = _split(table.append_column("client", table["seed"]).append_column("value", table["seconds"]))
+    series = _split_by_key(table.append_column("client", table["seed"]).append_column("value", table["seconds"]))
     return {(key.method, key.seed): points for key, points in series.items()}
 
 
-def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
+def _read_partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     """Read the split for every seed, and the names of the clients.
 
     While the first method is still running, both results are empty.
@@ -273,7 +273,7 @@ def rows_where(table: pa.Table, **values: object) -> pa.Table:
     return table
 
 
-def _split(table: pa.Table) -> dict[Key, Points]:
+def _split_by_key(table: pa.Table) -> dict[Key, Points]:
     """Group the rows of a table by key. Each group is sorted by round and then by client."""
     if not len(table):
         return {}

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
 from fedloom.formats import option
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.run import Run
 from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_digest, has_digest
@@ -74,23 +74,23 @@ def plain_section(runs: list[Run], name: str) -> Section:
     title = Path(name).stem.replace("_", " ").capitalize()
     body, columns, lines = "", dict.fromkeys(["run"]), list[dict[str, Any]]()
     for run in runs:
-        table = _recorded(run.path / name)
+        table = _recorded_names(run.path / name)
         if not table:
             continue
         single = {head for head in ("method", "seed") if len({str(row.get(head)) for row in table}) == 1}
         heads = [head for head in table[0] if head not in single]
-        cells = [[_cell(row[head]) for head in heads] for row in table[:MAX_LINES]]
+        cells = [[_rounded_cell(row[head]) for head in heads] for row in table[:MAX_LINES]]
         label = f"{title}{f', {run.label}' if len(runs) > 1 else ''}"
         shown = [head.replace("_", " ") for head in heads]
-        body += scrolling(label, shown, cells, title=label if len(runs) > 1 else "")
+        body += render_scrolling_table(label, shown, cells, title=label if len(runs) > 1 else "")
         if len(table) > MAX_LINES:
             body += f"<p>The first {MAX_LINES} of {len(table)} lines. The CSV file contains all.</p>"
         columns |= dict.fromkeys(table[0])
         lines += [{"run": run.label, **row} for row in table]
-    return Section(title, "", body, {Path(name).stem: csv_of([*columns], lines)} if lines else {})
+    return Section(title, "", body, {Path(name).stem: render_csv([*columns], lines)} if lines else {})
 
 
-def _recorded(path: Path) -> list[dict[str, Any]]:
+def _recorded_names(path: Path) -> list[dict[str, Any]]:
     if not path.is_file() or not has_digest(content := path.read_bytes()):
         return []
     check_digest(path, content)
@@ -101,5 +101,5 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _cell(value: object) -> str:
+def _rounded_cell(value: object) -> str:
     return "" if value is None else option(value) if isinstance(value, float) else str(value)

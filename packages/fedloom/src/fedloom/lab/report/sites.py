@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedloom.formats import fixed, percent, significant
-from fedloom.lab.report.markup import scrolling
+from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
 
@@ -24,7 +24,7 @@ def site_tables(runs: list[Run]) -> str:
     parts = []
     for run in runs:
         rounds = max((record.rounds for record in run.summary.runs), default=0)
-        lines = [_line(name, site, rounds) for name, site in run.summary.sites.items()]
+        lines = [_site_line(name, site, rounds) for name, site in run.summary.sites.items()]
         stale = [site.staleness for site in run.summary.sites.values()]
         if lines:
             title = run.label if len(runs) > 1 else ""
@@ -40,7 +40,7 @@ def site_tables(runs: list[Run]) -> str:
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")
                 lines = [[*line, "" if s is None else fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]
-            parts.append(scrolling(f"Sites of {run.label}", heads, lines, (4, 6), title))
+            parts.append(render_scrolling_table(f"Sites of {run.label}", heads, lines, (4, 6), title))
     return "".join(parts)
 
 
@@ -63,11 +63,11 @@ def privacy_tables(runs: list[Run]) -> str:
             values = [[significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
             lines = [[f"{rounds[k]}", *values[k]] for k in places]
             title = run.label if len(runs) > 1 else ""
-            parts.append(scrolling(f"Privacy spent in {run.label}", ("Round", *spent), lines, title=title))
+            parts.append(render_scrolling_table(f"Privacy spent in {run.label}", ("Round", *spent), lines, title=title))
     return "".join(parts)
 
 
-def _line(name: str, site: SiteSummary, rounds: int) -> list[str]:
+def _site_line(name: str, site: SiteSummary, rounds: int) -> list[str]:
     share = percent(site.accepted / rounds) if rounds else ""
     last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())

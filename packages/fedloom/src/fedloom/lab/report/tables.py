@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from fedloom.errors import ConfigError
 from fedloom.formats import PERCENT_DECIMALS, PLAIN_DECIMALS, UNKNOWN_DASH, factor, finite, interval, pair, write_total
-from fedloom.lab.report.comparison.criteria import Marks
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.naming import COST_FIGURES, FEDERATION_FIGURES, METRICS, figure, is_ratio, titled
+from fedloom.lab.report.comparison.criteria import HighlightedRows
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.naming import COST_FIGURES, FEDERATION_FIGURES, METRICS, describe_figure, is_ratio, titled
 from fedloom.lab.report.numbers import WORK_FIGURES, Estimate, Row, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.metrics import leading
@@ -46,10 +46,10 @@ def result_table(run_dir: Path) -> pa.Table:
     Raises:
         RunDirError: ``run_dir`` is not a run directory, or cannot be read.
     """
-    return arrow(method_rows(read_runs([run_dir])))
+    return make_arrow_table(method_rows(read_runs([run_dir])))
 
 
-def arrow(rows: list[Row]) -> pa.Table:
+def make_arrow_table(rows: list[Row]) -> pa.Table:
     """Convert rows of results to an Arrow table (see `result_table`)."""
     columns: dict[str, list[str | int | float | None]] = {
         "run": [row.run for row in rows],
@@ -80,9 +80,9 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Return the table that `arrow` returns as CSV text. Unknown values are left empty."""
-    table = arrow(rows)
-    return csv_of(table.column_names, table.to_pylist())
+    """Return the table that `make_arrow_table` returns as CSV text. Unknown values are left empty."""
+    table = make_arrow_table(rows)
+    return render_csv(table.column_names, table.to_pylist())
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:
@@ -90,17 +90,21 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
-    order = [*headline(lead), *(lead + part for part in parts)]
+    order = [*headline_metrics(lead), *(lead + part for part in parts)]
     order += [*METRICS, *FEDERATION_FIGURES, *sorted(name for name in have if not set(name) & set("/@"))]
-    return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN_FIGURES}
+    return {
+        name: titled(describe_figure(name))
+        for name in dict.fromkeys(order)
+        if name in have and name not in HIDDEN_FIGURES
+    }
 
 
-def headline(lead: str) -> tuple[str, ...]:
+def headline_metrics(lead: str) -> tuple[str, ...]:
     """Return the metrics with which an HTML table begins, given its primary metric."""
     return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
 
 
-def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
+def latex_columns(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
     """Return the titles of the metrics in the LaTeX table: the chosen ones or, by default, up to `MAX_LATEX_COLUMNS`.
 
     Raises:
@@ -108,17 +112,19 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
     """
     shown = columns_of(rows)
     if chosen is None:
-        order = [name for name in headline(next(iter(shown), "")) if name in shown and name not in TERMINAL_FIGURES]
+        order = [
+            name for name in headline_metrics(next(iter(shown), "")) if name in shown and name not in TERMINAL_FIGURES
+        ]
         return {name: shown[name] for name in order[:MAX_LATEX_COLUMNS]}
     name_of_column = {column_of(name): name for row in rows for name in row.figures}
     unknown = [name for name in chosen if name not in name_of_column]
     if unknown or not chosen:
         got = f"got {unknown[0]!r}" if unknown else "got none"
         raise ConfigError(f"--columns: {got}. The columns of these runs are {', '.join(name_of_column)}")
-    return {name_of_column[name]: titled(figure(name_of_column[name])) for name in chosen}
+    return {name_of_column[name]: titled(describe_figure(name_of_column[name])) for name in chosen}
 
 
-def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
+def render_cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """Format the mean of a metric and the half-width of its interval.
 
     Both numbers are rounded to two significant digits of the half-width.
@@ -130,23 +136,23 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """
     if estimate is None or not estimate.finite:
         return UNKNOWN_DASH, ""
-    return measured(name, estimate.mean, estimate.half)
+    return render_measured(name, estimate.mean, estimate.half)
 
 
 def cell_text(name: str, estimate: Estimate | None) -> str:
     """Format a metric and its interval as text."""
-    return pair(*cell(name, estimate))
+    return pair(*render_cell(name, estimate))
 
 
-def measured(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Format a metric, given its unscaled mean and half-width (see `cell`)."""
-    scale = figure(name).scale
+def render_measured(name: str, mean: float, half: float) -> tuple[str, str]:
+    """Format a metric, given its unscaled mean and half-width (see `render_cell`)."""
+    scale = describe_figure(name).scale
     if not math.isfinite(mean):
         return UNKNOWN_DASH, ""
     return (
         (write_total(mean * scale), "")
         if name in COST_FIGURES
-        else interval(mean * scale, half * scale, decimals(name))
+        else interval(mean * scale, half * scale, decimals_of_metric(name))
     )
 
 
@@ -155,24 +161,24 @@ def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
 
     For the logarithm of a ratio, format the ratio as a single text.
     """
-    scale = figure(name).scale
+    scale = describe_figure(name).scale
     if is_ratio(name):
         return factor(mean, half), ""
-    return interval(mean * scale, half * scale, decimals(name), signed=True)
+    return interval(mean * scale, half * scale, decimals_of_metric(name), signed=True)
 
 
-def decimals(name: str) -> tuple[int, int]:
+def decimals_of_metric(name: str) -> tuple[int, int]:
     """Return the minimum and maximum number of decimal places with which a metric is shown."""
-    return PERCENT_DECIMALS if figure(name).scale == 100 else PLAIN_DECIMALS
+    return PERCENT_DECIMALS if describe_figure(name).scale == 100 else PLAIN_DECIMALS
 
 
-def latex(
+def render_latex_table(
     rows: list[Row],
     caption: str,
     chosen: Sequence[str] | None = None,
-    marks: Mapping[str, Marks] = MappingProxyType({}),
+    marks: Mapping[str, HighlightedRows] = MappingProxyType({}),
 ) -> str:
-    """Render the results as a LaTeX table (package booktabs). The table has the columns that `printed` returns.
+    """Render the results as a LaTeX table (package booktabs). The table has the columns that `latex_columns` returns.
 
     Args:
         rows: rows of the results table.
@@ -180,7 +186,7 @@ def latex(
         chosen: columns to include, by their names in the CSV file.
         marks: rows to set in bold or mark with a dagger, keyed by metric.
     """
-    columns = printed(rows, chosen)
+    columns = latex_columns(rows, chosen)
     several = len({row.run for row in rows}) > 1
     head = [*(["Run"] if several else []), "Method", "Model", *columns.values()]
     legend = [
@@ -193,19 +199,19 @@ def latex(
     ]
     lines = []
     for place, row in enumerate(rows):
-        cells = [*([tex(row.run)] if several else []), tex(row.method), tex(row.model)]
+        cells = [*([escape_tex(row.run)] if several else []), escape_tex(row.method), escape_tex(row.model)]
         for name in columns:
-            mark = marks.get(name, Marks())
+            mark = marks.get(name, HighlightedRows())
             best, beside = place in mark.best, place in mark.beside
-            cells.append(mark_cell(*cell(name, row.figures.get(name)), best=best, dagger=beside))
+            cells.append(mark_cell(*render_cell(name, row.figures.get(name)), best=best, dagger=beside))
         lines.append(" & ".join(cells) + " \\\\" + ("" if row.done else f" % {row.status}"))
-    words = ". ".join([tex(caption), *([" ".join(legend)] if legend else [])])
+    words = ". ".join([escape_tex(caption), *([" ".join(legend)] if legend else [])])
     return "\n".join(
-        [BOOKTABS_LINE, *tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""]
+        [BOOKTABS_LINE, *latex_tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""]
     )
 
 
-def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[str]) -> list[str]:
+def latex_tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[str]) -> list[str]:
     """Return the lines of a LaTeX table.
 
     Args:
@@ -214,7 +220,7 @@ def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[st
         heads: titles of the columns, as plain text.
         lines: lines of the table body, as LaTeX.
     """
-    head = " & ".join(map(tex, heads)) + " \\\\"
+    head = " & ".join(map(escape_tex, heads)) + " \\\\"
     first = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\begin{{tabular}}{{{columns}}}"]
     return [*first, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
 
@@ -228,7 +234,7 @@ _TEX_ESCAPES = {
 }
 
 
-def tex(text: str) -> str:
+def escape_tex(text: str) -> str:
     """Escape the characters that LaTeX would interpret as commands."""
     return "".join(_TEX_ESCAPES.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
 

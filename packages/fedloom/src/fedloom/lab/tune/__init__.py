@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.lab.tune.search import SearchResult, check_values, replace_params, space_of
-from fedloom.lab.tune.trial import Trial, for_scoring
+from fedloom.lab.tune.trial import Trial, make_scored_setting
 from fedloom.lab.tune.tuning import Tuning
 from fedloom.lab.tune.work import Budget, plain_budget
 
@@ -13,7 +13,7 @@ __all__ = [
     "Trial",
     "Tuning",
     "check_values",
-    "for_scoring",
+    "make_scored_setting",
     "plain_budget",
     "replace_params",
     "space_of",

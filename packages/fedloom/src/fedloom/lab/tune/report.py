@@ -10,10 +10,10 @@ from fedloom.formats import percent, significant
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
 from fedloom.lab.report.charts.kit import Figure, mark, number, panels
 from fedloom.lab.report.charts.kit import layer_chart as parts
-from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.naming import metric as named
 from fedloom.lab.report.naming import titled
-from fedloom.lab.tune.search import ALL_METHODS, SearchResult, defaults, note_limits, report_overspending
+from fedloom.lab.tune.search import ALL_METHODS, SearchResult, note_limits, read_default_spaces, report_overspending
 from fedloom.lab.tune.trial import Trial
 from fedloom.lab.tune.work import Goal
 from fedloom.storage.files import write_atomic
@@ -29,12 +29,12 @@ def write_report(
 
     ``tuned`` is True if ``tuned.toml`` exists and the report should mention it.
     """
-    write_atomic(out / TRIALS_CSV, _csv(findings).encode())
-    write_atomic(out / TRIALS_SVG, _chart(goal, findings).svg().encode())
-    write_atomic(out / TUNING_PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
+    write_atomic(out / TRIALS_CSV, _trials_csv(findings).encode())
+    write_atomic(out / TRIALS_SVG, _search_chart(goal, findings).svg().encode())
+    write_atomic(out / TUNING_PAGE, "\n".join(_report_page(name, tune, goal, findings, tuned=tuned)).encode())
 
 
-def _csv(findings: Sequence[SearchResult]) -> str:
+def _trials_csv(findings: Sequence[SearchResult]) -> str:
     keys = sorted({key for f in findings for key in f.study.space})
     rows: list[list[object]] = []
     for f in findings:
@@ -44,18 +44,18 @@ def _csv(findings: Sequence[SearchResult]) -> str:
             row = [f.study.method.label, t.number, t.state, "" if t.value is None else t.value, *values]
             rows.append([*row, t.rounds, t.samples_backward, int(chosen), t.reason])
     columns = ["method", "trial", "state", "value", *keys, "rounds", "samples_backward", "chosen", "reason"]
-    return csv_of(columns, rows)
+    return render_csv(columns, rows)
 
 
-def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool) -> list[str]:
+def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool) -> list[str]:
     shown = named(goal.metric)
     budget = ("", "") if goal.samples is None else (" of the budget |", "---|")
     lines = [
         f"# Tuning of {name}",
         "",
-        f"Every method had {tune.trials} trials{_whole(findings)}. {_work(goal, findings)} It is "
+        f"Every method had {tune.trials} trials{_exhausted_note(findings)}. {_length_note(goal, findings)} It is "
         f"scored by the validation {titled(shown)} after its last round, "
-        f"{_mean(goal)}{', and over the models of the table' if tune.model == 'mean' else ''}. The "
+        f"{_goal_statistic_text(goal)}{', and over the models of the table' if tune.model == 'mean' else ''}. The "
         "test data were not read.",
         "",
         "Trial 0 is the setting of the experiment file, if the search space contains it. "
@@ -83,7 +83,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
             continue
         share = "" if f.share is None else f" {percent(f.share, 1)} |"
         lines.append(
-            f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
+            f"| {label} | {f.study.model} | {_trial_value_text(b, goal)} | {b.setting} | {b.rounds} | "
             f"{b.samples_backward:,} |{share} {ends} |"
         )
     lines += [line for sentence in report_overspending(findings) for line in ("", f"**{sentence}**")]
@@ -91,13 +91,13 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in findings:
         for key, dimension in f.study.space.items():
-            source = _source(f.study.method.algorithm, f.study.method.label, key, tune)
-            lines.append(f"| {f.study.method.label} | {key} | {_where(dimension)} | {source} |")
+            source = _space_source_text(f.study.method.algorithm, f.study.method.label, key, tune)
+            lines.append(f"| {f.study.method.label} | {key} | {_dimension_text(dimension)} | {source} |")
     more = " The experiment with the chosen settings: `tuned.toml`." if tuned else ""
     return [*lines, "", f"All trials: [trials.csv](trials.csv).{more}", ""]
 
 
-def _whole(findings: Sequence[SearchResult]) -> str:
+def _exhausted_note(findings: Sequence[SearchResult]) -> str:
     """Return a sentence about search spaces in which every setting was tried, or "" if there are none."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
@@ -108,7 +108,7 @@ def _whole(findings: Sequence[SearchResult]) -> str:
     )
 
 
-def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
+def _length_note(goal: Goal, findings: Sequence[SearchResult]) -> str:
     """Return a sentence that states how long a trial is."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
@@ -123,7 +123,7 @@ def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
     return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever their cost."
 
 
-def _chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
+def _search_chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
     rows: list[dict[str, Any]] = [
         {"method": f.study.method.label, "trial": t.number, "value": value, "state": t.state}
         for f in findings
@@ -141,24 +141,24 @@ def _chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
     return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
 
 
-def _mean(goal: Goal) -> str:
+def _goal_statistic_text(goal: Goal) -> str:
     weighted = goal.statistic == "weighted"
     return "mean over clients weighted by their samples, and over seeds" if weighted else "mean over clients and seeds"
 
 
-def _value(trial: Trial, goal: Goal) -> str:
+def _trial_value_text(trial: Trial, goal: Goal) -> str:
     assert trial.value is not None
     return significant(trial.value * named(goal.metric).scale)
 
 
-def _where(dimension: Dimension) -> str:
+def _dimension_text(dimension: Dimension) -> str:
     if isinstance(dimension, Range):
         return f"{dimension.low} to {dimension.high}{', logarithmic' if dimension.log else ''}"
     return ", ".join(str(value) for value in dimension)
 
 
-def _source(algorithm: str, label: str, key: str, tune: Tune) -> str:
+def _space_source_text(algorithm: str, label: str, key: str, tune: Tune) -> str:
     if any(key in tune.space.get(name, {}) for name in (ALL_METHODS, algorithm, label)):
         return "the experiment file"
-    spaces, sources = defaults()
+    spaces, sources = read_default_spaces()
     return sources[algorithm if key in spaces.get(algorithm, {}) else ALL_METHODS]

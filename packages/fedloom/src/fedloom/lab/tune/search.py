@@ -22,7 +22,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import GridSampler, TPESampler
 
-from fedloom.engine.privacy import accounted
+from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import ConfigError, write_singular
 from fedloom.formats import percent
 from fedloom.hints import unknown
@@ -44,7 +44,7 @@ DERIVED_FACTOR = "1x"
 
 
 @cache
-def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
+def read_default_spaces() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
     """Return the default search space of each method, and a sentence about the source of each space."""
     tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
     sources = {name: str(table.pop("source")) for name, table in tables.items()}
@@ -59,7 +59,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     Raises:
         ConfigError: the method does not have one of the settings.
     """
-    default_spaces = defaults()[0] if tune.default_spaces else {}
+    default_spaces = read_default_spaces()[0] if tune.default_spaces else {}
     settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
     space: dict[str, Dimension] = {}
     for table in (default_spaces, tune.space):
@@ -120,13 +120,16 @@ def replace_params(document: Mapping[str, Any], place: int, params: Params, **mo
     return {**document, "method": methods}
 
 
-def file_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
+def file_setting_values(method: Method, space: Mapping[str, Dimension]) -> Params | None:
     """Return the experiment file's values of the searched settings, or None if the search space excludes them."""
     fields = fields_of(method.entry)
     table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
     params = {key: _value_at(table, key) for key in space}
-    params = {k: DERIVED_FACTOR if v is None and DERIVED_FACTOR in _choices(space[k]) else v for k, v in params.items()}
-    return params if all(_holds(space[key], value) for key, value in params.items()) else None
+    params = {
+        k: DERIVED_FACTOR if v is None and DERIVED_FACTOR in _dimension_choices(space[k]) else v
+        for k, v in params.items()
+    }
+    return params if all(_contains_value(space[key], value) for key, value in params.items()) else None
 
 
 def _value_at(table: Mapping[str, Any], key: str) -> Any:
@@ -134,11 +137,11 @@ def _value_at(table: Mapping[str, Any], key: str) -> Any:
     return table[first].get(rest) if rest else table.get(first)
 
 
-def _choices(dimension: Dimension) -> Sequence[Any]:
+def _dimension_choices(dimension: Dimension) -> Sequence[Any]:
     return () if isinstance(dimension, Range) else dimension
 
 
-def _holds(dimension: Dimension, value: object) -> bool:
+def _contains_value(dimension: Dimension, value: object) -> bool:
     if isinstance(dimension, Range):
         return isinstance(value, int | float) and dimension.low <= value <= dimension.high
     return value in dimension
@@ -158,7 +161,7 @@ class Search:
     def __init__(
         self, space: Mapping[str, Dimension], tune: Tune, label: str, higher: bool, first: Params | None
     ) -> None:
-        self.space = {key: _distribution(dimension) for key, dimension in space.items()}
+        self.space = {key: _optuna_distribution(dimension) for key, dimension in space.items()}
         self.settings, self.higher = settings_of(space), higher
         self._tune, self._label, self._first = tune, label, first
         self._grid = self._shuffled(space) if self.whole else None
@@ -262,10 +265,10 @@ def note_limits(findings: Sequence[SearchResult]) -> list[str]:
 
     Trials may be shorter than the final runs, and a run's epsilon does not include the trials.
     """
-    return [*_fewer_rounds(findings), *_private_choices(findings)]
+    return [*_fewer_rounds_warning(findings), *_privacy_cost_warning(findings)]
 
 
-def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
+def _fewer_rounds_warning(findings: Sequence[SearchResult]) -> list[str]:
     """Return a warning if trials have fewer rounds than the runs.
 
     The best setting in such trials may diverge in longer runs.
@@ -279,12 +282,12 @@ def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
     ]
 
 
-def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
+def _privacy_cost_warning(findings: Sequence[SearchResult]) -> list[str]:
     """Return a warning if runs report an epsilon, because it does not cover the trials that chose their settings."""
     counts = [
         len(f.trials)
         for f in findings
-        if accounted(f.study.method.setting.upload_transform, f.study.method.setting.aggregator) is not None
+        if find_accounted_noise(f.study.method.setting.upload_transform, f.study.method.setting.aggregator) is not None
     ]
     if not sum(counts):
         return []
@@ -300,7 +303,7 @@ def settings_of(space: Mapping[str, Dimension]) -> float:
     return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
 
 
-def _distribution(dimension: Dimension) -> BaseDistribution:
+def _optuna_distribution(dimension: Dimension) -> BaseDistribution:
     if not isinstance(dimension, Range):
         return CategoricalDistribution(list(dimension))
     low, high = dimension.low, dimension.high

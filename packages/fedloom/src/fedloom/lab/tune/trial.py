@@ -74,7 +74,7 @@ class Trial(Value):
     @property
     def setting(self) -> str:
         """Values of the setting as one line of text."""
-        return setting(self.params)
+        return setting_text(self.params)
 
     def frozen(self, space: dict[str, BaseDistribution]) -> FrozenTrial:
         """Convert the trial to Optuna's representation."""
@@ -89,7 +89,7 @@ class Trial(Value):
         )
 
 
-def setting(params: Params) -> str:
+def setting_text(params: Params) -> str:
     """Return the values of a setting as one line of text."""
     return options(params)
 
@@ -117,13 +117,13 @@ class TrialJournal:
             write_atomic(path, whole)
         direction: Literal["maximize", "minimize"] = "maximize" if higher else "minimize"
         try:
-            storage = JournalStorage(_File(path))
+            storage = JournalStorage(_JournalFile(path))
             self._study = (
                 optuna.load_study(storage=storage, study_name=label)
                 if whole
                 else optuna.create_study(storage=storage, study_name=label, direction=direction)
             )
-            self.trials = [_trial(frozen) for frozen in self._study.trials]
+            self.trials = [_thaw_trial(frozen) for frozen in self._study.trials]
         except Exception as error:  # the storage raises what its parser meets
             if isinstance(error, FedloomError) and not isinstance(error, InvalidValue):
                 raise
@@ -135,7 +135,7 @@ class TrialJournal:
         self.trials.append(trial)
 
 
-class _File(JournalFileBackend):
+class _JournalFile(JournalFileBackend):
     """Journal file of Optuna that is written in the same way as all other files of a run directory."""
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class _File(JournalFileBackend):
         append_synced(self._path, [json.dumps(log).encode() + b"\n" for log in logs])
 
 
-def _trial(frozen: FrozenTrial) -> Trial:
+def _thaw_trial(frozen: FrozenTrial) -> Trial:
     state = next(name for name, state in _TRIAL_STATES.items() if state is frozen.state)
     marks = frozen.intermediate_values
     return Trial(
@@ -166,7 +166,7 @@ def remove_test(fed: Federation) -> Federation:
     return replace(fed, parts=parts, test=none, partition=partition)
 
 
-def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
+def make_scored_setting(setting: Setting, seed: int, every: int = 5) -> Setting:
     """Return the setting of a trial's run, which is evaluated only on validation data.
 
     Early stopping is disabled, so that all trials of a search have equal compute budgets.
@@ -194,7 +194,7 @@ def scored_models(
             f"[tune] model is {wanted!r}, but {label} has only these models: "
             f"{', '.join(model_kinds)}. Use model = 'auto'"
         )
-    names = _defined(problem)
+    names = _defined_metrics(problem)
     metric_name = leading(names, "settings") if metric is None else metric
     if metric_name not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
@@ -202,7 +202,7 @@ def scored_models(
     return models, metric_name, facts(metric_name).higher
 
 
-def _defined(problem: JobFacts) -> set[str]:
+def _defined_metrics(problem: JobFacts) -> set[str]:
     """Return the metrics that are defined on the validation data of at least one client.
 
     For example, both classes are needed for the AUROC.
@@ -213,7 +213,7 @@ def _defined(problem: JobFacts) -> set[str]:
     return {name for name, values in metrics_of_part.items() if name == "loss" or bool(values.isfinite().any())}
 
 
-def attempt(
+def run_trial(
     method: Method,
     federations: Mapping[int, Federation],
     goal: Goal,
@@ -241,10 +241,10 @@ def attempt(
 
     def run(place: int, rounds: int, *, prune: bool = True) -> State:
         seed, every = goal.seeds[place], -(-rounds // COMPARISON_POINTS)
-        watch = _watch(marks, place * COMPARISON_POINTS, rounds, every, goal, trial if prune else None)
-        chosen = for_scoring(method.setting, seed, every).with_(rounds=rounds)
+        watch = _make_pruning_callback(marks, place * COMPARISON_POINTS, rounds, every, goal, trial if prune else None)
+        chosen = make_scored_setting(method.setting, seed, every).with_(rounds=rounds)
         timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
-        figures = emitter(f"{method.label}: {setting(trial.params)}", chosen)
+        figures = emitter(f"{method.label}: {setting_text(trial.params)}", chosen)
         result = simulate(
             chosen, federations[seed], folder=folder / f"{seed}-{rounds}", callbacks=[figures, watch, *timed]
         )
@@ -252,14 +252,14 @@ def attempt(
             raise Interrupted
         watch(result.state)  # a run that had ended before an interruption is not played again
         if result.stop not in (Stop.DONE, Stop.STOPPED):
-            raise _Lost(result.state, RunStopped(result.stop, result.detail))
+            raise _LostRun(result.state, RunStopped(result.stop, result.detail))
         return result.state
 
     try:
-        first = for_scoring(method.setting, goal.seeds[0]), federations[goal.seeds[0]]
+        first = make_scored_setting(method.setting, goal.seeds[0]), federations[goal.seeds[0]]
         rounds = goal.rounds if goal.budget is None else goal.budget.rounds(*first)
         state = run(0, rounds)
-        if goal.budget is not None and goal.budget.missed(_samples(state)):
+        if goal.budget is not None and goal.budget.missed(_gradient_samples(state)):
             again = goal.budget.rounds(*first, whole=True)
             if again != rounds:
                 rounds = again
@@ -267,13 +267,13 @@ def attempt(
                 state = run(0, rounds, prune=False)
         for place in range(len(goal.seeds)):
             state = state if place == 0 else run(place, rounds)
-            done = _further(done, state)
-            values.append(_score(state.records, goal))
+            done = _add_run_cost(done, state)
+            values.append(_score_records(state.records, goal))
     except _PrunedTrial as hopeless:
         reason = "below the median of the complete trials at this point"
-        done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
-    except _Lost as lost:
-        done = _further(done, lost.state).with_(state="failed", reason=str(lost.reason))
+        done = _add_run_cost(done, hopeless.state).with_(state="pruned", reason=reason)
+    except _LostRun as lost:
+        done = _add_run_cost(done, lost.state).with_(state="failed", reason=str(lost.reason))
     except (RunStopped, CodeError, Refused) as error:  # a bound of an option may depend on the clients
         done = done.with_(state="failed", reason=str(error))
     else:
@@ -282,7 +282,7 @@ def attempt(
     return marked
 
 
-class _Lost(Exception):
+class _LostRun(Exception):
     """Run that ended without a score, with its last state and the reason."""
 
     def __init__(self, state: State, reason: RunStopped) -> None:
@@ -299,7 +299,7 @@ class _PrunedTrial(BaseException):
         self.state = state
 
 
-def _watch(
+def _make_pruning_callback(
     marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
 ) -> Callable[[State], None]:
     """Return a callback that records the metric at the comparison points and stops a trial that has no chance."""
@@ -323,7 +323,7 @@ def _watch(
     return note
 
 
-def _score(records: Records, goal: Goal) -> float:
+def _score_records(records: Records, goal: Goal) -> float:
     scores = [records.last(model, TRIAL_PART, goal.figure) for model in goal.models]
     values = [float(value[0]) for value in scores if value is not None and math.isfinite(value[0])]
     if len(values) < len(scores):
@@ -331,14 +331,14 @@ def _score(records: Records, goal: Goal) -> float:
     return sum(values) / len(values)
 
 
-def _samples(state: State) -> int:
+def _gradient_samples(state: State) -> int:
     """Return the number of sample gradients that a run has computed, including those for its last personal models."""
     total = state.records.last("", "", "samples_backward")
     return 0 if total is None else int(total[0])
 
 
-def _further(trial: Trial, state: State) -> Trial:
+def _add_run_cost(trial: Trial, state: State) -> Trial:
     """Return the trial after adding the cost of one more run."""
-    samples = trial.samples_backward + _samples(state)
+    samples = trial.samples_backward + _gradient_samples(state)
     further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
     return further

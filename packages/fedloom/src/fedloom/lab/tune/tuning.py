@@ -15,20 +15,20 @@ from typing import Any
 import tomli_w
 
 from fedloom.data.federation import Federation
-from fedloom.data.groups import keeping
+from fedloom.data.groups import keep_group_columns
 from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.setup import check
 from fedloom.engine.workers import idle_workers
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
 from fedloom.lab.experiment import Experiment, parse
-from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Emitter, EventQueue, Listener
+from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, EventEmitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.tuning import Dimension, Tune
 from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.grid import expand_grid
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
-from fedloom.lab.experiment.units.shares import Share, decide_share
+from fedloom.lab.experiment.units.shares import ProcessShare, decide_share
 from fedloom.lab.experiment.units.travel import (
     UnitReply,
     pack_experiment,
@@ -46,7 +46,7 @@ from fedloom.lab.tune.search import (
     Study,
     check_names,
     check_values,
-    file_params,
+    file_setting_values,
     note_limits,
     replace_params,
     report_overspending,
@@ -57,9 +57,9 @@ from fedloom.lab.tune.trial import (
     Interrupted,
     Trial,
     TrialJournal,
-    attempt,
-    for_scoring,
+    make_scored_setting,
     remove_test,
+    run_trial,
     scored_models,
 )
 from fedloom.lab.tune.work import Budget, Goal, plain_budget
@@ -132,7 +132,7 @@ class Tuning:
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
         if clients is None:
-            data = keeping(self.experiment.source, self.experiment.kept_columns).read(data_dir)
+            data = keep_group_columns(self.experiment.source, self.experiment.kept_columns).read(data_dir)
             clients, self._checksum = partial(self.experiment.partition, data), data.checksum
         whole = {s: clients(s) for s in seeds}
         for s, fed in whole.items():
@@ -158,7 +158,7 @@ class Tuning:
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
                 raise ConfigError(f"{where}: [tune] simulated_seconds needs simulated times. Add [devices]")
-            search = Search(space, self.tune, method.label, goal.higher, file_params(method, space))
+            search = Search(space, self.tune, method.label, goal.higher, file_setting_values(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
         self._force = force
@@ -212,11 +212,11 @@ class Tuning:
             share = decide_share(self.experiment, self.federations, range(len(self.studies)))
             line, beside = EventQueue(), share.runs > 1
 
-            def emitter(label: str, run: Setting) -> Emitter:
+            def emitter(label: str, run: Setting) -> EventEmitter:
                 return (
-                    Emitter((line.send,), label, run, EVENT_INTERVAL_SECONDS)
+                    EventEmitter((line.send,), label, run, EVENT_INTERVAL_SECONDS)
                     if beside
-                    else Emitter(listeners, label, run)
+                    else EventEmitter(listeners, label, run)
                 )
 
             def search(k: int, place: Path) -> None:
@@ -269,7 +269,7 @@ class Tuning:
         (study,) = self.studies
         self._stopped = False
         self._claim()
-        self._tune(study, lambda *_: None, lambda label, run: Emitter((), label, run), 1, self.out)
+        self._tune(study, lambda *_: None, lambda label, run: EventEmitter((), label, run), 1, self.out)
         ended = study.search.ended(self._journal(study, self.out).trials)
         return self._log(study, self.out).read_bytes() if ended else None
 
@@ -287,7 +287,9 @@ class Tuning:
             self._write(findings)
         return findings
 
-    def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
+    def _run_joined(
+        self, search: Callable[[int, Path], None], share: ProcessShare, *, tuned: bool
+    ) -> list[SearchResult]:
         """Perform the work of `run` together with other processes and return the result for every method.
 
         Each method is searched by a single process.
@@ -342,7 +344,7 @@ class Tuning:
         self,
         study: Study,
         on_trial: OnTrial,
-        emitter: Callable[[str, Setting], Emitter],
+        emitter: Callable[[str, Setting], EventEmitter],
         workers: int,
         out: Path,
     ) -> None:
@@ -358,7 +360,7 @@ class Tuning:
                     if old != place:
                         shutil.rmtree(old)
                 try:
-                    done = attempt(method, self.federations, study.goal, trial, place, emitter)
+                    done = run_trial(method, self.federations, study.goal, trial, place, emitter)
                 except Interrupted:
                     self._stopped = True
                     return
@@ -419,7 +421,7 @@ class Tuning:
 
     def _run(self, document: Mapping[str, object], place: int) -> tuple[Setting, Federation]:
         seed, fed = next(iter(self.federations.items()))
-        return for_scoring(self._experiment(document).methods[place].setting, seed), fed
+        return make_scored_setting(self._experiment(document).methods[place].setting, seed), fed
 
     def _experiment(self, document: Mapping[str, object], workers: int = 1) -> Experiment:
         experiment = self._read(document, self._where)
@@ -438,7 +440,9 @@ class Tuning:
             return
         now = self._recorded_identity()
         try:
-            difference = _changed(update_document(tomllib.loads(path.read_text())), now) if path.exists() else ""
+            difference = (
+                _changed_setting_message(update_document(tomllib.loads(path.read_text())), now) if path.exists() else ""
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
         if difference:
@@ -467,7 +471,7 @@ class Tuning:
             settings.pop(free)
         for free in Engine.free:
             settings["engine"].pop(free, None)
-        spaces = {s.method.label: {k: _table(d) for k, d in s.space.items()} for s in self.studies}
+        spaces = {s.method.label: {k: _dimension_table(d) for k, d in s.space.items()} for s in self.studies}
         tune = {**dump(self.tune), "space": spaces, "seeds": list(self.goal.seeds), "rounds": self.goal.rounds}
         if not self.tune.equal_work:
             tune["rounds_of"] = {study.method.label: study.goal.rounds for study in self.studies}
@@ -505,11 +509,11 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
         return UnitReply({} if log is None else {LOG_FILE: log}, interrupted=log is None, worker=worker_name()).packed()
 
 
-def _table(dimension: Dimension) -> Any:
+def _dimension_table(dimension: Dimension) -> Any:
     return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _changed_setting_message(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return a message about a changed setting on which trials depend, or "" if no such setting has changed.
 
     The number of trials, the methods and the final number of rounds may be different.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fedloom.choose.samplers import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.lab.experiment.measure.cost import play
+from fedloom.lab.experiment.measure.cost import play_rounds
 
 MAX_BUDGET_RATIO = 1.1
 """Maximum fraction of its budget that a run may use without a warning in the terminal, tuned file and reports."""
@@ -77,10 +77,10 @@ class Budget(NamedTuple):
                 row have the same cost in proportion to local training without federation.
 
         Raises:
-            ConfigError, RunStopped, ClientError: `fedloom.lab.experiment.measure.cost.play` raised the error.
+            ConfigError, RunStopped, ClientError: `fedloom.lab.experiment.measure.cost.play_rounds` raised the error.
         """
         totals, ratio, after, beside = [0.0], -1.0, 0, 0
-        with closing(play(setting, fed)) as game:
+        with closing(play_rounds(setting, fed)) as game:
             for round, last in enumerate(game, 1):
                 total = last.samples
                 totals.append(total)
@@ -136,7 +136,7 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
         rounds: number of rounds.
     """
     costs: list[int] = []
-    with closing(play(setting, fed)) as game:
+    with closing(play_rounds(setting, fed)) as game:
         for last in game:
             costs.append(last.samples - sum(costs))
             alike = len(costs) == 2 and costs[0] == costs[1] and isinstance(setting.sampler, Uniform)

@@ -13,10 +13,10 @@ from fedloom.local.oracles.fused import Fused, chains_of
 from fedloom.local.oracles.looped import Looped
 from fedloom.local.oracles.network import Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
-from fedloom.local.oracles.probes import draws_itself, fails_stacked, find_changed_values
+from fedloom.local.oracles.probes import draws_globally, fails_stacked, find_changed_values
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
-from fedloom.models.parts import BATCH_STATISTICS, Bodied
+from fedloom.models.parts import BATCH_STATISTICS, MultiBodyNetwork
 from fedloom.values import choose
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def make_oracle(
     """Create the oracle that computes gradients of a model on a federation.
 
     ``auto`` follows a fixed rule: `Fused` computes models of linear layers with pointwise activations. On a CPU, it
-    also computes larger networks whose bodies consist of such layers (`fedloom.models.parts.Bodied`). `Looped` computes
-    a model that uses batch statistics, changes buffers or attributes in training, draws its own random numbers, or is
-    rejected by vmap. All other models use `Looped` on a CPU and `Stacked` on an accelerator.
+    also computes larger networks whose bodies consist of such layers (`fedloom.models.parts.MultiBodyNetwork`).
+    `Looped` computes a model that uses batch statistics, changes buffers or attributes in training, draws its own
+    random numbers, or is rejected by vmap. All other models use `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
         ConfigError: the name is unknown.
@@ -67,7 +67,10 @@ def make_oracle(
             "would not change. Omit `augment`"
         )
     oracle = choose(
-        "gradient engine", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.gradient_engine"
+        "gradient engine",
+        {**ORACLES},
+        _choose_oracle(module, fed) if name == "auto" else name,
+        "engine.gradient_engine",
     )
     if name == "vmap" and _needs_loop(module, fed):
         raise Refused(
@@ -91,16 +94,16 @@ def make_oracle(
     return network
 
 
-def _rule(module: nn.Module, fed: Federation) -> str:
+def _choose_oracle(module: nn.Module, fed: Federation) -> str:
     cpu = fed.device.type == "cpu"
-    if chains_of(module) is not None and (cpu or not isinstance(module, Bodied)) and not fed.data.each:
+    if chains_of(module) is not None and (cpu or not isinstance(module, MultiBodyNetwork)) and not fed.data.each:
         return "compiled"
     return "loop" if cpu or _needs_loop(module, fed) or fails_stacked(module, fed) else "vmap"
 
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
     statistics = any(isinstance(m, BATCH_STATISTICS) for m in module.modules())
-    return statistics or draws_itself(module, fed) or bool(find_changed_values(module, fed))
+    return statistics or draws_globally(module, fed) or bool(find_changed_values(module, fed))
 
 
 def loop_reason(module: nn.Module, fed: Federation) -> str:

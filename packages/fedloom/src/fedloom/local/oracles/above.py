@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedloom.local.oracles.forward import caught, set_training
-from fedloom.local.oracles.samples import Samples, slopes
-from fedloom.local.oracles.terms import Holder, Representations, summed
-from fedloom.models import penultimate
-from fedloom.models.parts import Bodied
+from fedloom.local.oracles.forward import record_layer_calls, set_training
+from fedloom.local.oracles.samples import Samples, output_gradients
+from fedloom.local.oracles.terms import ParameterHolder, Representations, sum_terms
+from fedloom.models import penultimate_layer
+from fedloom.models.parts import MultiBodyNetwork
 from fedloom.rows.layout import Layout, trainable
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 
-class Above:
+class HeadNetwork:
     """Part of a network (the head) that takes the outputs of the network's bodies as input.
 
     Args:
@@ -32,15 +32,15 @@ class Above:
         below: names of the parameters of the bodies.
     """
 
-    def __init__(self, module: Bodied, layout: Layout, task: Task, below: set[str]) -> None:
+    def __init__(self, module: MultiBodyNetwork, layout: Layout, task: Task, below: set[str]) -> None:
         self._module, self._layout, self._task = module, layout, task
         self.parameters = {name: p for name, p in trainable(module).items() if name not in below}
-        self._holder = Holder(module, [*self.parameters])
+        self._holder = ParameterHolder(module, [*self.parameters])
 
     @cached_property
     def represents(self) -> bool:
         """True if the representation is computed in this part of the network, and not by a body."""
-        return penultimate(self._module) not in self._module.bodies()
+        return penultimate_layer(self._module) not in self._module.bodies()
 
     @torch.no_grad()
     def features(self, w: Tensor, ends: list[Tensor]) -> Tensor:
@@ -80,14 +80,14 @@ class Above:
         set_training(self._module, True)
         with torch.enable_grad():
             outputs, features = vmap(self._call)(parameters, *leaves)
-            roots, above = [outputs], [slopes(self._task, outputs, data)]
+            roots, above = [outputs], [output_gradients(self._task, outputs, data)]
             if terms:
                 added = outputs.new_zeros(())
                 for i, (count, z, of_samples) in enumerate(zip(data.counts, features, outputs, strict=True)):
                     if count:
                         now = Representations(z[:count], of_samples[:count])
                         beside = [[anchor[i, :count] for anchor in of_term] for of_term in anchors]
-                        of_client = summed(functions, terms, i, now, data.y[i, :count], beside)
+                        of_client = sum_terms(functions, terms, i, now, data.y[i, :count], beside)
                         added = added + of_client / total[i, 0].to(added)
                 if added.requires_grad:
                     roots, above = [outputs, added], [*above, torch.ones_like(added)]
@@ -102,10 +102,13 @@ class Above:
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs ``[b, c]`` of one client and, if this part computes it, the representation ``[b, k]``."""
-        with self._holder.holding([*parameters.values()]), caught(self._layer if self.represents else None) as features:
+        with (
+            self._holder.holding([*parameters.values()]),
+            record_layer_calls(self._layer if self.represents else None) as features,
+        ):
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs
 
     @cached_property
     def _layer(self) -> nn.Module:
-        return self._module.get_submodule(penultimate(self._module))
+        return self._module.get_submodule(penultimate_layer(self._module))

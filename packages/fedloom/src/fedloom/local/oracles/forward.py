@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.pooling import Pooled
-from fedloom.models import head_prefixes, penultimate
+from fedloom.models import head_prefixes, penultimate_layer
 from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
@@ -27,7 +27,7 @@ USUAL_BATCH = 20
 
 
 @contextmanager
-def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
+def record_layer_calls(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
     """Record the outputs of ``layer`` in each call, or its inputs if ``entering`` is True.
 
     If ``layer`` is None, nothing is recorded.
@@ -56,24 +56,24 @@ def set_training(module: nn.Module, training: bool) -> None:
         module.train(training)
 
 
-class Spot(NamedTuple):
+class RepresentationSpot(NamedTuple):
     """Location of a network's representation: the output of a submodule, or its input if ``entering`` is True."""
 
     name: str
     entering: bool = False
 
 
-def representing(module: nn.Module, sample: Tensor) -> Spot:
+def find_representation(module: nn.Module, sample: Tensor) -> RepresentationSpot:
     """Find the representation of a network, which is the input of its head.
 
-    This is the output of the layer `penultimate`, unless a function such as ``F.relu`` is applied between this layer
-    and the head. To detect this, a ``sample [1, ...]`` is passed through the network: the two tensors then occupy
+    This is the output of the layer `penultimate_layer`, unless a function such as ``F.relu`` is applied between this
+    layer and the head. To detect this, a ``sample [1, ...]`` is passed through the network: the two tensors then occupy
     different memory. If the network itself names a layer, this layer is used without the check.
 
     Raises:
         ConfigError: the head is the first layer.
     """
-    spot = Spot(penultimate(module))
+    spot = RepresentationSpot(penultimate_layer(module))
     if isinstance(getattr(module, "penultimate", None), str):
         return spot
     probe = copy.deepcopy(module).to(sample.device).eval()
@@ -83,13 +83,13 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
     with (
         torch.no_grad(),
         forked(sample.device),
-        caught(modules[spot.name]) as outputs,
-        caught(modules[last], entering=True) as inputs,
+        record_layer_calls(modules[spot.name]) as outputs,
+        record_layer_calls(modules[last], entering=True) as inputs,
     ):
         probe(sample)
     if not inputs:
         return spot
-    return spot if outputs and _is_same(outputs[-1], inputs[-1]) else Spot(last, entering=True)
+    return spot if outputs and _is_same(outputs[-1], inputs[-1]) else RepresentationSpot(last, entering=True)
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
@@ -110,7 +110,7 @@ def repeat_single(x: Tensor) -> Tensor:
     return x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x
 
 
-def evaluated_together(module: nn.Module, sample: Tensor) -> int:
+def samples_per_evaluation(module: nn.Module, sample: Tensor) -> int:
     """Return how many samples are evaluated together, based on the largest activation for one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [

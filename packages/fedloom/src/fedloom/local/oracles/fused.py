@@ -16,14 +16,21 @@ from torch import Tensor, nn
 
 from fedloom.errors import Refused
 from fedloom.local.batches import PASS_STREAM
-from fedloom.local.oracles.above import Above
+from fedloom.local.oracles.above import HeadNetwork
 from fedloom.local.oracles.network import scale_
-from fedloom.local.oracles.pooling import hooked
-from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, Stored, apply
-from fedloom.local.oracles.samples import Samples, batch_loss, slopes
+from fedloom.local.oracles.pooling import has_hook
+from fedloom.local.oracles.products import (
+    BatchedProducts,
+    CompiledProducts,
+    LinearLayerSlice,
+    Products,
+    StoredSamples,
+    apply,
+)
+from fedloom.local.oracles.samples import Samples, batch_loss, output_gradients
 from fedloom.local.oracles.terms import TermNetwork
 from fedloom.models.dropout import Dropout
-from fedloom.models.parts import Bodied
+from fedloom.models.parts import MultiBodyNetwork
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -61,7 +68,7 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
         return None
     if not linear or len({id(layer) for _, layer in chain}) < len(chain) or names_of_chain != names_of_module:
         return None
-    if any(map(hooked, module.modules())):
+    if any(map(has_hook, module.modules())):
         return None
     seen_linear = False
     for _, layer in chain:
@@ -74,18 +81,18 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return chain
 
 
-class Chain(NamedTuple):
+class LayerChain(NamedTuple):
     """Steps (name, layer) of a network, and the index of its first linear layer."""
 
     steps: list[tuple[str, nn.Module]]
     first: int
 
 
-def chains_of(module: nn.Module) -> list[Chain] | None:
+def chains_of(module: nn.Module) -> list[LayerChain] | None:
     """Return the chain of a network, or the chains of its bodies. Return None if Fused cannot compute one of them."""
-    bodies, chains = {"": module}, list[Chain]()
-    if isinstance(module, Bodied):
-        if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
+    bodies, chains = {"": module}, list[LayerChain]()
+    if isinstance(module, MultiBodyNetwork):
+        if type(module).forward is not MultiBodyNetwork.forward or any(map(has_hook, module.modules())):
             return None
         if len({*module.parameters()}) < sum(1 for _ in module.named_parameters(remove_duplicate=False)):
             return None
@@ -97,14 +104,15 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
         if steps is None:
             return None
         steps = [(f"{prefix}.{name}" if prefix else name, layer) for name, layer in steps]
-        chains.append(Chain(steps, next(k for k, (_, layer) in enumerate(steps) if isinstance(layer, nn.Linear))))
+        chains.append(LayerChain(steps, next(k for k, (_, layer) in enumerate(steps) if isinstance(layer, nn.Linear))))
     return chains
 
 
 class Fused(TermNetwork):
     """Oracle that computes stacked networks of linear layers by batched products (see `Network` for the arguments).
 
-    If a network has a part above its bodies (`fedloom.models.parts.Bodied`), this part is computed by autograd.
+    If a network has a part above its bodies (`fedloom.models.parts.MultiBodyNetwork`), this part is computed by
+    autograd.
 
     Raises:
         ConfigError: the network contains layers other than linear layers and pointwise activations.
@@ -125,11 +133,15 @@ class Fused(TermNetwork):
         for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
-        if not isinstance(self.module, Bodied):  # such layers neither draw by themselves nor write parameters
+        if not isinstance(self.module, MultiBodyNetwork):  # such layers neither draw by themselves nor write parameters
             self.hides_randomness, self.draws_evaluated, self.mixes_samples, self.overwritten = False, False, False, ()
-        self.linear = {name: Linear.create(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
+        self.linear = {
+            name: LinearLayerSlice.create(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)
+        }
         below = {f"{name}.{part}" for name in self.linear for part in ("weight", "bias")}
-        self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None
+        self.above = (
+            HeadNetwork(self.module, self.layout, task, below) if isinstance(self.module, MultiBodyNetwork) else None
+        )
 
     def addgrad_(
         self,
@@ -152,15 +164,15 @@ class Fused(TermNetwork):
         if terms:
             self._check_terms()
         elif self._fits(out, random=batch.draw.stream != PASS_STREAM):
-            whole = Compiled(self.layout, out, w, beta, alpha, steady)
+            whole = CompiledProducts(self.layout, out, w, beta, alpha, steady)
             return whole.add_gradients_(self._layers, self._stored(out, batch), batch.count, batch.total)
         data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
-        kind = Compiled if Compiled.fits(out) else Batched
+        kind = CompiledProducts if CompiledProducts.fits(out) else BatchedProducts
         products = kind(self.layout, out, w, beta, alpha, steady)
         values = [self._forward(chain, products, masks, data.x) for chain in self.chains]
         if self.above is None:
-            deltas = [slopes(self.task, values[0][-1], data)]
+            deltas = [output_gradients(self.task, values[0][-1], data)]
         else:
             ends = [inputs[-1] for inputs in values]
             anchors = [[self._represented(kind, a.contiguous(), data) for a in term.anchors] for term in terms]
@@ -182,7 +194,7 @@ class Fused(TermNetwork):
         return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains])
 
     def _backward(
-        self, chain: Chain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
+        self, chain: LayerChain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
     ) -> None:
         """Add the gradients of the layers in a chain to ``out``.
 
@@ -211,7 +223,7 @@ class Fused(TermNetwork):
             rows: rows that the loop would change.
             random: True if samples are changed at random before they are used.
         """
-        if not self._simple or not Compiled.fits(rows):
+        if not self._simple or not CompiledProducts.fits(rows):
             return False
         changes = (self.augment, self.fed.noise, self.fed.data.rereading)
         if random and any(change is not None for change in changes):
@@ -240,20 +252,20 @@ class Fused(TermNetwork):
                 layers[-1][-1] = 1
         return layers
 
-    def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> Stored:
+    def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> StoredSamples:
         """Return the samples of a plan or a batch for the compiled loop."""
         classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
         data, scale, shift = self.fed.stored()
-        return Stored(data, scale, shift, self.fed.data.y, of.where, classes)
+        return StoredSamples(data, scale, shift, self.fed.data.y, of.where, classes)
 
     def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
         samples = self._stored(w, plan)
-        Compiled(self.layout, w, w, *step[:3]).descend_(self._layers, samples, steps, plan.count, *step[3:])
+        CompiledProducts(self.layout, w, w, *step[:3]).descend_(self._layers, samples, steps, plan.count, *step[3:])
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
         """Compute outputs with compiled loops on a CPU, in one call for many models (see `Network.outputs_of`)."""
-        if self.above is not None or not Compiled.fits(rows):
+        if self.above is not None or not CompiledProducts.fits(rows):
             return super().outputs_of(rows, index, sizes)
         ends, blocks, start = [0, *sizes.cumsum(0).tolist()], [], 0
         while start < len(rows):
@@ -269,7 +281,7 @@ class Fused(TermNetwork):
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Compute the loss with compiled loops on a CPU, as in `outputs_of` (see `Network.batch_loss`)."""
         w = w.contiguous()
-        if self.above is not None or self.labels_each is not None or not Compiled.fits(w):
+        if self.above is not None or self.labels_each is not None or not CompiledProducts.fits(w):
             return super().batch_loss(w, batch)
         data, loss = self.samples(batch), torch.zeros(len(w), 1, dtype=self.dtype)
         outputs = self._apply(w, self.fed.fetch(batch.where[batch.position >= 0]), batch.count[:, 0])
@@ -290,7 +302,7 @@ class Fused(TermNetwork):
                 x = torch.cat([layer(samples) for samples in x.split(sizes.tolist())])
         return x
 
-    def _forward(self, chain: Chain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    def _forward(self, chain: LayerChain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
         """Return the input of each step of a chain and the output of the last step, each ``[m, b, .]``."""
         values = [x.flatten(2)]
         for name, layer in chain.steps:

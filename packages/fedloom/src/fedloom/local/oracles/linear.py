@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fedloom.local.oracles.products import Compiled, Linear
+from fedloom.local.oracles.products import CompiledProducts, LinearLayerSlice
 from fedloom.rows.layout import Layout
 
 LARGE_LAYER_WEIGHTS = 1 << 15
@@ -26,19 +26,19 @@ MAX_LOOP_INPUTS = 256
 loops."""
 
 
-class Pass:
+class LinearPass:
     """Forward and backward pass of one client through its large linear layers."""
 
     used = False
 
     def __init__(self) -> None:
-        self._products: Compiled | None = None
-        self._deferred: list[tuple[Linear, Tensor, Tensor]] = []
+        self._products: CompiledProducts | None = None
+        self._deferred: list[tuple[LinearLayerSlice, Tensor, Tensor]] = []
 
     def begin(self, layout: Layout, out: Tensor, w: Tensor, alpha: float) -> None:
         """Start a pass that adds ``alpha`` times the gradient at ``w [1, d]`` to ``out [1, d]``."""
-        able = self.used and Compiled.fits(out)
-        self._products = Compiled(layout, out, w, 1.0, alpha, None) if able else None
+        able = self.used and CompiledProducts.fits(out)
+        self._products = CompiledProducts(layout, out, w, 1.0, alpha, None) if able else None
         self._deferred.clear()
 
     def end(self) -> None:
@@ -52,11 +52,11 @@ class Pass:
         """Return True if this pass computes the products of a layer for the input ``x [..., i]``."""
         return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
-    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+    def forward(self, layer: LinearLayerSlice, x: Tensor) -> Tensor:
         """Compute the outputs ``[b, o]`` of a layer from its inputs ``[b, i]``."""
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
-    def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
+    def backward(self, layer: LinearLayerSlice, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
         """Compute the gradient of the inputs ``[b, i]`` if it is needed.
 
         The gradient of the parameters is added later by `end`.
@@ -65,43 +65,45 @@ class Pass:
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
-def prepare(module: nn.Module, layout: Layout) -> Pass:
-    """Replace the large linear layers of ``module`` by layers that a `Pass` computes, and return the pass.
+def replace_linear_layers(module: nn.Module, layout: Layout) -> LinearPass:
+    """Replace the large linear layers of ``module`` by layers that a `LinearPass` computes, and return the pass.
 
     If the module contains code other than fedloom's or PyTorch's, nothing is replaced.
 
     Such code may compute gradients itself within a forward or backward pass.
     """
-    shared = Pass()
+    shared = LinearPass()
     if all(type(m).__module__.partition(".")[0] in ("torch", "fedloom") for m in module.modules()):
         for name, layer in module.named_modules():
             parts = {f"{name}.{part}" for part, _ in layer.named_parameters(recurse=False)}
             if type(layer) is nn.Linear and layer.weight.numel() >= LARGE_LAYER_WEIGHTS and parts <= {*layout.names}:
-                layer.__class__ = _Linear
-                replaced = cast("_Linear", layer)
-                replaced.linear, replaced.shared, shared.used = Linear.create(layout, name), shared, True
+                layer.__class__ = _PassLinear
+                replaced = cast("_PassLinear", layer)
+                replaced.linear, replaced.shared, shared.used = LinearLayerSlice.create(layout, name), shared, True
     return shared
 
 
-class _Linear(nn.Linear):
-    """Linear layer whose products a `Pass` computes."""
+class _PassLinear(nn.Linear):
+    """Linear layer whose products a `LinearPass` computes."""
 
-    linear: Linear
-    shared: Pass
+    linear: LinearLayerSlice
+    shared: LinearPass
 
     def forward(self, x: Tensor) -> Tensor:
         if torch._C._functorch.is_functorch_wrapped_tensor(x) or not self.shared.takes(x):
             return super().forward(x)
         flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
-        h: Tensor = _Products.apply(flat, self.weight, self.bias, self.linear, self.shared)  # type: ignore[no-untyped-call]
+        h: Tensor = _LinearProducts.apply(flat, self.weight, self.bias, self.linear, self.shared)  # type: ignore[no-untyped-call]
         if torch.is_autocast_enabled("cpu"):
             h = h.to(torch.get_autocast_dtype("cpu"))
         return h.view(*x.shape[:-1], self.out_features)
 
 
-class _Products(torch.autograd.Function):
+class _LinearProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, shared: Pass) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayerSlice, shared: LinearPass
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.shared = layer, shared
         return shared.forward(layer, x.detach())

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.forward import caught, repeat_single
-from fedloom.local.oracles.linear import Pass, prepare
+from fedloom.local.oracles.forward import record_layer_calls, repeat_single
+from fedloom.local.oracles.linear import LinearPass, replace_linear_layers
 from fedloom.local.oracles.network import scale_
-from fedloom.local.oracles.pooling import join
+from fedloom.local.oracles.pooling import join_relu_and_pooling
 from fedloom.local.oracles.precision import find_product_parameters
-from fedloom.local.oracles.probes import draws_itself, find_changed_values
-from fedloom.local.oracles.samples import slope
-from fedloom.local.oracles.terms import Representations, TermNetwork, summed
-from fedloom.models.imported import ABSENT_VALUE, put, values_of
+from fedloom.local.oracles.probes import draws_globally, find_changed_values
+from fedloom.local.oracles.samples import output_gradient
+from fedloom.local.oracles.terms import Representations, TermNetwork, sum_terms
+from fedloom.models.imported import ABSENT_VALUE, put_value, values_of
 from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Looped(TermNetwork):
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
-        self.draws = draws_itself(module, fed)
+        self.draws = draws_globally(module, fed)
         self.moved = find_changed_values(module, fed)
         initial, places = values_of(module), [(name, *name.rpartition(".")) for name in self.moved]
         self._initial = [
@@ -54,8 +54,8 @@ class Looped(TermNetwork):
         ]
         self._restore()
         if self.memory_format is torch.channels_last:
-            join(self.module)
-        self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
+            join_relu_and_pooling(self.module)
+        self.linear = replace_linear_layers(self.module, self.layout) if self.device.type == "cpu" else LinearPass()
         self.narrow = find_product_parameters(self.module, self.parameters)
 
     def addgrad_(
@@ -71,7 +71,7 @@ class Looped(TermNetwork):
     ) -> None:
         """Run a forward and backward pass for one client after another.
 
-        Terms are computed in the same pass, unless the step uses a lower precision or a `Pass` computes layers.
+        Terms are computed in the same pass, unless the step uses a lower precision or a `LinearPass` computes layers.
         """
         if terms and (self.lowers(batch) or self.linear.used):
             self.addgrad_(out, w, batch, beta, alpha, steady)
@@ -99,14 +99,16 @@ class Looped(TermNetwork):
             with (
                 torch.enable_grad(),
                 self.lowered(batch),
-                caught(self._layer if terms else None, entering=bool(terms) and self.spot.entering) as features,
+                record_layer_calls(
+                    self._layer if terms else None, entering=bool(terms) and self.spot.entering
+                ) as features,
             ):
                 outputs = self._forward(x, batch, i).flatten(0, -2)
-            ends, above = [outputs], [slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)]
+            ends, above = [outputs], [output_gradient(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)]
             if terms:
                 with torch.enable_grad():
                     now = Representations(features[-1].flatten(1), outputs)
-                    total = summed(functions, terms, i, now, data.y[i, :count], anchors)
+                    total = sum_terms(functions, terms, i, now, data.y[i, :count], anchors)
                 if total.requires_grad:
                     ends, above = [outputs, total], [*above, batch.total[i, 0].to(total).reciprocal()]
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, self.parameters, above, allow_unused=True)
@@ -128,7 +130,7 @@ class Looped(TermNetwork):
     def _restore(self) -> None:
         """Restore the initial values of all buffers and attributes that a forward pass has changed."""
         for owner, name, value in self._initial:
-            put(owner, name, value)
+            put_value(owner, name, value)
 
     @cached_property
     def _layer(self) -> nn.Module:
@@ -137,7 +139,7 @@ class Looped(TermNetwork):
 
     def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
         """Return the representation ``[b, k]`` of samples under the model ``row [d]`` in evaluation mode."""
-        with caught(self._layer, entering=self.spot.entering) as features:
+        with record_layer_calls(self._layer, entering=self.spot.entering) as features:
             self.run(row, x)
         return features[-1].flatten(1)
 

@@ -19,26 +19,26 @@ from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.forward import (
     FORWARD_SAMPLES,
-    Spot,
-    caught,
+    RepresentationSpot,
     dropout_shapes,
-    evaluated_together,
+    find_representation,
     memory_format,
+    record_layer_calls,
     repeat_single,
-    representing,
+    samples_per_evaluation,
     set_training,
 )
-from fedloom.local.oracles.precision import lowered
+from fedloom.local.oracles.precision import use_bfloat16
 from fedloom.local.oracles.probes import (
-    draws_itself,
+    draws_globally,
+    find_written_parameters,
     hides_randomness,
     mixes_samples,
     reached_mask,
     spread_samples,
     unregistered_modules,
-    written_parameters,
 )
-from fedloom.local.oracles.samples import Samples, batch_loss, probe
+from fedloom.local.oracles.samples import Samples, batch_loss, probe_task
 from fedloom.models import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.parts import BATCH_STATISTICS
@@ -100,7 +100,7 @@ class Network(Oracle):
             if fed.data.name != "blank":  # the server of a deployment has no samples
                 with attribute_error("model", module, "a trial on a few samples"):
                     outputs = self.run(self.layout.vector(self.module), fed.fetch(index))
-                self.unseeded = probe(task, outputs, fed.targets(index))
+                self.unseeded = probe_task(task, outputs, fed.targets(index))
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
@@ -116,7 +116,7 @@ class Network(Oracle):
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
         """Within the block, set the precision in which the gradient of a batch is computed."""
-        return lowered(self.device, self.lowers(batch))
+        return use_bfloat16(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Return the number of training samples of each client."""
@@ -170,11 +170,11 @@ class Network(Oracle):
         Raises:
             ConfigError: the model has no such layer.
         """
-        spot, modules = self.spot if layer == "penultimate" else Spot(layer), self._modules
+        spot, modules = self.spot if layer == "penultimate" else RepresentationSpot(layer), self._modules
         if spot.name != "logits" and spot.name not in modules:
             raise unknown("layer", layer, ["penultimate", "logits", *modules])
         pieces = index.split(self._together)  # measured by a forward pass, which the hook must not see
-        with caught(modules.get(spot.name, self.module), entering=spot.entering) as outputs:
+        with record_layer_calls(modules.get(spot.name, self.module), entering=spot.entering) as outputs:
             for piece in pieces:
                 self.run(row, self.fed.fetch(piece))
         features = torch.cat(outputs)
@@ -188,9 +188,9 @@ class Network(Oracle):
         return {name: m for name, m in self.module.named_modules() if name}
 
     @cached_property
-    def spot(self) -> Spot:
+    def spot(self) -> RepresentationSpot:
         """Location of the representation."""
-        return representing(self._module, self._sample())
+        return find_representation(self._module, self._sample())
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
         """Return the fraction of each client's training samples that are predicted correctly, ``[m, 1]``.
@@ -281,7 +281,7 @@ class Network(Oracle):
 
     @cached_property
     def _together(self) -> int:
-        return evaluated_together(self.module, self._sample())
+        return samples_per_evaluation(self.module, self._sample())
 
     @torch.no_grad()
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
@@ -333,7 +333,7 @@ class Network(Oracle):
     @cached_property
     def draws_evaluated(self) -> bool:
         """True if the module draws random numbers in evaluation mode, for example by dropout that stays active."""
-        return draws_itself(self._module, self.fed, trains=False)
+        return draws_globally(self._module, self.fed, trains=False)
 
     @cached_property
     def hides_randomness(self) -> bool:
@@ -353,7 +353,7 @@ class Network(Oracle):
     @cached_property
     def overwritten(self) -> Sequence[str]:
         """Names of the parameters that a forward pass changes."""
-        return written_parameters(self._module, self.fed)
+        return find_written_parameters(self._module, self.fed)
 
     def views(self, row: Tensor) -> list[Tensor]:
         """Return the parameters as views of ``row [d]``, in the order of the module."""

@@ -26,7 +26,7 @@ Precision = Literal["full", "tf32", "bf16"]
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names of bfloat16 instructions in `torch.cpu.get_capabilities` on x86 and ARM."""
 LOWERED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Types of layers whose weights and biases `lowered` converts to bfloat16."""
+"""Types of layers whose weights and biases `use_bfloat16` converts to bfloat16."""
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -86,7 +86,7 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def undisturbed(threads: int = 1) -> Iterator[None]:
+def isolate_torch_settings(threads: int = 1) -> Iterator[None]:
     """Within the block, use this many threads, tensors on the CPU, and gradients, regardless of the caller's settings.
 
     If the caller has set autocast or reduced precision, this has no effect inside the block either.
@@ -94,7 +94,13 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), default_to_cpu(), _unrounded(), ExitStack() as modes:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            default_to_cpu(),
+            _disable_cpu_rounding(),
+            ExitStack() as modes,
+        ):
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 modes.enter_context(torch.autocast(kind, enabled=False))
             yield
@@ -103,20 +109,22 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def _unrounded() -> Iterator[None]:
+def _disable_cpu_rounding() -> Iterator[None]:
     """Within the block, prevent the CPU from rounding the inputs of float32 products and convolutions.
 
     Since version 2.9, PyTorch has a separate switch for each library. If a caller has set the newer switches to
     different values, reading the older switch raises an error.
     """
-    older = _readable(torch.get_float32_matmul_precision)
+    older = _is_readable_switch(torch.get_float32_matmul_precision)
     is_rounded = older not in (None, "highest")
     if is_rounded:
         torch.set_float32_matmul_precision("highest")
     mkldnn: Any = torch.backends.mkldnn
     switches = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn] if hasattr(mkldnn, "fp32_precision") else []
     try:
-        with _switched([switch for switch in switches if switch.fp32_precision not in ("none", "ieee")], "ieee"):
+        with _switch_precision(
+            [switch for switch in switches if switch.fp32_precision not in ("none", "ieee")], "ieee"
+        ):
             yield
     finally:
         if is_rounded:
@@ -124,7 +132,7 @@ def _unrounded() -> Iterator[None]:
 
 
 @contextmanager
-def _switched(switches: Sequence[Any], precision: str) -> Iterator[None]:
+def _switch_precision(switches: Sequence[Any], precision: str) -> Iterator[None]:
     """Within the block, set the precision of these libraries' float32 operations."""
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
@@ -136,7 +144,7 @@ def _switched(switches: Sequence[Any], precision: str) -> Iterator[None]:
             switch.fp32_precision = chosen
 
 
-def _readable(switch: Callable[[], T]) -> T | None:
+def _is_readable_switch(switch: Callable[[], T]) -> T | None:
     try:
         return switch()
     except RuntimeError:  # a caller's newer switches differ from it
@@ -156,7 +164,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
     backends, filled = cast(Any, torch.backends), cast(Any, torch.utils.deterministic)
     cudnn, matmul = backends.cudnn, backends.cuda.matmul
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS does not promise the same bits
-    older, benchmark = _readable(lambda: (cudnn.allow_tf32, matmul.allow_tf32)), cudnn.benchmark
+    older, benchmark = _is_readable_switch(lambda: (cudnn.allow_tf32, matmul.allow_tf32)), cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = filled.fill_uninitialized_memory
     newer = [cudnn.conv, cudnn.rnn, matmul] if older is None else []
@@ -165,7 +173,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
     cudnn.benchmark, filled.fill_uninitialized_memory = False, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with _switched(newer, "tf32" if precision == "tf32" else "ieee"):
+        with _switch_precision(newer, "tf32" if precision == "tf32" else "ieee"):
             yield
     finally:
         torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
@@ -176,7 +184,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
 
 
 @cache
-def wake(device: torch.device) -> None:
+def warm_up_gpu(device: torch.device) -> None:
     """Compute a first gradient on a GPU with warnings disabled, because PyTorch warns only about the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -184,7 +192,7 @@ def wake(device: torch.device) -> None:
         (x @ x).sum().backward()
 
 
-def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
+def use_bfloat16(device: torch.device, on: bool) -> AbstractContextManager[object]:
     """Compute products and convolutions in bfloat16 inside the block.
 
     Operations that need more precision, such as normalization statistics, still use float32.
@@ -193,7 +201,7 @@ def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
 
 
 def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return a mask of the parameters that `lowered` would convert to bfloat16 at each use (those of products)."""
+    """Return a mask of the parameters that `use_bfloat16` would convert to bfloat16 at each use (those of products)."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):

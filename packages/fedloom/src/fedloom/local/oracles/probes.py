@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedloom.errors import attribute_error
-from fedloom.local.oracles.forward import Spot, caught, repeat_single
-from fedloom.models.imported import Mark, Values, batch_norm_layers
-from fedloom.models.sequences import Recurrence
+from fedloom.local.oracles.forward import RepresentationSpot, record_layer_calls, repeat_single
+from fedloom.models.imported import ModuleValues, ValueRecord, batch_norm_layers
+from fedloom.models.sequences import TorchLSTMLayer
 from fedloom.rows.layout import Layout, trainable
 from fedloom.seeds import as_global, forked, generator, preserve_rng, rng_states
 
@@ -31,7 +31,7 @@ RANDOM_PASSES = 8
 probability 1/256."""
 
 
-def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
+def draws_globally(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
     """Return True if the module draws from a global random generator of torch, NumPy or Python.
 
     To find out, a copy of the module is run on one sample.
@@ -43,7 +43,7 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
     """
     with preserve_rng():
         before = _global_state(fed.device)
-        _tried(_probe(module, fed).train(trains), fed)
+        _try_probe(_copy_in_training_mode(module, fed).train(trains), fed)
         return before != _global_state(fed.device)
 
 
@@ -52,10 +52,10 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 
     Such a module has a random generator of its own, or reads a clock or a device.
     """
-    probe, outputs = _probe(module, fed), list[Tensor]()
+    probe, outputs = _copy_in_training_mode(module, fed), list[Tensor]()
     for _ in range(2):
         with as_global(generator(0, purpose="probe"), fed.device):
-            outputs.append(_tried(probe, fed))
+            outputs.append(_try_probe(probe, fed))
     return not torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num())
 
 
@@ -68,7 +68,7 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
     """
     if batch_norm_layers(module):
         return False
-    probe, x, outputs = _probe(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
+    probe, x, outputs = _copy_in_training_mode(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
     for pair in [[0, len(x) // 2]] * 2 + [[0, len(x) - 1]] * 2:
         with as_global(generator(0, purpose="probe"), fed.device), torch.no_grad():
             try:
@@ -99,9 +99,9 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
     To find out, a copy of the model computes one step of two models on one sample each, and then computes outputs
     without vmap.
     """
-    probe = _probe(module, fed)
+    probe = _copy_in_training_mode(module, fed)
     for layer in probe.modules():
-        if isinstance(layer, Recurrence):
+        if isinstance(layer, TorchLSTMLayer):
             layer.plain = True
     x = repeat_single(fed.fetch(fed.parts["train"].index[:1]))
     leaves = {name: torch.stack([p.detach(), p.detach()]).requires_grad_() for name, p in trainable(probe).items()}
@@ -109,7 +109,7 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
         with preserve_rng(), torch.enable_grad():
             outputs = vmap(lambda tree, rows: functional_call(probe, tree, (rows,)))(leaves, torch.stack([x, x]))
             torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
-            _tried(probe.eval(), fed)
+            _try_probe(probe.eval(), fed)
     except Exception as error:
         return str(error).splitlines()[0]
     return ""
@@ -121,23 +121,23 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     Attributes are considered only if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. To find them, a
     copy of the module is run on one sample.
     """
-    probe = _probe(module, fed)
-    values = Values(probe)
+    probe = _copy_in_training_mode(module, fed)
+    values = ModuleValues(probe)
     with forked(fed.device):
-        _tried(probe, fed)
+        _try_probe(probe, fed)
     return values.changed()
 
 
-def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
+def find_written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of parameters that a forward pass changes, as in `torch.nn.Embedding` with ``max_norm``.
 
     To do so, a copy is run on one sample. A tensor that was written to in place has a new version, even if its values
     are the same.
     """
-    probe = _probe(module, fed)
-    marks = {name: (Mark.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
+    probe = _copy_in_training_mode(module, fed)
+    marks = {name: (ValueRecord.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
     with forked(fed.device):
-        _tried(probe, fed)
+        _try_probe(probe, fed)
     now = trainable(probe)
     return [
         name
@@ -146,7 +146,7 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     ]
 
 
-def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
+def find_unreached_parameters(module: nn.Module, fed: Federation, spot: RepresentationSpot | None = None) -> list[str]:
     """Return the names of parameters that affect no sample, such as the parameters of submodules that are never called.
 
     To do so, a copy is run on `PROBE_SAMPLES` samples, and several times if it draws random numbers.
@@ -156,7 +156,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
         fed: clients and their data.
         spot: location of the representation if the loss contains terms on it, or None.
     """
-    probe = _probe(module, fed)
+    probe = _copy_in_training_mode(module, fed)
     parameters = trainable(probe)
     left = dict(parameters)
     x = fed.fetch(spread_samples(fed))
@@ -166,7 +166,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
             before = _global_state(fed.device)
             with (
                 attribute_error("model", module, "a trial on a few samples"),
-                caught(layer, entering=spot is not None and spot.entering) as features,
+                record_layer_calls(layer, entering=spot is not None and spot.entering) as features,
             ):
                 ends = [probe(x), *features]
             total = torch.stack([end.sum() for end in ends]).sum()
@@ -177,21 +177,23 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     return [*left]
 
 
-def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot | None = None) -> Tensor | None:
-    """Return a mask ``[d]`` with 0 for `unreached_parameters` and 1 for all others, or None if all are reached."""
-    unused = unreached_parameters(module, fed, spot)
+def reached_mask(
+    module: nn.Module, fed: Federation, layout: Layout, spot: RepresentationSpot | None = None
+) -> Tensor | None:
+    """Return a mask ``[d]`` with 0 for `find_unreached_parameters` and 1 for all others, or None if all are reached."""
+    unused = find_unreached_parameters(module, fed, spot)
     shapes = zip(layout.names, layout.shapes, strict=True)
     mask = {n: torch.full(shape, float(n not in unused), dtype=fed.dtype, device=fed.device) for n, shape in shapes}
     return layout.flatten(mask) if unused else None
 
 
-def _probe(module: nn.Module, fed: Federation) -> nn.Module:
+def _copy_in_training_mode(module: nn.Module, fed: Federation) -> nn.Module:
     """Return a copy of the module in training mode."""
     return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
 
 
 @torch.no_grad()
-def _tried(probe: nn.Module, fed: Federation) -> Tensor:
+def _try_probe(probe: nn.Module, fed: Federation) -> Tensor:
     with attribute_error("model", probe, "a trial on one sample"):
         outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
     return outputs

@@ -1,7 +1,7 @@
 """Products of a linear layer for many clients at once: its outputs and the gradients of its inputs and weights.
 
-`Compiled` computes them on a CPU (see `fedloom.kernels`), and `Batched` on accelerators, for other dtypes, and for rows
-that are not contiguous.
+`CompiledProducts` computes them on a CPU (see `fedloom.kernels`), and `BatchedProducts` on accelerators, for other
+dtypes, and for rows that are not contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom.local.oracles.network import scale_
 from fedloom.rows.layout import Layout
 
 
-class Linear(NamedTuple):
+class LinearLayerSlice(NamedTuple):
     """Linear layer: names of its weight and bias (or None), their first columns in a row (or -1), and its widths."""
 
     weight: str
@@ -28,7 +28,7 @@ class Linear(NamedTuple):
     outputs: int
 
     @classmethod
-    def create(cls, layout: Layout, name: str) -> Linear:
+    def create(cls, layout: Layout, name: str) -> LinearLayerSlice:
         """Return the linear layer that has this name."""
         weight, bias = f"{name}.weight", f"{name}.bias"
         at = dict(zip(layout.names, layout.offsets, strict=True))
@@ -36,7 +36,7 @@ class Linear(NamedTuple):
         return cls(weight, bias if bias in at else None, at[weight], at.get(bias, -1), inputs, outputs)
 
 
-class Stored(NamedTuple):
+class StoredSamples(NamedTuple):
     """Samples of a data set: stored values ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
 
     The tuple also contains the indices of the samples in a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights
@@ -70,19 +70,19 @@ class Products(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+    def forward(self, layer: LinearLayerSlice, x: Tensor) -> Tensor:
         """Compute the outputs ``[m, b, o]`` of a layer from its inputs ``[m, b, i]``."""
 
     @abstractmethod
-    def backward(self, layer: Linear, delta: Tensor) -> Tensor:
+    def backward(self, layer: LinearLayerSlice, delta: Tensor) -> Tensor:
         """Compute the gradient of the inputs ``[m, b, i]``. ``delta [m, b, o]`` is the gradient of the outputs."""
 
     @abstractmethod
-    def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
+    def add_gradient_(self, layer: LinearLayerSlice, delta: Tensor, x: Tensor) -> None:
         """Compute ``out <- beta out + alpha gradient + steady`` in the columns of a layer."""
 
 
-class Batched(Products):
+class BatchedProducts(Products):
     """Products that PyTorch computes as batched matrix products. The gradient of the weights is added in place."""
 
     def __init__(
@@ -93,14 +93,14 @@ class Batched(Products):
         self._steady = {} if steady is None else layout.tree(steady)
         self._beta, self._alpha = beta, alpha
 
-    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+    def forward(self, layer: LinearLayerSlice, x: Tensor) -> Tensor:
         h = torch.bmm(x, self._parameters[layer.weight].mT)
         return h if layer.bias is None else h.add_(self._parameters[layer.bias].unsqueeze(1))
 
-    def backward(self, layer: Linear, delta: Tensor) -> Tensor:
+    def backward(self, layer: LinearLayerSlice, delta: Tensor) -> Tensor:
         return torch.bmm(delta, self._parameters[layer.weight])
 
-    def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
+    def add_gradient_(self, layer: LinearLayerSlice, delta: Tensor, x: Tensor) -> None:
         target, beta = self._targets[layer.weight], self._beta
         if isinstance(beta, Tensor):
             scale_(target, beta)
@@ -113,7 +113,7 @@ class Batched(Products):
                 self._targets[name].add_(self._steady[name])
 
 
-class Compiled(Products):
+class CompiledProducts(Products):
     """Products that are computed by loops compiled for the CPU."""
 
     def __init__(
@@ -134,17 +134,17 @@ class Compiled(Products):
         """Return True if the compiled loops can change these rows."""
         return out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64) and out.is_contiguous()
 
-    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+    def forward(self, layer: LinearLayerSlice, x: Tensor) -> Tensor:
         h = x.new_empty(*x.shape[:2], layer.outputs)
         self._loops.forward(self._w, layer.weight_at, layer.bias_at, x.contiguous().numpy(), h.numpy())
         return h
 
-    def backward(self, layer: Linear, delta: Tensor) -> Tensor:
+    def backward(self, layer: LinearLayerSlice, delta: Tensor) -> Tensor:
         below = delta.new_empty(*delta.shape[:2], layer.inputs)
         self._loops.backward(self._w, layer.weight_at, delta.contiguous().numpy(), below.numpy())
         return below
 
-    def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
+    def add_gradient_(self, layer: LinearLayerSlice, delta: Tensor, x: Tensor) -> None:
         self._loops.add_gradient(
             self._out, layer.weight_at, layer.bias_at, delta.contiguous().numpy(), x.contiguous().numpy(),
             self._beta, self._alpha, self._steady,
@@ -159,7 +159,7 @@ class Compiled(Products):
     def descend_(
         self,
         layers: list[list[int]],
-        samples: Stored,
+        samples: StoredSamples,
         steps: Tensor,
         count: Tensor,
         scale: Tensor | None,
@@ -173,12 +173,12 @@ class Compiled(Products):
         d = self._w.shape[1]
         rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0))
         self._loops.descend(
-            self._out, *_network(layers, samples), steps.numpy(), count[..., 0].contiguous().numpy(),
+            self._out, *_arguments(layers, samples), steps.numpy(), count[..., 0].contiguous().numpy(),
             self._each(1.0 if scale is None else scale), samples.classes.numpy(), self._beta, self._alpha, self._steady,
-            self._each(pulled), self._w.dtype.type(rate), *rooms, _room(layers, samples, samples.where.shape[2]),
+            self._each(pulled), self._w.dtype.type(rate), *rooms, _workspace(layers, samples, samples.where.shape[2]),
         )  # fmt: skip
 
-    def add_gradients_(self, layers: list[list[int]], samples: Stored, count: Tensor, total: Tensor) -> None:
+    def add_gradients_(self, layers: list[list[int]], samples: StoredSamples, count: Tensor, total: Tensor) -> None:
         """Compute ``out <- beta out + alpha gradient + steady`` for a batch in one pass.
 
         The loop is `fedloom.kernels.add_gradients`.
@@ -193,25 +193,25 @@ class Compiled(Products):
         if self._out is not self._w:
             block = min(block, self._loops.BLOCK_SAMPLES)
         self._loops.add_gradients(
-            self._out, self._w, *_network(layers, samples), count[:, 0].contiguous().numpy(), self._each(total),
-            samples.classes.numpy(), self._beta, self._alpha, self._steady, _room(layers, samples, block), block,
+            self._out, self._w, *_arguments(layers, samples), count[:, 0].contiguous().numpy(), self._each(total),
+            samples.classes.numpy(), self._beta, self._alpha, self._steady, _workspace(layers, samples, block), block,
         )  # fmt: skip
 
 
-def _network(layers: list[list[int]], samples: Stored) -> tuple[np.ndarray, ...]:
+def _arguments(layers: list[list[int]], samples: StoredSamples) -> tuple[np.ndarray, ...]:
     """Return the arguments of the compiled loops that describe a network and its samples."""
     stored = (samples.data, samples.scale, samples.shift, samples.y, samples.where.contiguous())
     return np.array(layers), *(values.numpy() for values in stored)
 
 
-def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
+def _workspace(layers: list[list[int]], samples: StoredSamples, block: int) -> np.ndarray:
     """Allocate workspace for the activations between the layers."""
     widths = [layers[0][2], *(layer[3] for layer in layers)]
     room: np.ndarray = samples.classes.new_empty(block * (sum(widths) + 2 * max(widths[1:]))).numpy()
     return room
 
 
-def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:
+def apply(w: np.ndarray, layer: LinearLayerSlice, x: Tensor, ends: np.ndarray) -> Tensor:
     """For inputs ``[N, i]`` ordered by client, return a layer's outputs ``[N, o]`` under the models ``w [m, d]``.
 
     The rows of client c end before row ``ends[c]``.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, cause_of
-from fedloom.imports import Function
+from fedloom.imports import UserFunction
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import Chosen, number
-from fedloom.tasks.figures import wide
+from fedloom.tasks import Chosen, compute_user_number
+from fedloom.tasks.figures import to_float64
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -133,18 +133,18 @@ class Samples:
         return self.factors()[i, :count]
 
 
-def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
+def output_gradients(task: Task, outputs: Tensor, data: Samples) -> Tensor:
     """Return the gradient of a batch's weighted losses with respect to the outputs, both ``[m, b, k]``."""
     if task.own_loss is None:
         return task.dloss(outputs.detach(), data.y).mul_(data.factors())
     gradients = torch.zeros_like(outputs)
     for i, count in enumerate(data.counts):
         if count:
-            gradients[i, : count * data.span] = slope(task, outputs[i, : count * data.span], data, i)
+            gradients[i, : count * data.span] = output_gradient(task, outputs[i, : count * data.span], data, i)
     return gradients
 
 
-def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
+def output_gradient(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     """Return the gradient of client ``i``'s weighted losses with respect to its outputs, both ``[b, k]``."""
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
@@ -187,7 +187,7 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
-def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
+def probe_task(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
     """Try a user's loss and metrics, on the outputs ``[b, k]`` for a few samples or positions.
 
     Return the names of the functions whose values differ between two equal calls (see `_is_unseeded`).
@@ -200,17 +200,22 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
         outputs, y = outputs[y >= 0], y[y >= 0]
     if task.objective.loss is not None:
         _check_reduction(task.objective.loss, outputs, y)
-    user_metrics = [metric for metric in task.objective.metrics if isinstance(metric, Function)]
+    user_metrics = [metric for metric in task.objective.metrics if isinstance(metric, UserFunction)]
     try:
         for metric in user_metrics:
-            number(metric, "metric", wide(outputs), y.cpu())
+            compute_user_number(metric, "metric", to_float64(outputs), y.cpu())
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
         unseeded = [
-            f"metric {m.display_name!r}" for m in user_metrics if _is_unseeded(m, "metric", wide(outputs), y.cpu())
+            f"metric {m.display_name!r}"
+            for m in user_metrics
+            if _is_unseeded(m, "metric", to_float64(outputs), y.cpu())
         ]
         if task.objective.loss is None:
             return unseeded
-        name, value = task.objective.loss.display_name, number(task.objective.loss, "loss", outputs.clone(), y)
+        name, value = (
+            task.objective.loss.display_name,
+            compute_user_number(task.objective.loss, "loss", outputs.clone(), y),
+        )
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
@@ -222,7 +227,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
         try:
             loss = task.objective.loss.call(leaf, y)
             real = isinstance(loss, Tensor) and loss.requires_grad and loss.is_floating_point()
-            untrained = [[*tensor.shape] for tensor in _leaves(loss) if tensor is not leaf] if real else []
+            untrained = [[*tensor.shape] for tensor in _gradient_leaves(loss) if tensor is not leaf] if real else []
             gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
         except Exception as error:
             raise ConfigError(f"task: the gradient of loss {name!r} cannot be computed: {cause_of(error)}") from error
@@ -249,7 +254,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
             rule="loss-broadcasts",
             fix="make {task.loss} use outputs and targets of the same shape",
         )
-    doubled = number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
+    doubled = compute_user_number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
     if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
         raise ConfigError(
             f"task: loss {name!r} is a sum instead of a mean: {value:.4g} on {len(y)} samples, "
@@ -260,7 +265,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
     return unseeded + [f"loss {name!r}"] * _is_unseeded(task.objective.loss, "loss", outputs, y)
 
 
-def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> bool:
+def _is_unseeded(function: UserFunction, what: str, outputs: Tensor, y: Tensor) -> bool:
     """Return True if two equal calls differ even though the global generators start in the same state.
 
     Such a function draws from its own generator, counts its calls, or reads a clock.
@@ -268,14 +273,14 @@ def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> b
     values = list[float]()
     for _ in range(2):
         with as_global(generator(0, purpose="probe"), outputs.device):
-            values.append(number(function, what, outputs.clone(), y))
+            values.append(compute_user_number(function, what, outputs.clone(), y))
     return values[0] != values[1] and not all(map(math.isnan, values))
 
 
-def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
+def _check_reduction(loss: UserFunction, outputs: Tensor, y: Tensor) -> None:
     """Raise an error if a loss returns one value per sample.
 
-    If the loss fails, no error is raised here, because `number` raises a more precise error.
+    If the loss fails, no error is raised here, because `compute_user_number` raises a more precise error.
 
     Raises:
         ConfigError: the loss returns more than one number.
@@ -293,7 +298,7 @@ def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
         )
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
+def _gradient_leaves(loss: Tensor) -> list[Tensor]:
     """Return the tensors with respect to which a loss has a gradient."""
     nodes: list[Any] = [loss.grad_fn or torch.autograd.graph.get_gradient_edge(loss).node]
     reached = {*nodes}
@@ -305,7 +310,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
-def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
+def _tells_pairs(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
     """Return True if a loss depends on the assignment of two targets to two outputs ``[b, 1]``.
 
     The test uses increasing outputs, and half of these outputs have each target.
@@ -317,7 +322,7 @@ def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
     upper = (torch.arange(len(y), device=y.device) >= len(y) // 2).reshape(y.shape)
     pairings = (torch.where(upper, high, low), torch.where(upper, low, high), low, high)
     try:
-        one, other, least, most = (number(loss, "loss", rising.clone(), targets) for targets in pairings)
+        one, other, least, most = (compute_user_number(loss, "loss", rising.clone(), targets) for targets in pairings)
     except CodeError:
         return True
     return not math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7) or math.isclose(least, most, rel_tol=1e-5)

@@ -11,9 +11,9 @@ from torch.func import functional_call, vmap
 
 from fedloom.errors import ClientError
 from fedloom.local.oracles.network import scale_
-from fedloom.local.oracles.samples import slopes
+from fedloom.local.oracles.samples import output_gradients
 from fedloom.local.oracles.terms import TermNetwork
-from fedloom.models.sequences import Recurrence
+from fedloom.models.sequences import TorchLSTMLayer
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -31,7 +31,7 @@ class Stacked(TermNetwork):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         for layer in self.module.modules():
-            if isinstance(layer, Recurrence):
+            if isinstance(layer, TorchLSTMLayer):
                 layer.plain = True
 
     def addgrad_(
@@ -62,7 +62,7 @@ class Stacked(TermNetwork):
                     f"the model cannot be stacked ({str(error).splitlines()[0]}). Set engine.gradient_engine = 'loop'"
                 )
                 raise ClientError("gradient", batch.draw.round, sorted(batch.draw.ids), cause) from error
-        above = slopes(self.task, outputs.to(self.dtype), data).to(outputs.dtype)
+        above = output_gradients(self.task, outputs.to(self.dtype), data).to(outputs.dtype)
         grads = torch.autograd.grad(outputs, list(leaves.values()), above, allow_unused=True, materialize_grads=True)
         for target, g in zip(self.layout.tree(out).values(), grads, strict=True):
             scale_(target, beta).add_(g, alpha=alpha)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Features
-from fedloom.local.oracles.forward import Spot, set_training
+from fedloom.local.oracles.forward import RepresentationSpot, set_training
 from fedloom.local.oracles.network import Network
-from fedloom.local.oracles.pooling import hooked
+from fedloom.local.oracles.pooling import has_hook
 from fedloom.local.rows import map_rows
 from fedloom.rows.layout import trainable
 
@@ -31,7 +31,7 @@ class Representations(NamedTuple):
     outputs: Tensor
 
 
-class Holder:
+class ParameterHolder:
     """Network whose parameters can be temporarily replaced, more quickly than by `torch.func.functional_call`.
 
     Args:
@@ -68,11 +68,15 @@ class Representation:
         like: tensor with the dtype and device of the computation.
     """
 
-    def __init__(self, module: nn.Module, spot: Spot, like: Tensor) -> None:
+    def __init__(self, module: nn.Module, spot: RepresentationSpot, like: Tensor) -> None:
         self.module, self._caught = copy.deepcopy(module).to(like.device, like.dtype), list[Tensor]()
-        self._holder = Holder(self.module, [*trainable(self.module)])
+        self._holder = ParameterHolder(self.module, [*trainable(self.module)])
         layer, below = self.module.get_submodule(spot.name), list[nn.Module]()
-        if type(self.module) is nn.Sequential and "." not in spot.name and not any(map(hooked, self.module.modules())):
+        if (
+            type(self.module) is nn.Sequential
+            and "." not in spot.name
+            and not any(map(has_hook, self.module.modules()))
+        ):
             below = [*self.module][: [*self.module._modules].index(spot.name) + (not spot.entering)]
         self._below = below
         if spot.entering:
@@ -106,7 +110,7 @@ class Representation:
         return latest
 
 
-def summed(
+def sum_terms(
     functions: Sequence[TermFunction],
     terms: Sequence[Bound],
     i: int,
@@ -191,7 +195,7 @@ class TermNetwork(Network):
             anchors = [[model.features(anchor[i], x) for anchor in of_term] for of_term in held]
             parameters = [value.requires_grad_() for value in rows[i]]
             with torch.enable_grad():
-                total = summed(functions, terms, i, model(parameters, x), y, anchors)
+                total = sum_terms(functions, terms, i, model(parameters, x), y, anchors)
                 if total.requires_grad:
                     ends.append(total / batch.total[i, 0].to(total))
                     leaves += parameters

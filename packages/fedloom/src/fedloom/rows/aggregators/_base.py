@@ -235,7 +235,7 @@ def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 
-def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
+def check_row_count(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
     """Raise an error if a requirement on the number m of rows is not satisfied.
 
     Raises:

@@ -11,12 +11,12 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
+from fedloom.rows.aggregators._base import Aggregator, Rows, State, check_row_count, mixture
 from fedloom.rows.aggregators.vectors import Result, median
 from fedloom.rows.algebra import distances, norm, shortest
 from fedloom.rows.context import Cohort
 
-MOST_SUBSETS = 200_000
+MAX_SUBSETS = 200_000
 
 
 class Krum(Aggregator):
@@ -35,7 +35,7 @@ class Krum(Aggregator):
     )
 
     def require(self, m: int) -> None:
-        need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
+        check_row_count(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         best = int(krum_order(distances(rows[primary]).square(), self.f)[0])
@@ -60,13 +60,13 @@ class MultiKrum(Aggregator):
     squared: bool = Field(True, description="use squared distances for the scores, as in the paper")
 
     def require(self, m: int) -> None:
-        need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
-        need(self.kind, self.k is None or self.k <= m, "k <= m", m, k=self.k)
+        check_row_count(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
+        check_row_count(self.kind, self.k is None or self.k <= m, "k <= m", m, k=self.k)
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         far = distances(rows[primary])
         best = krum_order(far.square() if self.squared else far, self.f)[: self.k or len(far) - self.f]
-        return mixture(_only(best, weights), rows), state
+        return mixture(_chosen_weights(best, weights), rows), state
 
 
 class Bulyan(Aggregator):
@@ -85,7 +85,7 @@ class Bulyan(Aggregator):
     )
 
     def require(self, m: int) -> None:
-        need(self.kind, m >= 4 * self.f + 3, "m >= 4 f + 3", m, f=self.f)
+        check_row_count(self.kind, m >= 4 * self.f + 3, "m >= 4 f + 3", m, f=self.f)
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         squares, left, chosen = distances(rows[primary]).square(), list(range(len(weights))), list[int]()
@@ -116,11 +116,11 @@ class MDA(Aggregator):
     )
 
     def require(self, m: int) -> None:
-        need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
-        if comb(m, self.f) > MOST_SUBSETS:
+        check_row_count(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
+        if comb(m, self.f) > MAX_SUBSETS:
             raise ConfigError(
                 f"mda tries every subset of clients, but the number of subsets, C({m}, {self.f}) = "
-                f"{comb(m, self.f)}, is larger than {MOST_SUBSETS}",
+                f"{comb(m, self.f)}, is larger than {MAX_SUBSETS}",
                 rule="subsets-too-many",
                 fix="use fewer clients per round, or set {aggregator = 'multi-krum'}",
             )
@@ -134,7 +134,7 @@ class MDA(Aggregator):
             diameters = (inside[:, :, None] * inside[:, None, :] * far).flatten(1).amax(1)
             least = int(diameters.argmin())
             best = min(best, (float(diameters[least]), subsets[least]), key=lambda pair: pair[0])
-        return mixture(_only(best[1], weights), rows), state
+        return mixture(_chosen_weights(best[1], weights), rows), state
 
 
 class FLTrust(Aggregator):
@@ -159,7 +159,7 @@ class FLTrust(Aggregator):
         return self
 
     def require(self, m: int) -> None:
-        need(self.kind, m >= 2, "m >= 2", m)
+        check_row_count(self.kind, m >= 2, "m >= 2", m)
 
     @property
     def needs_client(self) -> bool:
@@ -199,7 +199,7 @@ def krum_order(far: Tensor, f: int) -> Tensor:
     return central[neighbours[central, : max(len(far) - f - 2, 1)].sum(1).argsort(stable=True)]
 
 
-def _only(chosen: Tensor, weights: Tensor) -> Tensor:
+def _chosen_weights(chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the coefficients [m, 1] for a weighted mean of the chosen rows.
 
     They are equal if none of the chosen rows has a positive weight.

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedloom.rows.aggregators._base import Aggregator, Rows, State, mixture, need
+from fedloom.rows.aggregators._base import Aggregator, Rows, State, check_row_count, mixture
 from fedloom.rows.algebra import norm
 from fedloom.rows.context import Cohort
 
@@ -55,7 +55,7 @@ class TrimmedMean(Aggregator):
     )
 
     def require(self, m: int) -> None:
-        need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
+        check_row_count(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         return {name: r.sort(0).values[self.f : len(r) - self.f].mean(0) for name, r in rows.items()}, state

@@ -42,7 +42,7 @@ class SCAD(Value):
         return total(torch.where(z <= c, c * z, torch.where(z <= a * c, middle, c**2 * (a + 1) / 2)))
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
-        _single_valued(self, t, self.weak)
+        _check_single_valued(self, t, self.weak)
         c, a, z = self.c, self.a, v.abs()
         middle = ((a - 1) * v - v.sign() * a * c * t) / (a - 1 - t)
         return torch.where(z <= (1 + t) * c, soft(v, c * t), torch.where(z <= a * c, middle, v))
@@ -72,11 +72,11 @@ class MCP(Value):
         return total(torch.where(z <= gamma * c, c * z - z.square() / (2 * gamma), gamma * c**2 / 2))
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
-        _single_valued(self, t, self.weak)
+        _check_single_valued(self, t, self.weak)
         return torch.where(v.abs() <= self.gamma * self.c, soft(v, self.c * t) / (1 - t / self.gamma), v)
 
 
-def _single_valued(penalty: Value, t: Scalar, weak: float) -> None:
+def _check_single_valued(penalty: Value, t: Scalar, weak: float) -> None:
     largest = float(t.max()) if isinstance(t, Tensor) else t
     if largest * weak >= 1:
         raise ConfigError(

@@ -118,7 +118,7 @@ class HalfSpace(ConvexSet):
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
         if len(self.a) > 1:
-            _fits(self, len(self.a), v)
+            _check_dimension(self, len(self.a), v)
         a = torch.tensor(self.a, dtype=v.dtype, device=v.device).expand(v.shape[-1])
         return v - a * (((a * v).sum(-1, keepdim=True) - self.b).clamp_min(0) / a.square().sum())
 
@@ -146,7 +146,7 @@ class Affine(ConvexSet):
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
         A, b, inverse = (part.to(v.device) for part in self._system)
-        _fits(self, A.shape[1], v)
+        _check_dimension(self, A.shape[1], v)
         return (v.double() - (v.double() @ A.T - b) @ inverse.T).to(v.dtype)
 
 
@@ -156,6 +156,6 @@ def indicator(x: Tensor, nearest: Tensor) -> Tensor:
     return torch.where(inside, 0.0, torch.inf).to(x.dtype)
 
 
-def _fits(chosen: Value, d: int, v: Tensor) -> None:
+def _check_dimension(chosen: Value, d: int, v: Tensor) -> None:
     if v.shape[-1] != d:
         raise ConfigError(f"{type(chosen).__name__} is a set in R^{d}, but the rows have {v.shape[-1]} scalars")

@@ -31,11 +31,11 @@ class Nuclear(Value):
     c: float = Field(1e-4, ge=0, description="weight of the nuclear norm penalty (lambda in FedSLR, section 5)")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        spectra = [spectrum(w) for w in _layers(self, layout).matrices(x).values()]
+        spectra = [spectrum(w) for w in _require_layout(self, layout).matrices(x).values()]
         return self.c * total(torch.cat([x[..., :0], *spectra], -1))
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
-        layers = _layers(self, layout)
+        layers = _require_layout(self, layout)
         shrunk = {k: map_spectrum(w, lambda s: soft(s, self.c * t)) for k, w in layers.matrices(v).items()}
         return layers.replace_matrices(v, shrunk)
 
@@ -53,12 +53,12 @@ class NuclearBall(ConvexSet):
     radius: float = Field(1.0, gt=0, description="maximum nuclear norm of a layer")
 
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
-        layers = _layers(self, layout)
+        layers = _require_layout(self, layout)
         inside = {k: map_spectrum(w, lambda s: onto_l1_ball(s, self.radius)) for k, w in layers.matrices(v).items()}
         return layers.replace_matrices(v, inside)
 
 
-def _layers(function: Value, layout: Layout | None) -> Layout:
+def _require_layout(function: Value, layout: Layout | None) -> Layout:
     if layout is None:
         raise ConfigError(f"{type(function).__name__} acts on the matrices of a model. Pass the layout of the model")
     return layout

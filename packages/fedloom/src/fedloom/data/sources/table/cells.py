@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.archive import Entry
+from fedloom.data.sources.archive import ArchiveEntry
 from fedloom.data.tables import MISSING_MARKERS, is_number, markers_of, number_of
 from fedloom.errors import DataError
 from fedloom.formats import shorten_list
@@ -50,7 +50,7 @@ MAX_NUMBER = float(np.finfo(np.float32).max)
 Cells = Sequence[Any]
 
 
-class Piece(NamedTuple):
+class ColumnPiece(NamedTuple):
     """Consecutive cells of a column, with the index of their first row (from 0)."""
 
     start: int
@@ -58,14 +58,14 @@ class Piece(NamedTuple):
     cells: Cells
 
 
-class Signs(NamedTuple):
+class CsvSigns(NamedTuple):
     """Signs in a CSV file: the separator between cells, and the decimal sign of numbers."""
 
     separator: str
     decimal: Literal[".", ","]
 
 
-def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> Signs:
+def detect_csv_signs(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> CsvSigns:
     """Detect the separator and the decimal sign of a CSV file from the first bytes of the file.
 
     The separator must divide most of the first rows into the same number of cells, and this number must be at least
@@ -75,13 +75,13 @@ def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int 
         DataError: the file is not UTF-8 text.
     """
     if encoding is None and (at := head[:2].find(0)) >= 0:
-        raise _not_utf8(where, at, 1, head[at:])
+        raise _encoding_error(where, at, 1, head[at:])
     try:
         text = head.decode(encoding or "utf-8-sig")
     except UnicodeDecodeError as error:
         at = len(head) - len(error.object) + error.start
         if len(head) < DETECTION_BYTES or at < len(head) - 4:  # else a letter that is cut
-            raise _not_utf8(where, at, 1 + head[:at].count(b"\n"), head[at:], encoding) from None
+            raise _encoding_error(where, at, 1 + head[:at].count(b"\n"), head[at:], encoding) from None
         text = head[:at].decode(encoding or "utf-8-sig")
     lines = text.splitlines(keepends=True)[skip:]
     if len(head) >= DETECTION_BYTES:
@@ -95,7 +95,7 @@ def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int 
             if common > most and widths.count(common) >= 0.8 * len(widths) and widths[0] == common:
                 best, most, table = sign, common, rows[1:]
     columns = list(zip(*(row for row in table if len(row) == most), strict=True))
-    return Signs(best, "," if _commas(columns, best) else ".")
+    return CsvSigns(best, "," if _has_decimal_commas(columns, best) else ".")
 
 
 def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
@@ -105,7 +105,7 @@ def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
     return ["" if cell is None else str(cell).strip() for cell in cells]
 
 
-def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
+def _encoding_error(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
     """Return the error for a byte at offset `at` (from 0) that is invalid in the encoding.
 
     `rest` starts with this byte.
@@ -127,17 +127,17 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     )
 
 
-def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
+def _has_decimal_commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
     """Return True if numbers have a decimal comma, which is assumed if some columns then contain only numbers.
 
     Commas before three digits, as in 1,000, are not treated as decimal commas if cells are separated by commas or if
     other numbers contain a period.
     """
     filled = [[c for c in column if c != ""] for column in columns]
-    pairs = [(cells, [c for c in cells if "," in c and is_number(pointed(c))]) for cells in filled]
+    pairs = [(cells, [c for c in cells if "," in c and is_number(replace_decimal_comma(c))]) for cells in filled]
     split = [part for cells, part in pairs if len(part) > len(cells) / 2]
     if all(GROUPED_NUMBER_PATTERN.fullmatch(c.strip()) for part in split for c in part):
-        points = (c for cells in filled for c in cells if "." in c and pointed(c) == c and is_number(c))
+        points = (c for cells in filled for c in cells if "." in c and replace_decimal_comma(c) == c and is_number(c))
         return bool(split) and separator != "," and next(points, None) is None
     return True
 
@@ -158,7 +158,7 @@ class Problems:
         """Add cells of a column that have the same problem. `what` describes the first of these cells."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
-    def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
+    def add_gaps(self, piece: ColumnPiece, missing: NDArray[np.bool_], cure: str) -> None:
         """Add the missing cells in a piece of a column, if there are any."""
         if missing.any():
             what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
@@ -177,13 +177,13 @@ class Problems:
         lines: list[str] = []
         for what, cells, cure in self._cells_of.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
-            names = f", values {shorten_list([*map(shortened, levels)], MAX_SHOWN_LEVELS)}" if len(levels) > 1 else ""
+            names = f", values {shorten_list([*map(short_cell, levels)], MAX_SHOWN_LEVELS)}" if len(levels) > 1 else ""
             lines.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
         return lines
 
 
 def csv_rows(
-    entry: Entry, separator: str, comment: str | None = None, encoding: str | None = None, skip: int = 0
+    entry: ArchiveEntry, separator: str, comment: str | None = None, encoding: str | None = None, skip: int = 0
 ) -> Iterator[list[str]]:
     """Yield the rows of a CSV file.
 
@@ -192,9 +192,9 @@ def csv_rows(
     Raises:
         DataError: the file is not a CSV file in the expected encoding.
     """
-    stream = _Counted(entry.stream)
+    stream = _CountingStream(entry.stream)
     text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding or "utf-8-sig", newline="")
-    lines = _Lines(text, entry.where)
+    lines = _CsvLines(text, entry.where)
     try:
         for _ in islice(lines, skip):
             lines.length = 0
@@ -205,13 +205,13 @@ def csv_rows(
     except UnicodeDecodeError as error:
         rest = error.object[error.start :]
         line = 1 + stream.lines - rest.count(b"\n")
-        raise _not_utf8(entry.where, stream.size - len(rest), line, rest, encoding) from None
+        raise _encoding_error(entry.where, stream.size - len(rest), line, rest, encoding) from None
     except csv.Error as error:
         raise DataError(f"{entry.where} is not a CSV file ({error}). Check separator and quotes") from error
     text.detach()
 
 
-class _Counted(io.BufferedIOBase):
+class _CountingStream(io.BufferedIOBase):
     """Stream that counts the bytes and lines read from it.
 
     Attributes:
@@ -231,7 +231,7 @@ class _Counted(io.BufferedIOBase):
         return block
 
 
-class _Lines:
+class _CsvLines:
     """Lines of a CSV file, with a limit on the length of a row.
 
     Attributes:
@@ -241,7 +241,7 @@ class _Lines:
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
         self.length, self._text, self._where, self._count = 0, text, where, 0
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> _CsvLines:
         return self
 
     def __next__(self) -> str:
@@ -262,7 +262,7 @@ class _Lines:
         return line
 
 
-def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
+def _iterate_row_blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
     """Yield the rows in blocks. If rows are long, a block contains a smaller number of rows."""
     block, size = [], 0
     for row in rows:
@@ -275,14 +275,14 @@ def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
         yield block
 
 
-def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
+def iterate_column_pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[ColumnPiece]:
     """Convert rows to pieces of columns, and yield these pieces.
 
     A row that has the wrong number of cells is reported as a problem and skipped.
     """
     start, line, width = 0, problems.first, len(names)
-    for block in _blocks(rows):
-        if not start and (texts := _second_header(block, names)):
+    for block in _iterate_row_blocks(rows):
+        if not start and (texts := _find_second_header(block, names)):
             shown = ", ".join(f"{cell!r} in {name!r}" for name, cell in texts[:MAX_SHOWN_LEVELS])
             what = f"row {line} has text where all others have numbers ({shown})"
             problems.add("header", "", what, [None], "delete it, if it is a second line of the header or of units")
@@ -298,11 +298,11 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
                     "header", "", f"row {number} repeats the header", [None], "delete it, because it is not a sample"
                 )
         line, block = line + len(block), [row for row in block if len(row) == width and (width == 1 or row != names)]
-        yield from map(Piece, repeat(start), names, zip(*block, strict=True))
+        yield from map(ColumnPiece, repeat(start), names, zip(*block, strict=True))
         start += len(block)
 
 
-def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
+def _find_second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the columns and texts of a second header row above the numbers, or [] if there is none.
 
     A row is a second header if it contains text in at least two columns of numbers, contains no number in any of these
@@ -313,21 +313,21 @@ def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list
         return []
     texts, hold = list[tuple[str, str]](), markers_of(MISSING_MARKERS).hold
     for name, cell, *below in zip(names, *table, strict=True):
-        filled = [pointed(text) for text in below if not hold(text)]
+        filled = [replace_decimal_comma(text) for text in below if not hold(text)]
         if filled and all(map(is_number, filled)) and not hold(cell):
-            if is_number(pointed(cell)):
+            if is_number(replace_decimal_comma(cell)):
                 return []
             texts.append((name, cell))
     return texts if len(texts) > 1 else []
 
 
-def replace_commas(cells: Iterator[Piece]) -> Iterator[Piece]:
+def replace_commas(cells: Iterator[ColumnPiece]) -> Iterator[ColumnPiece]:
     """Replace decimal commas in numbers so that Python can parse the numbers. All other cells remain unchanged."""
     for piece in cells:
-        yield piece._replace(cells=[pointed(cell) for cell in piece.cells])
+        yield piece._replace(cells=[replace_decimal_comma(cell) for cell in piece.cells])
 
 
-def pointed(cell: str) -> str:
+def replace_decimal_comma(cell: str) -> str:
     """Convert a number with a decimal comma to Python's notation. Other text is returned unchanged.
 
     >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
@@ -342,13 +342,15 @@ def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 
 
-def shortened(cell: object) -> str:
+def short_cell(cell: object) -> str:
     """Return a cell as text for use in messages. The text is shortened if it is long."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
-def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = CELL_HINT) -> NDArray[np.float64]:
+def convert_to_numbers(
+    piece: ColumnPiece, missing: NDArray[np.bool_], problems: Problems, cure: str = CELL_HINT
+) -> NDArray[np.float64]:
     """Convert cells to numbers, with NaN for missing cells.
 
     Cells that are not numbers, or that exceed the range that models accept, are reported as problems.
@@ -364,7 +366,9 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
         values = [number_of(cell) for cell in some]
         out[~missing] = [np.nan if value is None else value for value in values]
     if not (np.abs(out[~missing]) <= MAX_NUMBER).all():
-        bad = [k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _readable(cells[k])]
+        bad = [
+            k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _is_readable_number(cells[k])
+        ]
         wanted = f"a number of at most {MAX_NUMBER:.3g}" if is_number(cells[bad[0]]) else "a finite number"
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected {wanted}, got "
         if isinstance(cells[bad[0]], str) and QUANTITY_PATTERN.fullmatch(cells[bad[0]].strip()):
@@ -373,11 +377,11 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
             cure = "name the column in drop, or give its length as a number"
         elif isinstance(cells[bad[0]], date) or DATE_TEXT_PATTERN.fullmatch(str(cells[bad[0]]).strip()):
             cure = f"name the column in drop, or make days of it: days_since = {{ {column} = 'COLUMN OR DATE' }}"
-        problems.add("number", column, what + shortened(cells[bad[0]]), [cells[k] for k in bad], cure)
+        problems.add("number", column, what + short_cell(cells[bad[0]]), [cells[k] for k in bad], cure)
     return out
 
 
-def _readable(cell: Any) -> bool:
+def _is_readable_number(cell: Any) -> bool:
     """Return True if a cell is a number in the range that models accept."""
     value = number_of(cell)
     return value is not None and abs(value) <= MAX_NUMBER

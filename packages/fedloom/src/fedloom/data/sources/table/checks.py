@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, shortened
-from fedloom.data.sources.table.levels import Agreed, alike, natural
+from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, short_cell
+from fedloom.data.sources.table.levels import AgreedColumnConverter, natural_sort_key, similar_levels_text
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
@@ -36,7 +36,7 @@ Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 """Codes of all rows ``[N]``, which are NaN for missing cells, and the levels."""
 
 
-def rename(twice: Sequence[str]) -> str:
+def rename_hint(twice: Sequence[str]) -> str:
     """Return advice on how to handle columns that have the same name."""
     if all(map(is_number, twice)):
         return "if the first row is not a header, set header = false. Otherwise rename one"
@@ -58,11 +58,11 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
         )
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise DataError(
-            f"{where}: two columns have the same name: {', '.join(map(repr, twice))}. {capitalize(rename(twice))}"
+            f"{where}: two columns have the same name: {', '.join(map(repr, twice))}. {capitalize(rename_hint(twice))}"
         )
 
 
-class Spellings:
+class SuspectSpellings:
     """Cells in text columns that are read as numbers, although the author of the table may have meant something else.
 
     Numbers that all have three decimals may contain periods as thousands separators (7.123 for 7,123). Cells such as
@@ -107,7 +107,7 @@ class Spellings:
         if columns:
             example = self._examples[columns[0]]
             yield (
-                f"{_columns(columns)}: every fraction has three digits, like {example}. If that means "
+                f"{_join_column_names(columns)}: every fraction has three digits, like {example}. If that means "
                 f"{example.replace('.', '')}, write it so"
             )
 
@@ -128,7 +128,7 @@ def rows_of_levels(column: Coded) -> dict[str, int]:
     return dict(zip(levels, counts.tolist(), strict=True))
 
 
-def impossible(
+def survival_time_errors(
     times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int, *, eventless: bool
 ) -> Iterator[str]:
     """Yield errors for invalid times and events.
@@ -172,7 +172,9 @@ def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> It
             )
 
 
-def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]) -> Iterator[str]:
+def note_late_entry(
+    columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]
+) -> Iterator[str]:
     """Yield notes on columns that may contain the start of the time at risk, which survival tasks assume to be 0.
 
     Args:
@@ -192,7 +194,7 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
             )
 
 
-def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
+def agreed_range_errors(table: Table, x: NDArray[np.float64]) -> list[str]:
     """Return errors for columns whose rows ``[N, p]`` are outside the agreed range, for example in a different unit."""
     if not x.size:
         return []
@@ -201,7 +203,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
     return [sentence + cure for sentence in table.strange(torch.from_numpy(x), nothing)]
 
 
-def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
+def unknown_level_errors(agreed: Mapping[str, AgreedColumnConverter], rows: int) -> list[str]:
     """Return errors for agreed columns in which most cells have an unknown level, e.g. due to different spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
@@ -211,7 +213,7 @@ def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
     ]
 
 
-def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
+def note_filled_cells(agreed: Mapping[str, AgreedColumnConverter]) -> Iterator[str]:
     """Yield notes on filled cells if the agreement expects no missing cells or unknown levels."""
     for name, column in agreed.items():
         unknown = column.unknown.total()
@@ -224,7 +226,9 @@ def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
             )
 
 
-def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
+def note_range_excess(
+    agreed: Mapping[str, AgreedColumnConverter], columns: Mapping[str, NDArray[np.float64]]
+) -> Iterator[str]:
     """Yield notes on numbers outside the agreed range, such as an undeclared missing-value code."""
     for name, column in agreed.items():
         if column.column.range is not None:
@@ -237,7 +241,7 @@ def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArra
                 )
 
 
-def doubtful(
+def note_doubtful_columns(
     columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int, *, arrays: bool = False
 ) -> Iterator[str]:
     """Yield notes on columns that are empty or constant, and on extreme outliers.
@@ -281,11 +285,11 @@ def doubtful(
                 )
     for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
         if names:
-            yield f"{_columns(names)}: {what}, so a model cannot learn from it; {useless}"
+            yield f"{_join_column_names(names)}: {what}, so a model cannot learn from it; {useless}"
     yield from notes
 
 
-def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
+def note_doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
     """Yield notes on levels that are similar, on a label that has a single class, and on classes without rows.
 
     Args:
@@ -294,13 +298,13 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
     """
     for name, column in coded.items():
         counts = rows_of_levels(column)
-        if same := alike(counts):
+        if same := similar_levels_text(counts):
             yield (
                 f"column {name!r} has levels that are written differently but seem the same: {same}. "
                 "Write them in one way"
             )
         absent = [level for level, count in counts.items() if not count] if name == label else []
-        numbers = [level for level, count in counts.items() if count and np.isfinite(natural(level)[0])]
+        numbers = [level for level, count in counts.items() if count and np.isfinite(natural_sort_key(level)[0])]
         if name == label and len(numbers) > MAX_CLASS_NUMBERS:
             yield (
                 f"the label {name!r} has {len(numbers)} numbers, and each counts as a class. Set task "
@@ -309,12 +313,12 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
         if name == label and len(counts) - len(absent) == 1:
             here = max(counts, key=lambda level: counts[level])
             yield (
-                f"the label {name!r} is {shortened(here)} in every row, so a model cannot learn from these rows alone"
+                f"the label {name!r} is {short_cell(here)} in every row, so a model cannot learn from these rows alone"
             )
         elif absent:
             more = " and more" if len(absent) > MAX_SHOWN_LEVELS else ""
-            yield f"the label {name!r} is {', '.join(map(shortened, absent[:MAX_SHOWN_LEVELS]))}{more} in no row"
+            yield f"the label {name!r} is {', '.join(map(short_cell, absent[:MAX_SHOWN_LEVELS]))}{more} in no row"
 
 
-def _columns(names: Sequence[str]) -> str:
-    return f"column{'s'[: len(names) > 1]} {shorten_list([*map(shortened, names)], MAX_SHOWN_LEVELS)}"
+def _join_column_names(names: Sequence[str]) -> str:
+    return f"column{'s'[: len(names) > 1]} {shorten_list([*map(short_cell, names)], MAX_SHOWN_LEVELS)}"

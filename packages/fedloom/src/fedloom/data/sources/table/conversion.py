@@ -14,38 +14,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data.dataset import CLASS_TASKS, MISSING_LEVEL, MOST_CLASSES, TOO_MANY, Dataset, refuse
-from fedloom.data.sources._base import naming_file_in_errors
+from fedloom.data.dataset import (
+    CLASS_TASKS,
+    MAX_CLASSES,
+    MISSING_LEVEL,
+    TOO_MANY_CLASSES_TEXT,
+    Dataset,
+    raise_data_problems,
+)
+from fedloom.data.sources._base import name_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
-from fedloom.data.sources.table.cells import Cells, Piece, Problems, is_missing, numbers
+from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, convert_to_numbers, is_missing
 from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
 from fedloom.data.sources.table.designs import DesignReading
 from fedloom.data.sources.table.levels import (
-    Agreed,
-    Codes,
+    AgreedColumnConverter,
+    LevelCodeCollector,
     agreed_columns,
     factor_of,
     factors_by_client,
-    unapplied,
+    unapplied_factor_notes,
 )
 from fedloom.data.sources.table.roles import TableRoles
-from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
-from fedloom.data.survey.facts import MOST_ALONE
-from fedloom.data.survey.findings import ROW_NAMES, findings, reason_left_out, text_left_out
+from fedloom.data.sources.table.targets import agreed_classes, check_event, missing_columns_message, task_of_levels
+from fedloom.data.survey.facts import MAX_DISTINCT_SHARE
+from fedloom.data.survey.findings import ROW_NAMES, exclusion_reason, table_findings, text_exclusion_reason
 from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.survey.people import IDENTITY_KINDS, UNSURE_KIND
-from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, markers_of
+from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level_name, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
-MOST_COLUMNS = 100_000
+MAX_COLUMNS = 100_000
 """Maximum number of columns in a table. A numeric array with this many columns can be read in a fraction of the
 time."""
-MOST_TEXTS = 100_000
+MAX_STORED_TEXTS = 100_000
 """Maximum number of distinct texts in a non-numeric column that are stored in order to detect names of people."""
 
 
-def read_table(spec: TableRoles, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
+def read_table(
+    spec: TableRoles, name: str, names: list[str], cells: Iterable[ColumnPiece], problems: Problems
+) -> Dataset:
     """Convert the columns of a table to a data set.
 
     Args:
@@ -60,13 +69,13 @@ def read_table(spec: TableRoles, name: str, names: list[str], cells: Iterable[Pi
         DataError: values are missing, numeric columns contain text, rows have different numbers of cells, or the label
             does not fit the task. All problems are listed in a single message.
     """
-    reading = _Reading(spec, name, names, problems)
+    reading = _TableReading(spec, name, names, problems)
     for piece in cells:
         reading.add(piece)
     return reading.done()
 
 
-class _Reading:
+class _TableReading:
     """Conversion of a table to a data set: assign roles to the columns, add their cells, and return the result."""
 
     def __init__(self, spec: TableRoles, name: str, names: list[str], problems: Problems) -> None:
@@ -99,9 +108,9 @@ class _Reading:
             wanted |= {column.name for column in agreement.table.columns}
             self.special = [column for column in self.special if column in names]
         self.special += [column for column in design.complete if column != design.order]
-        if len(names) > MOST_COLUMNS:
+        if len(names) > MAX_COLUMNS:
             raise DataError(
-                f"{where} has {len(names):,} columns, but fedloom reads at most {MOST_COLUMNS:,}. "
+                f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. "
                 "Check the separator, or provide the features as an array (NPZ, or a folder with "
                 "x.npy)"
             )
@@ -109,8 +118,8 @@ class _Reading:
         if disguised := direction_in(*names, hidden=True):
             raise DataError(f"{where}: a column {disguised}")
         if absent := sorted(wanted - set(names)):
-            raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
-        self.agreed: dict[str, Agreed] = {}
+            raise ConfigError(f"{where}: {missing_columns_message(absent, names, agreed=agreement is not None)}")
+        self.agreed: dict[str, AgreedColumnConverter] = {}
         starts = {*spec.days_since.values()} - {*spec.days_since}
         no_features = {*self.labels, self.event, spec.client_column, *spec.drop, *design.no_features, *starts}
         self.features = [c for c in names if c not in no_features]
@@ -132,7 +141,7 @@ class _Reading:
         self.texts: dict[str, Counter[str]] = {}
         self.place = {column: k for k, column in enumerate(self.features)}
         self.codes = {
-            column: Codes()
+            column: LevelCodeCollector()
             for column in {self.label, *categorical, *self.special, *spec.group_columns, *included, *design.coded}
         }
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
@@ -141,7 +150,7 @@ class _Reading:
             column: GrowingRows((), np.float64) for column in (*self.labels, self.event) if column is not None
         }
         self.events_seen = set[str]()
-        self.spellings = checks.Spellings()
+        self.spellings = checks.SuspectSpellings()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MISSING_MARKERS]
 
     @property
@@ -149,7 +158,7 @@ class _Reading:
         """True if the label is a number rather than a class."""
         return self.task not in (*CLASS_TASKS, "auto")
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ColumnPiece) -> None:
         """Add the cells in a piece of a column."""
         start, column, block = piece
         roles = (self.codes, self.numeric, self.agreed, self.measured, self.design.columns)
@@ -169,32 +178,32 @@ class _Reading:
         if column in self.agreed:
             rows[:, self.place[column]] = self.agreed[column].read(piece, missing, self.problems)
         elif column in self.numeric:
-            values = numbers(piece, missing, self.problems)
+            values = convert_to_numbers(piece, missing, self.problems)
             rows[:, self.place[column]] = values * factor_of(self.spec.factors, column)
             if self.problems.has("number", column):  # perhaps a column of names, which is no feature
                 texts = self.texts.setdefault(column, Counter())
-                if len(texts) <= MOST_TEXTS:
+                if len(texts) <= MAX_STORED_TEXTS:
                     texts.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
         if column in self.measured and self.numeric_label:
             if column == self.event and self.spec.event_levels:
                 piece = piece._replace(cells=self._events(block))
-            self.measured[column].reserve(start, len(block))[:] = numbers(piece, missing, self.problems)
+            self.measured[column].reserve(start, len(block))[:] = convert_to_numbers(piece, missing, self.problems)
 
     def _events(self, cells: Cells) -> list[float]:
         """Return 1 for cells that are counted as the event, and 0 for all other cells."""
-        counted = [level(cell) in self.spec.event_levels for cell in cells]
-        self.events_seen.update(level(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
+        counted = [level_name(cell) in self.spec.event_levels for cell in cells]
+        self.events_seen.update(level_name(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]
 
-    def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
+    def _code(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
         """Add the levels in a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
-        with naming_file_in_errors(Path(where)):
+        with name_file_in_errors(Path(where)):
             codes.add(piece.cells, missing)
-        if piece.column == self.label and not self.numeric_label and len(codes.levels) > MOST_CLASSES:
-            raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
+        if piece.column == self.label and not self.numeric_label and len(codes.levels) > MAX_CLASSES:
+            raise DataError(f"{where}: more than {MAX_CLASSES:,} classes; {TOO_MANY_CLASSES_TEXT}")
 
-    def _check_gaps(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
+    def _check_gaps(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
         """Report missing cells, unless an option allows them."""
         spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special or column in self.design.complete
@@ -226,20 +235,20 @@ class _Reading:
         else:
             task = agreement.task
             label, classes, wrong = agreed_classes(agreement, self.label, label, classes)
-            wrong += checks.unknown_levels(self.agreed, len(self._numbers))
-            wrong += checks.out_of_range(agreement.table, self._numbers)
+            wrong += checks.unknown_level_errors(self.agreed, len(self._numbers))
+            wrong += checks.agreed_range_errors(agreement.table, self._numbers)
         if task == "multilabel":
             wrong += checks.find_odd_labels(self._targets, problems.first)
         if task == "survival":
             times, events = self._targets.items()
-            wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
+            wrong += checks.survival_time_errors(times, events, problems.first, eventless=agreement is not None)
             absent = [text for text in spec.event_levels if text not in self.events_seen]
             if absent and agreement is None:  # one of several sites may lack the event
                 wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that occur in it")
             stated = {*spec.include, *spec.group_columns} if agreement is None else {*self.features}
             columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
-            wrong += checks.late_entries(columns, times)
-        refuse(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
+            wrong += checks.note_late_entry(columns, times)
+        raise_data_problems(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
         if spec.unlabelled == "keep":
@@ -263,7 +272,7 @@ class _Reading:
             levels[column] = (*names, MISSING_LEVEL)
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
         users = spec.client_column if spec.client_column in self.special else None
-        with naming_file_in_errors(Path(where)):
+        with name_file_in_errors(Path(where)):
             return Dataset(
                 self.name,
                 values,
@@ -330,18 +339,21 @@ class _Reading:
         notes = list[str]()
         for column in [c for c in self.features if c not in stated]:
             if column in self.texts:
-                reason, different = text_left_out(column, self.texts[column], len(whole)), len(self.texts[column])
+                reason, different = (
+                    text_exclusion_reason(column, self.texts[column], len(whole)),
+                    len(self.texts[column]),
+                )
             else:
                 read = ReadColumn(whole[:, self.place[column]])
                 read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
-                reason, different = reason_left_out(column, read, len(whole)), len(np.unique(read.values))
+                reason, different = exclusion_reason(column, read, len(whole)), len(np.unique(read.values))
             if reason == UNSURE_KIND and column in spec.categorical:
                 notes.append(f"column {column!r} may contain {reason}. If they are people, name it in drop")
             elif reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
                 what = reason if reason in ROW_NAMES else f"contains {reason}"
                 notes.append(f"column {column!r} {what}, so it is left out; {keep}")
-                if reason in IDENTITY_KINDS and spec.subject is None and different <= MOST_ALONE * len(whole):
+                if reason in IDENTITY_KINDS and spec.subject is None and different <= MAX_DISTINCT_SHARE * len(whole):
                     notes[-1] += ". Its values repeat, so name it in subject, which keeps rows of one person together"
                 self.problems.forget(column)
                 self.features.remove(column)
@@ -377,7 +389,7 @@ class _Reading:
         ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
         subjects = None if self.design.subject is None else np.nan_to_num(coded[self.design.subject][0], nan=-1)
         units = None if subjects is None else subjects.astype(np.int64)
-        yield from findings(features, outcome, owners, ranged, units)
+        yield from table_findings(features, outcome, owners, ranged, units)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
@@ -406,12 +418,16 @@ class _Reading:
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}
         targets = {name: values for name, values in self._targets.items() if name != self.event}
         yield from (f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched)
-        yield from unapplied(self.spec.factors, self.spec.client_column, None if clients is None else clients.levels)
+        yield from unapplied_factor_notes(
+            self.spec.factors, self.spec.client_column, None if clients is None else clients.levels
+        )
         yield from checks.note_filled_cells(self.agreed)
         yield from checks.note_range_excess(self.agreed, columns)
         yield from self.spellings.notes()
         yield from self.design.notes()
-        yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
+        yield from checks.note_doubtful_columns(
+            {**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first
+        )
         coded = {name: column for name, column in coded.items() if name not in targets}
-        yield from checks.doubtful_levels(coded, self.label)
+        yield from checks.note_doubtful_levels(coded, self.label)
         yield from self._survey_notes(coded)

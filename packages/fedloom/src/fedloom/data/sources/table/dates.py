@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from fedloom.data.sources.table.cells import Cells, Piece, Problems, is_missing
+from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, is_missing
 from fedloom.data.sources.table.designs import seconds_of
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
@@ -49,8 +49,8 @@ def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str)
 
 
 def replace_dates(
-    cells: Iterator[Piece], days_since: Mapping[str, str], markers: tuple[str, ...], problems: Problems
-) -> Iterator[Piece]:
+    cells: Iterator[ColumnPiece], days_since: Mapping[str, str], markers: tuple[str, ...], problems: Problems
+) -> Iterator[ColumnPiece]:
     """Yield pieces of columns in which dates are replaced by numbers of days.
 
     Date columns are converted last, because their start may be in a column that comes later in the file.
@@ -70,14 +70,14 @@ def replace_dates(
             held[piece.column] += piece.cells
         if piece.column not in days_since:
             yield piece
-    days = {name: _days(name, column, markers, problems) for name, column in held.items() if column}
+    days = {name: _days_of_column(name, column, markers, problems) for name, column in held.items() if column}
     for column, start in days_since.items():
         begin = days.get(start) or [days_of(start)] * len(held[column])
         pairs = zip(days.get(column, ()), begin, strict=True)
-        yield Piece(0, column, [None if day is None or first is None else day - first for day, first in pairs])
+        yield ColumnPiece(0, column, [None if day is None or first is None else day - first for day, first in pairs])
 
 
-def _days(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
+def _days_of_column(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
     """Return the number of days since 1970 for each cell of a column.
 
     Cells that are not dates are reported as problems.

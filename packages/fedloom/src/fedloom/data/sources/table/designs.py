@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fedloom.data.sources._base import FileSource
 from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.table.cells import Piece, shortened
+from fedloom.data.sources.table.cells import ColumnPiece, short_cell
 from fedloom.data.subjects.design import Design
-from fedloom.data.survey.facts import time_unit
-from fedloom.data.tables import level, number_of
+from fedloom.data.survey.facts import time_unit_of
+from fedloom.data.tables import level_name, number_of
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DesignOptions(FileSource):
     def _one_or_more(cls, names: object) -> object:
         """Return a single name as a tuple, and integers (such as years) as text."""
         several = names if isinstance(names, list | tuple) else (names,)
-        return tuple(level(name) if isinstance(name, int) else name for name in several)
+        return tuple(level_name(name) if isinstance(name, int) else name for name in several)
 
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
@@ -169,7 +169,7 @@ class DesignReading:
         self._odd: tuple[int, object] | None = None
         self._zones = set[bool]()
 
-    def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
+    def add(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
         """Add a piece of the column by which the rows are ordered."""
         if piece.column != self.order:
             return
@@ -191,7 +191,7 @@ class DesignReading:
         if self._odd is not None:
             row, cell = self._odd
             where = f"row {first + row}, column {self.order!r}"
-            yield f"{where}: expected a number or a date, got {shortened(cell)}; {ORDER_HINT}"
+            yield f"{where}: expected a number or a date, got {short_cell(cell)}; {ORDER_HINT}"
             return
         numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
         if (numbers & ~seconds).any() and (seconds & ~numbers).any():
@@ -243,8 +243,8 @@ class DesignReading:
             first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
             if len(valid) > 1 and first == last:
                 yield f"{self.order!r} is the same in every row, so no row is later than another. Leave out order"
-            elif not self._dates and time_unit("", np.array([first])) and time_unit("", np.array([last])) and (
-                time_unit("", np.array([first])) != time_unit("", np.array([last]))
+            elif not self._dates and time_unit_of("", np.array([first])) and time_unit_of("", np.array([last])) and (
+                time_unit_of("", np.array([first])) != time_unit_of("", np.array([last]))
             ):  # fmt: skip
                 yield f"{self.order!r} contains both seconds and milliseconds since 1970. Write all times in one unit"
         if self._zones == {True, False}:

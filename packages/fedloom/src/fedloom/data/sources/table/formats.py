@@ -15,9 +15,9 @@ from pydantic import Field
 
 from fedloom.data.sources._base import locate
 from fedloom.data.sources.archive import DAMAGED_FILE_ERRORS, check_regular, check_size, open_unpacked
-from fedloom.data.sources.table.cells import Piece, Problems, header_names
+from fedloom.data.sources.table.cells import ColumnPiece, Problems, header_names
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names
-from fedloom.data.sources.table.reading import Raw, TableSource
+from fedloom.data.sources.table.reading import RawTable, TableSource
 from fedloom.errors import ConfigError, DataError
 from fedloom.hints import nearest
 
@@ -42,7 +42,7 @@ class LoadedTable(NamedTuple):
     """
 
     names: list[str]
-    pieces: Iterator[Piece]
+    pieces: Iterator[ColumnPiece]
     coded: Sequence[str] = ()
     notes: Sequence[str] = ()
     first: int = 2
@@ -62,7 +62,7 @@ class LibraryTable(TableSource):
         ...
 
     @contextmanager
-    def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> Iterator[RawTable]:
         """Open the table in the file."""
         place = locate(type(self).__name__, self.path, data_dir, (), lambda p: p.is_file())
         if place.is_dir():
@@ -75,10 +75,12 @@ class LibraryTable(TableSource):
         except Exception as error:  # libraries raise errors of their own
             detail = f"{type(error).__name__}: {error}".rstrip(".")
             raise DataError(f"{place} is not a readable {place.suffix} file ({detail}). Write it again") from error
-        yield Raw(place.stem, table.names, table.pieces, Problems(str(place), table.first), table.coded, table.notes)
+        yield RawTable(
+            place.stem, table.names, table.pieces, Problems(str(place), table.first), table.coded, table.notes
+        )
 
 
-def library_for(place: Path, name: str) -> Any:
+def import_table_library(place: Path, name: str) -> Any:
     """Import the library that reads a file, and return the library.
 
     Raises:
@@ -101,7 +103,7 @@ class Excel(LibraryTable):
 
     def read_file(self, place: Path) -> LoadedTable:
         """Read the table in a sheet. If a cell contains a formula, its value is the one that is stored in the file."""
-        openpyxl = library_for(place, "openpyxl")
+        openpyxl = import_table_library(place, "openpyxl")
         try:
             with zipfile.ZipFile(place) as archive:
                 check_size(str(place), sum(info.file_size for info in archive.infolist()), place.stat().st_size)
@@ -118,7 +120,7 @@ class Excel(LibraryTable):
         rows = [[*row[:width], *[None] * (width - len(row))] for row in rows]
         names = header_names(rows.pop(0) if rows and self.header else None, width)
         columns = zip(*rows, strict=True) if rows else ([] for _ in names)
-        pieces = (Piece(0, name, cells) for name, cells in zip(names, columns, strict=True))
+        pieces = (ColumnPiece(0, name, cells) for name, cells in zip(names, columns, strict=True))
         return LoadedTable(names, pieces, first=1 + self.skip + self.header)
 
     def _sheet(self, book: Any, place: Path) -> Any:
@@ -147,7 +149,7 @@ class Statistics(LibraryTable):
 
     def read_file(self, place: Path) -> LoadedTable:
         """Read the table in a file, with its labels and declared missing values."""
-        library = library_for(place, "pyreadstat")
+        library = import_table_library(place, "pyreadstat")
         reader = STATISTICS_READERS.get(place.suffix.lower())
         if reader is None:
             raise DataError(f"{place}: unknown file extension. Known: {', '.join(STATISTICS_READERS)}")
@@ -162,7 +164,7 @@ class Statistics(LibraryTable):
             self.event,
             *(self.outcomes if self.task in ("multilabel", "regression", "survival", "count") else ()),
         }
-        coded, notes, pieces = list[str](), list[str](), list[Piece]()
+        coded, notes, pieces = list[str](), list[str](), list[ColumnPiece]()
         if self.catalog is not None:
             formats = _read_catalog(library, self.catalog)
             used = facts.variable_to_label
@@ -177,11 +179,11 @@ class Statistics(LibraryTable):
             present: list[Any] = [None if cell == "" or cell in codes else cell for cell in cells]
             labels: Mapping[Any, str] = value_labels.get(name, {}) if self.labels else {}
             if counts := {code: cells.count(code) for code in sorted(codes, key=str)}:
-                notes.append(_note(name, counts, value_labels.get(name, {})))
+                notes.append(_missing_values_note(name, counts, value_labels.get(name, {})))
             if labels and name not in numeric and {cell for cell in present if cell is not None} <= labels.keys():
                 present = [None if cell is None else labels[cell] for cell in present]
                 coded.append(name)
-            pieces.append(Piece(0, name, present))
+            pieces.append(ColumnPiece(0, name, present))
         return LoadedTable([*columns], iter(pieces), coded, notes, first=1)
 
 
@@ -214,7 +216,7 @@ def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:
     }
 
 
-def _note(name: str, counts: Mapping[Any, int], labels: Mapping[Any, str]) -> str:
+def _missing_values_note(name: str, counts: Mapping[Any, int], labels: Mapping[Any, str]) -> str:
     """Return the note on the values that a column declares as missing."""
     shown = [
         f"{f'{code:g}' if isinstance(code, float) else code}{f' ({labels[code]})' if code in labels else ''} in {rows}"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.data.sources.table.cells import Piece
+from fedloom.data.sources.table.cells import ColumnPiece
 from fedloom.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def _is_arrow(obj: object) -> bool:
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 
-def _arrow(obj: object) -> Any:
+def _convert_to_arrow(obj: object) -> Any:
     """Convert a table to pyarrow without copying its cells."""
     import pyarrow as pa  # slow to import
 
@@ -58,22 +58,26 @@ def coded_columns(obj: Any) -> list[str]:
     if _is_arrow(obj):
         from pyarrow import types  # slow to import
 
-        return [name for name, field in zip(names, _arrow(obj).schema, strict=True) if types.is_dictionary(field.type)]
+        return [
+            name
+            for name, field in zip(names, _convert_to_arrow(obj).schema, strict=True)
+            if types.is_dictionary(field.type)
+        ]
     return [name for name, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
 
 
-def frame_cells(obj: Any) -> Iterator[Piece]:
+def frame_cells(obj: Any) -> Iterator[ColumnPiece]:
     """Yield the columns of an object for which `is_frame` returns True. Missing cells become None."""
     if is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
             if names := class_names(obj, column):
                 cells = [None if cell is None or cell < 0 else names[int(cell)] for cell in cells]
-            yield Piece(0, str(column), cells)
+            yield ColumnPiece(0, str(column), cells)
     elif _is_arrow(obj):
-        for column, chunks in zip(frame_names(obj), _arrow(obj).columns, strict=True):
-            yield Piece(0, column, chunks.to_pylist())
+        for column, chunks in zip(frame_names(obj), _convert_to_arrow(obj).columns, strict=True):
+            yield ColumnPiece(0, column, chunks.to_pylist())
     else:
         for column in obj.columns:
             values = obj[column]
-            yield Piece(0, str(column), values.astype(object).where(values.notna(), None).tolist())
+            yield ColumnPiece(0, str(column), values.astype(object).where(values.notna(), None).tolist())

@@ -10,12 +10,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, Piece, Problems, numbers, shortened
-from fedloom.data.tables import Table, TableColumn, is_number, level, number_of
+from fedloom.data.sources.table.cells import (
+    MAX_SHOWN_LEVELS,
+    Cells,
+    ColumnPiece,
+    Problems,
+    convert_to_numbers,
+    short_cell,
+)
+from fedloom.data.tables import Table, TableColumn, is_number, level_name, number_of
 from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
-LONGEST_NAME = 1000
+MAX_LEVEL_CHARACTERS = 1000
 """Maximum number of characters in the name of a level. Cells with more characters are considered free text."""
 TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
@@ -29,7 +36,7 @@ NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1
 number with up to 15 digits exactly."""
 
 
-def alike(counts: Mapping[str, int]) -> str:
+def similar_levels_text(counts: Mapping[str, int]) -> str:
     """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are no such levels.
 
     Levels probably mean the same if they differ only in capitals, spaces or the encoding of a letter, if they are
@@ -45,19 +52,19 @@ def alike(counts: Mapping[str, int]) -> str:
     >>> alike({"7": 2, "007": 1, "7,0": 1, "a7": 1}), alike({"1.2.3": 1, "1.23": 1})
     ("'7' (2) = '007' (1) = '7,0' (1)", '')
     """
-    plain = {name: _plain(name) for name in counts}
+    plain = {name: _normalize_level(name) for name in counts}
     texts = set(plain.values())
     truths = {TRUTH_WORDS[text] for text in texts} if texts <= TRUTH_WORDS.keys() else set[str]()
     if len(truths) > 1 or (truths and any(len(text) > 1 for text in texts)):
         plain = {name: TRUTH_WORDS[text] for name, text in plain.items()}
     groups: dict[str, list[str]] = {}
     for name, text in plain.items():
-        groups.setdefault(text, []).append(f"{shortened(name)} ({counts[name]})")
+        groups.setdefault(text, []).append(f"{short_cell(name)} ({counts[name]})")
     several = [" = ".join(names[:MAX_SHOWN_LEVELS]) for names in groups.values() if len(names) > 1]
     return shorten_list(several, MAX_SHOWN_GROUPS)
 
 
-def _plain(name: str) -> str:
+def _normalize_level(name: str) -> str:
     """Return a level in lower case without redundant spaces, or a number without leading and trailing zeros."""
     text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
     number = NUMBER_PATTERN.fullmatch(text)
@@ -84,7 +91,7 @@ def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tupl
             yield column, np.array([factor.get(client, 1.0) for client in clients])
 
 
-def unapplied(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
+def unapplied_factor_notes(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
     """Return a sentence for each factor of a client that does not apply to any row.
 
     Args:
@@ -98,7 +105,7 @@ def unapplied(factors: Factors, users: str | None, clients: Collection[str] | No
     return [f"factors of {column!r}: no row of {client!r}" for column, names in absent.items() for client in names]
 
 
-class Codes:
+class LevelCodeCollector:
     """Collector of a column's levels, which are numbered by first occurrence and sorted at the end."""
 
     def __init__(self) -> None:
@@ -112,27 +119,27 @@ class Codes:
             DataError: a cell contains free text instead of the name of a level.
         """
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
-        if longest > LONGEST_NAME:
+        if longest > MAX_LEVEL_CHARACTERS:
             raise DataError(
                 f"a cell of {longest:,} characters is too long for the name of a class, client or "
-                f"category (at most {LONGEST_NAME:,}). Drop the column, or read it as text"
+                f"category (at most {MAX_LEVEL_CHARACTERS:,}). Drop the column, or read it as text"
             )
         codes = [
-            -1 if is_missing else self.levels.setdefault(level(cell), len(self.levels))
+            -1 if is_missing else self.levels.setdefault(level_name(cell), len(self.levels))
             for cell, is_missing in zip(cells, missing.tolist(), strict=True)
         ]
         self.rows.append(np.array(codes, np.int32))
 
     def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
         """Return the codes of all rows ``[N]``, which are NaN for missing cells, and the levels."""
-        names = sorted(self.levels, key=natural)
+        names = sorted(self.levels, key=natural_sort_key)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
         place[-1] = np.nan  # of missing cells, whose code is -1
         return place[np.concatenate(self.rows)], tuple(names)
 
 
-class Agreed:
+class AgreedColumnConverter:
     """Converter of the cells in an agreed column to numbers, or to codes of the column's levels.
 
     Attributes:
@@ -155,10 +162,10 @@ class Agreed:
     @property
     def shown(self) -> str:
         """Most frequent unknown levels and the agreed levels, for use in messages."""
-        unknown = ", ".join(shortened(name) for name, _ in self.unknown.most_common(4))
+        unknown = ", ".join(short_cell(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
-    def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
+    def read(self, piece: ColumnPiece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
         """Return the values of the cells in a piece of the column.
 
         Missing cells and cells with unknown levels become NaN.
@@ -174,32 +181,34 @@ class Agreed:
             problems.add_gaps(piece, missing, self._cure)
         self.filled += int(missing.sum())
         if not column.names:
-            out = numbers(piece, missing, problems, "repair the cell, or name it in missing")
+            out = convert_to_numbers(piece, missing, problems, "repair the cell, or name it in missing")
             if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
                 what = f"column {name!r}: {out[wrong][0]:g} is not a code from 0 to {column.levels - 1}"
                 problems.add("code", name, what, out[wrong].tolist(), "repair the cell")
             return out if self._factor == 1 else out * self._factor
-        codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, missing, strict=True))
+        codes = (
+            -1 if hole else self._codes.get(level_name(c), -2) for c, hole in zip(piece.cells, missing, strict=True)
+        )
         out = np.fromiter(codes, np.float64, len(piece.cells))
         strange = out == -2
         if strange.any() and not self._impute:
             what = (
                 f"row {problems.first + piece.start + int(strange.argmax())}, column {name!r}: unknown level "
-                f"{shortened(str(piece.cells[int(strange.argmax())]))}, allowed are {', '.join(column.names[:20])}"
+                f"{short_cell(str(piece.cells[int(strange.argmax())]))}, allowed are {', '.join(column.names[:20])}"
             )
             cells = [cell for cell, odd in zip(piece.cells, strange, strict=True) if odd]
             problems.add("level", name, what, cells, self._cure)
         self.filled += int(strange.sum())
-        self.unknown.update(level(cell) for cell, odd in zip(piece.cells, strange, strict=True) if odd)
+        self.unknown.update(level_name(cell) for cell, odd in zip(piece.cells, strange, strict=True) if odd)
         return np.where(out < 0, np.nan, out)
 
 
-def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agreed]:
-    """Return converters of all columns of an agreed table, keyed by column name (see `Agreed`)."""
-    return {c.name: Agreed(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
+def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, AgreedColumnConverter]:
+    """Return converters of all columns of an agreed table, keyed by column name (see `AgreedColumnConverter`)."""
+    return {c.name: AgreedColumnConverter(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
 
 
-def natural(text: str) -> tuple[float, str]:
+def natural_sort_key(text: str) -> tuple[float, str]:
     """Return a sort key that puts numbers first, ordered by value, and then all other texts."""
     value = number_of(text) if is_number(text) else None
     return (np.inf, text) if value is None else (value, text)

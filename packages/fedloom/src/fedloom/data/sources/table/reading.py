@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources.table.cells import Piece, Problems
+from fedloom.data.sources.table.cells import ColumnPiece, Problems
 from fedloom.data.sources.table.conversion import read_table
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.roles import TableRoles
 
 
-class Raw(NamedTuple):
+class RawTable(NamedTuple):
     """Table as defined by its file: name, column names, cells, and a collector of problems.
 
     ``coded`` lists columns whose type defines levels, and ``notes`` are notes on the file for the report.
@@ -24,7 +24,7 @@ class Raw(NamedTuple):
 
     name: str
     names: list[str]
-    cells: Iterator[Piece]
+    cells: Iterator[ColumnPiece]
     problems: Problems
     coded: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -34,12 +34,12 @@ class TableSource(TableRoles):
     """Roles of the columns in a table: a label, and features, which are all columns without another role."""
 
     @abstractmethod
-    def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
+    def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[RawTable]:
         """Open the table in the file, leaving dates as they are."""
         ...
 
     @contextmanager
-    def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+    def open(self, data_dir: str | Path | None = None) -> Iterator[RawTable]:
         """Open a table before roles are assigned to its columns. Its cells can be read inside the block.
 
         Raises:
@@ -49,7 +49,9 @@ class TableSource(TableRoles):
         with self.open_file(data_dir) as raw:
             yield raw._replace(cells=self.convert_dates(raw.names, raw.cells, raw.problems))
 
-    def convert_dates(self, names: Sequence[str], cells: Iterator[Piece], problems: Problems) -> Iterator[Piece]:
+    def convert_dates(
+        self, names: Sequence[str], cells: Iterator[ColumnPiece], problems: Problems
+    ) -> Iterator[ColumnPiece]:
         """Replace dates in the columns of ``days_since`` by days, and yield all cells."""
         if not self.days_since:
             return cells

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import CLASS_TASKS, Task
 from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS
-from fedloom.data.sources.table.levels import alike, natural
+from fedloom.data.sources.table.levels import natural_sort_key, similar_levels_text
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 
 
-def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
+def missing_columns_message(absent: list[str], names: list[str], *, agreed: bool) -> str:
     """Return the message about missing columns."""
     spaced = len(names) == 1 and {*absent} <= {*names[0].split()}
     if len(absent) == 1 and not spaced:
@@ -30,8 +30,8 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
     return f"no column{several} {', '.join(map(repr, absent))}{cure}; {header}: {doubts}"
 
 
-def unlike(label: str, levels: str) -> str:
-    """Return the message about similar levels of a label, which are given in the form that `alike` returns."""
+def similar_levels_message(label: str, levels: str) -> str:
+    """Return the message about similar levels of a label, which are given as by `similar_levels_text`."""
     return (
         f"the label {label!r} has levels that are written differently but seem the same: {levels}. "
         "Write them in one way, or set task = 'classification' if each is a class"
@@ -103,10 +103,12 @@ def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doub
         )
     if task_wanted in ("multilabel", "regression", "survival", "count"):
         return cast("Task", task_wanted), wrong
-    if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
+    if task_wanted == "auto" and any(
+        np.isfinite(v := natural_sort_key(level)[0]) and v != np.floor(v) for level in levels
+    ):
         wrong.append("the label has fractions. Set task = 'regression', or 'classification' if they are names")
-    if task_wanted != "classification" and (same := alike(counts)):
-        return "classification", [*wrong, unlike(label, same)]
+    if task_wanted != "classification" and (same := similar_levels_text(counts)):
+        return "classification", [*wrong, similar_levels_message(label, same)]
     if task_wanted == "binary" and len(levels) != 2:
         wrong.append(f"task = 'binary', but the label has {len(levels)} values. Use classification")
     return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong

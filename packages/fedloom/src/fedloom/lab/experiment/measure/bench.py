@@ -21,9 +21,9 @@ from fedloom.lab.experiment.measure.cost import RoundCost, RunCost, measure_roun
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.shares import decide_share
 from fedloom.local.oracles import ORACLES
-from fedloom.processes.costs import Costs, MeasuredWorkers
+from fedloom.processes.costs import MeasuredWorkers, MethodCosts
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, wait_for_quiet, watch_others
-from fedloom.processes.pool import WorkerPool, Workers, cores
+from fedloom.processes.pool import WorkerPool, Workers, usable_cores
 from fedloom.values import choose
 
 START_TIMEOUT_SECONDS = 60.0
@@ -33,7 +33,7 @@ CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
 """Number of clients in the federation with which the cost per client is measured, and maximum bytes of their rows."""
 
 
-class Way(NamedTuple):
+class ComputeWay(NamedTuple):
     """A way to compute gradients (an oracle) together with a number of workers.
 
     ``picked`` is True if the experiment itself would use this combination.
@@ -44,7 +44,7 @@ class Way(NamedTuple):
     picked: bool
 
 
-class Speed(NamedTuple):
+class MeasuredSpeed(NamedTuple):
     """Measured speed of a method for an oracle and a number of workers.
 
     Attributes:
@@ -54,7 +54,7 @@ class Speed(NamedTuple):
     """
 
     method: str
-    way: Way
+    way: ComputeWay
     seconds: float
     samples: float
     other_cores: float
@@ -97,10 +97,10 @@ class Bench:
         seed = experiment.head.seeds[0]
         self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
         self.share = decide_share(experiment, {seed: self.federation})
-        counts = workers or (1, cores() if experiment.common.engine.device == "cpu" else 1)
+        counts = workers or (1, usable_cores() if experiment.common.engine.device == "cpu" else 1)
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
-    def measure(self, patience: float = 0.0) -> Iterator[Speed]:
+    def measure(self, patience: float = 0.0) -> Iterator[MeasuredSpeed]:
         """Measure each method in each of the ways, and yield the speeds.
 
         Before each measurement, wait for up to ``patience`` seconds until the machine is idle.
@@ -112,15 +112,15 @@ class Bench:
                     rounds_measured = measure_rounds(
                         self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
                     )
-                times = [_seconds(cost) for cost in rounds_measured.rounds[1:]]
+                times = [_cost_seconds(cost) for cost in rounds_measured.rounds[1:]]
                 samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
-                yield Speed(method.label, way, statistics.median(times), samples, other_processes.cores)
+                yield MeasuredSpeed(method.label, way, statistics.median(times), samples, other_processes.cores)
 
-    def minutes(self, speeds: Sequence[Speed]) -> float:
+    def minutes(self, speeds: Sequence[MeasuredSpeed]) -> float:
         """Estimate the time of the whole experiment in minutes, without evaluation, from the ``picked`` speeds."""
         return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
 
-    def costs(self, method: Method) -> Costs:
+    def costs(self, method: Method) -> MethodCosts:
         """Measure the cost constants of a method on this federation (see `costs_of`)."""
         return costs_of(self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds)
 
@@ -128,15 +128,15 @@ class Bench:
         engine = method.setting.engine.with_(gradient_engine=oracle, workers=workers)
         return method.setting.with_(engine=engine)
 
-    def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[Way]:
+    def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[ComputeWay]:
         def job_of(wanted: int | str) -> Job:
             return make_job(self._setting(method, method.setting.engine.gradient_engine, wanted), self.federation)[0]
 
         job = job_of(self.experiment.common.engine.workers if self.share.runs == 1 else self.share.workers)
-        picked = Way(job.oracle.name, job.workers, picked=True)
+        picked = ComputeWay(job.oracle.name, job.workers, picked=True)
         able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
         counts = dict.fromkeys([picked.workers, *(job_of(n).workers for n in workers)])
-        alternatives = [Way(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
+        alternatives = [ComputeWay(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
         return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
 
     def _can(self, method: Method, oracle: str, *, named: bool) -> bool:
@@ -149,7 +149,7 @@ class Bench:
         return True
 
 
-def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
+def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
     """Measure the cost constants of a setting with one worker, in this process.
 
     One additional round is run first, and it is not measured.
@@ -158,10 +158,10 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     measured = _measured_rounds(setting, fed, rounds)
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
     cohort = round(statistics.fmean(w.clients for _, w in measured))
-    client = _per_client(setting, fed, rounds, cohort, row)
+    client = _seconds_per_client(setting, fed, rounds, cohort, row)
     share = statistics.median(w.work / w.clients for _, w in measured)
-    crowded = cores() > 1 and setting.engine.device == "cpu"
-    return Costs(
+    crowded = usable_cores() > 1 and setting.engine.device == "cpu"
+    return MethodCosts(
         share=share,
         result=statistics.median(w.passing / w.chunks for _, w in measured),
         client=client,
@@ -171,7 +171,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
         chunk=job.chunk,
         cohort=cohort,
         crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if crowded else 1.0,
-        cores=cores(),
+        cores=usable_cores(),
     )
 
 
@@ -180,7 +180,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 
     In each round, the time of the slowest process is used.
     """
-    together = get_context("fork").Barrier(cores())
+    together = get_context("fork").Barrier(usable_cores())
 
     def wait() -> None:
         together.wait(timeout=START_TIMEOUT_SECONDS)
@@ -188,8 +188,8 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
     def shares(_shared: None, _task: int) -> list[float]:
         return [w.work / w.clients for _, w in _measured_rounds(setting, fed, rounds, wait)]
 
-    with WorkerPool([shares], cores()) as pool:
-        shares_by_core: list[list[float]] = list(pool.map(shares, None, range(cores())))
+    with WorkerPool([shares], usable_cores()) as pool:
+        shares_by_core: list[list[float]] = list(pool.map(shares, None, range(usable_cores())))
     slowest: list[float] = [max(each) for each in zip(*shares_by_core, strict=True)]
     return statistics.median(slowest)
 
@@ -211,14 +211,14 @@ def _measured_rounds(
         return by_worker[-1]
 
     measured = measure_rounds(setting, fed, rounds + 1, through=record_workers)
-    return [(_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
+    return [(_cost_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
 
 
-def _seconds(cost: RoundCost) -> float:
+def _cost_seconds(cost: RoundCost) -> float:
     return cost.seconds or 0.0
 
 
-def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
+def _seconds_per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
     """Return the time in seconds that each client of a federation adds to a round, even outside the cohort.
 
     This time is the slope between two federations of different sizes in which each client has one sample.
@@ -228,12 +228,13 @@ def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row
     if many < 2 * few:
         return 0.0
     small, large = (
-        statistics.median(rest for rest, _ in _measured_rounds(setting, _crowd(fed, n), rounds)) for n in (few, many)
+        statistics.median(rest for rest, _ in _measured_rounds(setting, _single_sample_clients(fed, n), rounds))
+        for n in (few, many)
     )
     return max(0.0, (large - small) / (many - few))
 
 
-def _crowd(fed: Federation, n: int) -> Federation:
+def _single_sample_clients(fed: Federation, n: int) -> Federation:
     """Return ``n`` clients with one training sample each. The samples are taken from all training samples in turn."""
     index = fed.parts["train"].index
     train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
@@ -241,7 +242,7 @@ def _crowd(fed: Federation, n: int) -> Federation:
     return Federation(fed.data, {"train": train, "validation": none, "test": none}, tuple(map(str, range(n))))
 
 
-def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
+def estimate_costs(plan: Plan) -> Iterator[tuple[str, RunCost]]:
     """Yield the label and the estimated cost of every method, on the federation of the first seed.
 
     Nothing is written to the run directory.
@@ -257,7 +258,7 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
         yield method.label, run_cost(setting, fed)
 
 
-def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
+def total_minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
     """Estimate the time in minutes of all runs of a plan, given the cost of one run of each method.
 
     The result is None if the time per round of any method is unknown.

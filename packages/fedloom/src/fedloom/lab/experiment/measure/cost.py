@@ -20,7 +20,7 @@ from fedloom.engine.round import run_round
 from fedloom.engine.scoring import scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import arithmetic, clients_of, simulate
+from fedloom.engine.simulate import clients_of, fix_arithmetic, simulate
 from fedloom.engine.state import State, initial_state
 from fedloom.processes.clients import CLIENT_COUNTS, Clients
 from fedloom.processes.pool import Workers
@@ -65,7 +65,7 @@ class RoundCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class MeasuredRound:
     """A round that was run in memory.
 
     Attributes:
@@ -93,7 +93,7 @@ class Round:
         return round(float(cost["samples_backward"].nansum()) * self.job.n / len(self.job.scored_ids))
 
 
-class Measured(NamedTuple):
+class MeasuredRounds(NamedTuple):
     """Costs of rounds run in memory without evaluation, and the oracle and number of workers that were used."""
 
     rounds: list[RoundCost]
@@ -143,12 +143,12 @@ class RunCost(NamedTuple):
         return self.round.seconds * rounds
 
 
-def play(
+def play_rounds(
     setting: Setting,
     fed: Federation,
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
-) -> Generator[Round]:
+) -> Generator[MeasuredRound]:
     """Run a setting in memory, without evaluation. Each time the caller asks for a round, yield one.
 
     Args:
@@ -164,12 +164,12 @@ def play(
         ClientError: the code of the method failed.
     """
     job, server = make_job(setting, fed)
-    with arithmetic(job), clients_of(job) as clients:
+    with fix_arithmetic(job), clients_of(job) as clients:
         state = initial_state(job, server)
         while True:
             before, start = state, clock()
             state, _ = run_round(job, clients.wrap_workers(through), before)
-            yield Round(RoundCost.measure(before, state, clock() - start), state, job, clients)
+            yield MeasuredRound(RoundCost.measure(before, state, clock() - start), state, job, clients)
 
 
 def measure_rounds(
@@ -178,19 +178,19 @@ def measure_rounds(
     count: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
-) -> Measured:
-    """Run the first ``count`` >= 1 rounds of a setting in memory, and return their costs (see `play`).
+) -> MeasuredRounds:
+    """Run the first ``count`` >= 1 rounds of a setting in memory, and return their costs (see `play_rounds`).
 
     Returns:
         The cost of each round, the oracle, and the number of workers.
     """
-    game = play(setting, fed, clock, through)
+    game = play_rounds(setting, fed, clock, through)
     try:
         rounds = [*islice(game, count)]
     finally:
         game.close()
     job = rounds[0].job
-    return Measured([one.cost for one in rounds], job.oracle.name, job.workers)
+    return MeasuredRounds([one.cost for one in rounds], job.oracle.name, job.workers)
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import FedloomError
-from fedloom.lab.experiment.measure.cost import Round, play
+from fedloom.lab.experiment.measure.cost import MeasuredRound, play_rounds
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.processes.pool import Workers
 
@@ -79,7 +79,7 @@ class TimedWorkers:
         return self.workers.call_once(ids, call)
 
 
-class _Block(NamedTuple):
+class _CostBlock(NamedTuple):
     """Mean cost per gradient over several rounds: seconds at clients and elsewhere, and samples in forward passes."""
 
     clients: float
@@ -108,7 +108,7 @@ def measure_per_gradient(
         One row per method, from the pair of blocks with the median ratio. The two blocks of a pair are measured
         directly one after the other, so that a slow phase of the machine affects both.
     """
-    pairs: dict[str, list[tuple[_Block, _Block]]] = {label: [] for label, _ in settings}
+    pairs: dict[str, list[tuple[_CostBlock, _CostBlock]]] = {label: [] for label, _ in settings}
     reasons = dict[str, str]()
     for _ in range(PAIR_COUNT):
         for label, setting in settings:
@@ -136,7 +136,7 @@ def measure_per_gradient(
     return costs
 
 
-def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | None:
+def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _CostBlock | None:
     """Run one round without measuring it, then measure several more rounds, and return their mean cost per gradient.
 
     The result is None if these rounds do not compute any gradients.
@@ -148,8 +148,8 @@ def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | N
         return timed[-1]
 
     alone = setting.with_(engine=setting.engine.with_(workers=1))
-    with closing(play(alone, fed, time.process_time, time_workers)) as game:
-        measured_rounds: list[Round] = [*islice(game, rounds + 1)]
+    with closing(play_rounds(alone, fed, time.process_time, time_workers)) as game:
+        measured_rounds: list[MeasuredRound] = [*islice(game, rounds + 1)]
     totals = measured_rounds[-1].state.totals - measured_rounds[0].state.totals
     counts = dict(zip(CLIENT_COUNTS, totals.tolist(), strict=False))
     gradients = counts["samples_backward"]
@@ -158,4 +158,4 @@ def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | N
     whole = sum(one.cost.seconds or 0.0 for one in measured_rounds[1:])
     clients = sum(one.seconds for one in timed[1:])
     forward = counts["samples_forward"] / gradients
-    return _Block(clients / gradients, (whole - clients) / gradients, forward, measured_rounds[0].job.oracle.name)
+    return _CostBlock(clients / gradients, (whole - clients) / gradients, forward, measured_rounds[0].job.oracle.name)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.hints import unknown
-from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
+from fedloom.lab.experiment.units.travel import PackedExperiment, UnitReply, compute_unit
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """Time in seconds between two checks whether calls have ended."""
 MAX_TRIES = 3
 """Maximum number of times that a unit is submitted if workers die while they compute it."""
@@ -38,36 +38,36 @@ class Executor(Protocol):
         ...
 
 
-def _processes(count: str) -> Any:
+def _process_executor(count: str) -> Any:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    pool = ProcessPoolExecutor(_number(count, "processes"), mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(_parse_number(count, "processes"), mp_context=get_context("spawn"))
     atexit.register(pool.shutdown)  # before the interpreter takes its modules down, which the pool uses
     return pool
 
 
-def _loky(count: str) -> Any:
-    return _library("loky", "loky").get_reusable_executor(max_workers=_number(count, "loky"))
+def _loky_executor(count: str) -> Any:
+    return _import_executor_library("loky", "loky").get_reusable_executor(max_workers=_parse_number(count, "loky"))
 
 
-def _dask(address: str) -> Any:
+def _dask_executor(address: str) -> Any:
     if not address:
         raise ConfigError("--executor dask needs the address of a scheduler, for example dask:tcp://10.0.0.1:8786")
-    return _library("distributed", "distributed").Client(address).get_executor()
+    return _import_executor_library("distributed", "distributed").Client(address).get_executor()
 
 
-def _slurm(options: str) -> Any:
-    executor = _library("submitit", "submitit").AutoExecutor(folder="runs/slurm")
-    executor.update_parameters(**_options(options))
+def _slurm_executor(options: str) -> Any:
+    executor = _import_executor_library("submitit", "submitit").AutoExecutor(folder="runs/slurm")
+    executor.update_parameters(**_parse_options(options))
     return executor
 
 
 EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
-    "processes": _processes,
-    "loky": _loky,
-    "dask": _dask,
-    "slurm": _slurm,
+    "processes": _process_executor,
+    "loky": _loky_executor,
+    "dask": _dask_executor,
+    "slurm": _slurm_executor,
 }
 """Functions that open an executor, keyed by the executor's name. Each function receives the text after the colon in
 ``--executor NAME:TEXT``."""
@@ -103,7 +103,7 @@ def check_executor(executor: object) -> None:
 
 def compute_units(
     executor: Executor,
-    luggage: Luggage,
+    luggage: PackedExperiment,
     units: Sequence[str],
     interrupted: Callable[[], bool],
     compute: Callable[..., bytes] = compute_unit,
@@ -125,9 +125,9 @@ def compute_units(
     Raises:
         FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
     """
-    calls, lost, wanting = dict[Any, tuple[int, bool]](), [0] * len(units), _Wanting()
+    calls, lost, wanting = dict[Any, tuple[int, bool]](), [0] * len(units), _WorkersWithoutData()
     for k in range(len(units)):
-        calls[_submit(executor, compute, luggage, units[k])] = k, False
+        calls[_submit_unit(executor, compute, luggage, units[k])] = k, False
     while calls and not interrupted():
         ended = [call for call in calls if call.done()]
         for call in ended:
@@ -148,14 +148,14 @@ def compute_units(
                 continue
             sends = reply.wants_data and wanting.sends(reply.worker)
             data = [luggage.data] if sends and luggage.data is not None else []
-            calls[_submit(executor, compute, luggage, units[k], *data)] = k, sends
+            calls[_submit_unit(executor, compute, luggage, units[k], *data)] = k, sends
         if not ended:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
     for call in calls:
         getattr(call, "cancel", lambda: None)()
 
 
-class _Wanting:
+class _WorkersWithoutData:
     """Record of the workers that do not have the data.
 
     The number of units that are sent with the data equals the number of such workers.
@@ -179,7 +179,9 @@ class _Wanting:
         self._under_way -= 1
 
 
-def _submit(executor: Executor, compute: Callable[..., bytes], luggage: Luggage, unit: str, *data: bytes) -> Future:
+def _submit_unit(
+    executor: Executor, compute: Callable[..., bytes], luggage: PackedExperiment, unit: str, *data: bytes
+) -> Future:
     try:
         return executor.submit(compute, luggage.text, unit, *data)
     except FedloomError:
@@ -195,20 +197,20 @@ def _is_lost(unit: str, error: Exception) -> FedloomError:
     )
 
 
-def _library(module: str, package: str) -> Any:
+def _import_executor_library(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError:
         raise ConfigError(f"this executor needs {package}: pip install {package}") from None
 
 
-def _number(text: str, kind: str) -> int:
+def _parse_number(text: str, kind: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise ConfigError(f"--executor {kind} needs a number of workers, for example {kind}:4, got {text!r}")
     return int(text)
 
 
-def _options(text: str) -> dict[str, int | str]:
+def _parse_options(text: str) -> dict[str, int | str]:
     """Return options of the form ``key=value,key=value`` as a dictionary in which integers are converted."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:

@@ -15,7 +15,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import Stop
-from fedloom.lab.experiment.outputs import Outcome, further_before, write_further, write_parquet
+from fedloom.lab.experiment.outputs import Outcome, find_measured_runs, write_further, write_parquet
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.joined import WorkUnit
 from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
@@ -25,7 +25,7 @@ ROWS_FILE = "rows.parquet"
 """File that contains the rows that one unit adds to the table of an analysis."""
 
 
-class Further(NamedTuple):
+class AnalysisRun(NamedTuple):
     """Additional run for an analysis, the run (label and seed) to which it belongs, and its index within that run."""
 
     analysis: Analysis
@@ -62,14 +62,14 @@ class FurtherRuns:
     ) -> None:
         self._train = train
         self._analyses = [analysis for analysis in experiment.analyses if analysis.runs_further]
-        self._out, self._before = out, [further_before(out, analysis) for analysis in self._analyses]
-        self.units, self.methods = list[Further](), list[int]()
+        self._out, self._before = out, [find_measured_runs(out, analysis) for analysis in self._analyses]
+        self.units, self.methods = list[AnalysisRun](), list[int]()
         for analysis, before in zip(self._analyses, self._before, strict=True):
             for (method, seed), outcome in zip(runs, outcomes, strict=False):
                 if (method.label, seed) in before or outcome.result is None or not outcome.complete:
                     continue
                 further = analysis.units(method.setting.with_(seed=seed), federations[seed], outcome.result)
-                needed = [Further(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
+                needed = [AnalysisRun(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
                 self.units += needed
                 self.methods += [experiment.methods.index(method)] * len(needed)
 

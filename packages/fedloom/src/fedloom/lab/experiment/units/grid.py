@@ -12,7 +12,7 @@ from fedloom.errors import ConfigError
 from fedloom.formats import options
 from fedloom.hints import unknown
 from fedloom.rundir import label_of
-from fedloom.values import choose, fields_of, table
+from fedloom.values import check_is_table, choose, fields_of
 
 MAX_METHODS = 10_000
 """Maximum number of methods that a grid may produce."""
@@ -37,14 +37,14 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     methods = document.get("method")
     if "grid" not in document or not isinstance(methods, list):
         return changed
-    entries = [table(method, f"{where}: [[method]]") for method in methods]
-    dimensions = dict(_dimensions(table(document["grid"], f"{where}: [grid]"), where))
+    entries = [check_is_table(method, f"{where}: [[method]]") for method in methods]
+    dimensions = dict(_grid_dimensions(check_is_table(document["grid"], f"{where}: [grid]"), where))
     labels = [label_of(entry) for entry in entries]
-    names = {label: _options(entry, where) for label, entry in zip(labels, entries, strict=True)}
+    names = {label: _option_names(entry, where) for label, entry in zip(labels, entries, strict=True)}
     for key in dimensions:
-        _check(key, names, where)
+        _check_grid_key(key, names, where)
     varied = [
-        _vary(entry, dict(zip(chosen, values, strict=True)))
+        _vary_method(entry, dict(zip(chosen, values, strict=True)))
         for label, entry in zip(labels, entries, strict=True)
         for chosen in [_method_values(dimensions, label, names[label])]
         for values in product(*chosen.values())
@@ -56,12 +56,12 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     return {**changed, "method": varied}
 
 
-def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+def _grid_dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
     """Yield each dotted key of the grid with the list of its values."""
     for name, choices in values.items():
         key = f"{prefix}{name}"
         if isinstance(choices, Mapping):
-            yield from _dimensions(choices, where, f"{key}.")
+            yield from _grid_dimensions(choices, where, f"{key}.")
         elif not isinstance(choices, list) or not choices:
             raise ConfigError(
                 f"{where}: [grid] {key} must be a list of values, such as [0.1, 0.3], got {choices!r:.80}"
@@ -73,12 +73,12 @@ def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iter
             yield key, choices
 
 
-def _options(entry: Mapping[str, Any], where: str) -> list[str]:
+def _option_names(entry: Mapping[str, Any], where: str) -> list[str]:
     name = str(entry.get("algorithm"))
     return list(fields_of(choose("algorithm", REGISTRY, name, f"{where}: [[method]]", Algorithm)))
 
 
-def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
+def _check_grid_key(key: str, names: Mapping[str, list[str]], where: str) -> None:
     """Raise an error if there is a key for which no method accepts values."""
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
@@ -109,10 +109,10 @@ def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[
     return shared | {key.removeprefix(prefix): v for key, v in dimensions.items() if key.startswith(prefix)}
 
 
-def _vary(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _vary_method(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a method with the given values, and with a label that states them."""
     varied = {**entry}
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        varied[name] = {**table(varied.get(name, {}), name), rest: value} if rest else value
+        varied[name] = {**check_is_table(varied.get(name, {}), name), rest: value} if rest else value
     return {**varied, "label": f"{label_of(entry)}, {options(values, 12)}"} if values else varied

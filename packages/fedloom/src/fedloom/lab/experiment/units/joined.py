@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.errors import CheckpointError, RunStopped, Stop
-from fedloom.lab.experiment.units.shares import Share
+from fedloom.lab.experiment.units.shares import ProcessShare
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import WORK_FOLDER
@@ -66,7 +66,7 @@ class JoinedWork:
             while (token := self._read_token()) is None:
                 claim = self.claims.take(BEGIN_STAGE)
                 if claim is None:
-                    _wait(interrupted)
+                    _wait_for_others(interrupted)
                     continue
                 try:
                     prepare()
@@ -75,7 +75,7 @@ class JoinedWork:
                     claim.release()
             self._token = token
 
-    def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
+    def work(self, units: Sequence[WorkUnit], do: Work, share: ProcessShare) -> None:
         """Compute units until every unit has been completed or has failed, in this or another process.
 
         Args:
@@ -103,7 +103,7 @@ class JoinedWork:
             while self._is_on():
                 claim = self._take(FINISH_STAGE)
                 if claim is None:
-                    _wait(interrupted)
+                    _wait_for_others(interrupted)
                     continue
                 try:
                     write()
@@ -192,7 +192,7 @@ class JoinedWork:
         return None
 
 
-def _wait(interrupted: Callable[[], bool]) -> None:
+def _wait_for_others(interrupted: Callable[[], bool]) -> None:
     if interrupted():
         raise RunStopped(
             Stop.INTERRUPTED, "other processes that joined are still running. Run the same command to join them again"

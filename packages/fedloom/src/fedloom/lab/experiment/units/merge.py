@@ -33,7 +33,7 @@ from fedloom.rundir import (
     read_summary,
     run_folder,
 )
-from fedloom.storage.disk import regular
+from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import is_unused, make_folder, write_atomic
 from fedloom.storage.locks import lock
 
@@ -64,7 +64,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
         raise RunDirError(
             f"{twice} is the same directory as another argument of the call. Name every directory only once"
         )
-    documents = {folder: _document(folder) for folder in folders}
+    documents = {folder: _read_settings(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():
         if difference := difference_to_recorded(first, document, FREE_KEYS_PATTERN):
@@ -82,14 +82,14 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
         whole = {**first, "seeds": seeds, "method": [*methods.values()], **versions}
         write_atomic(out / SETTINGS_FILE, insert_digest(f"{tomli_w.dumps(whole)}# {NO_DIGEST}\n".encode()))
         for name in sorted({path.name for folder in folders for path in folder.glob("*.parquet")}):
-            write_parquet(out / name, _tables(name, folders, [(run, records[run][0]) for run in runs], seeds))
+            write_parquet(out / name, _merge_tables(name, folders, [(run, records[run][0]) for run in runs], seeds))
         for label, seed in runs:
             for kind in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
                 source = run_folder(records[label, seed][0], kind, label, seed)
                 if source.is_dir():
                     shutil.copytree(source, run_folder(out, kind, label, seed))
         joined = summaries[folders[0]]
-        warnings = _ordered([w for one in summaries.values() for w in one.warnings], runs, seeds)
+        warnings = _order_warnings([w for one in summaries.values() for w in one.warnings], runs, seeds)
         metrics = {name: more for one in summaries.values() for name, more in one.metrics.items()}
         fields = {"runs": tuple(records[run][1] for run in runs), "warnings": warnings, "metrics": metrics}
         content = Summary.model_validate(joined.model_dump(exclude_unset=True) | fields | {"name": first["name"]})
@@ -97,7 +97,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
     return [run for run in wanted if run not in records]
 
 
-def _document(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     """Read the settings of a finished run directory, and return them.
 
     Raises:
@@ -106,7 +106,7 @@ def _document(folder: Path) -> dict[str, Any]:
     for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
             raise RunDirError(f"{folder} contains no {name}. Name directories of finished runs of 'fedloom run'")
-    content = regular(folder / SETTINGS_FILE).read_bytes()
+    content = check_regular_file(folder / SETTINGS_FILE).read_bytes()
     check_digest(folder / SETTINGS_FILE, content)
     try:
         return update_document(tomllib.loads(content.decode()))
@@ -132,11 +132,11 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
                 )
 
 
-def _tables(
+def _merge_tables(
     name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
 ) -> list[pa.Table]:
     """Return the rows of a file in the order of the runs or, for a table of clients, in the order of the seeds."""
-    tables = {folder: _read(folder / name) for folder in folders if (folder / name).exists()}
+    tables = {folder: _read_parquet(folder / name) for folder in folders if (folder / name).exists()}
     if not tables:
         return []
     columns = next(iter(tables.values())).column_names
@@ -156,7 +156,7 @@ def _tables(
     return parts_by_seed
 
 
-def _read(path: Path) -> pa.Table:
+def _read_parquet(path: Path) -> pa.Table:
     """Return a table in which columns have the types with which they were written.
 
     Parquet files change the names of list elements.
@@ -166,7 +166,7 @@ def _read(path: Path) -> pa.Table:
     return table.cast(pa.schema(fields))
 
 
-def _ordered(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
+def _order_warnings(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
     """Return warnings in the order of a single experiment: data by seed, then individual runs, then all others."""
     heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
 

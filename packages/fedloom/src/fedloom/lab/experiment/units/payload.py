@@ -28,7 +28,7 @@ def encode(value: object) -> bytes:
         ConfigError: some part of the value cannot be encoded.
     """
     tensors = dict[str, Tensor]()
-    form = json.dumps(_form(value, tensors, "data"), sort_keys=True)
+    form = json.dumps(_encode_form(value, tensors, "data"), sort_keys=True)
     return save(tensors or {"none": torch.zeros(0)}, {FORM_KEY: form})
 
 
@@ -36,10 +36,10 @@ def decode(content: bytes) -> Any:
     """Decode bytes that `encode` returned."""
     length = int.from_bytes(content[:8], "little")
     form = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][FORM_KEY])
-    return _value(form, load(content))
+    return _decode_form(form, load(content))
 
 
-def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+def _encode_form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     """Return a value as JSON in which names replace tensors, and store the tensors under these names in ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -57,10 +57,10 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     elif isinstance(value, tuple | list):
         return {
             KIND_KEY: type(value).__name__,
-            "items": [_form(v, tensors, f"{place}.{k}") for k, v in enumerate(value)],
+            "items": [_encode_form(v, tensors, f"{place}.{k}") for k, v in enumerate(value)],
         }
     elif isinstance(value, Mapping):
-        items = [[key, _form(v, tensors, f"{place}.{k}")] for k, (key, v) in enumerate(value.items())]
+        items = [[key, _encode_form(v, tensors, f"{place}.{k}")] for k, (key, v) in enumerate(value.items())]
         return {KIND_KEY: "dict", "items": items}
     else:
         raise ConfigError(
@@ -69,10 +69,13 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     module, name = type(value).__module__, type(value).__qualname__
     if module.partition(".")[0] != "fedloom":
         raise ConfigError(f"{place} is a {module}.{name}, which cannot be sent to a worker. Save the data to a file")
-    return {KIND_KEY: f"{module}:{name}", "fields": {key: _form(v, tensors, f"{place}.{key}") for key, v in pairs}}
+    return {
+        KIND_KEY: f"{module}:{name}",
+        "fields": {key: _encode_form(v, tensors, f"{place}.{key}") for key, v in pairs},
+    }
 
 
-def _value(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode_form(form: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(form, dict):
         return form
     kind = form[KIND_KEY]
@@ -81,11 +84,11 @@ def _value(form: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "dtype":
         return getattr(torch, form["name"])
     if kind in ("tuple", "list"):
-        items = [_value(v, tensors) for v in form["items"]]
+        items = [_decode_form(v, tensors) for v in form["items"]]
         return tuple(items) if kind == "tuple" else items
     if kind == "dict":
-        return {key: _value(v, tensors) for key, v in form["items"]}
+        return {key: _decode_form(v, tensors) for key, v in form["items"]}
     module, _, name = kind.partition(":")
     if module.partition(".")[0] != "fedloom":
         raise ConfigError(f"{kind} is not a known type of data")
-    return getattr(import_module(module), name)(**{key: _value(v, tensors) for key, v in form["fields"].items()})
+    return getattr(import_module(module), name)(**{key: _decode_form(v, tensors) for key, v in form["fields"].items()})

@@ -17,7 +17,7 @@ from fedloom.lab.experiment.measure.cost import measure_rounds
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.local.oracles import chunk_count
 from fedloom.processes.costs import MeasuredWorkers
-from fedloom.processes.pool import Workers, cores, useful
+from fedloom.processes.pool import Workers, usable_cores, useful_processes
 
 TRIED_CLIENTS = 8
 """Number of clients in each of the two rounds by which the cost of a run is measured."""
@@ -26,7 +26,7 @@ SYNCHRONY_COST = 1.1
 for each other at the end of every round."""
 
 
-class Load(NamedTuple):
+class RunLoad(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
@@ -48,14 +48,14 @@ class Load(NamedTuple):
         return self.alone + self.work * turns / self.chunks * SYNCHRONY_COST
 
 
-class Share(NamedTuple):
+class ProcessShare(NamedTuple):
     """Number of simultaneous runs, and number of processes per run."""
 
     runs: int
     workers: int
 
 
-def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
+def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = None) -> ProcessShare:
     """Return the share with which a queue of runs ends first.
 
     In case of a tie, return the one with the largest number of runs.
@@ -66,13 +66,14 @@ def choose_share(loads: Sequence[Load], processes: int, most: int | None = None)
         most: maximum number of simultaneous runs that fit into memory. None: there is no limit.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
-    shares = [Share(runs, processes // runs) for runs in sizes]
+    shares = [ProcessShare(runs, processes // runs) for runs in sizes]
     return min(
-        shares, key=lambda share: (_end([load.seconds(share.workers) for load in loads], share.runs), -share.runs)
+        shares,
+        key=lambda share: (_last_end_seconds([load.seconds(share.workers) for load in loads], share.runs), -share.runs),
     )
 
 
-def _end(seconds: Sequence[float], places: int) -> float:
+def _last_end_seconds(seconds: Sequence[float], places: int) -> float:
     """Return the time at which the last run ends if each run starts as soon as a slot becomes free."""
     free = [0.0] * places
     for each in seconds:
@@ -82,7 +83,7 @@ def _end(seconds: Sequence[float], places: int) -> float:
 
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
-) -> Share:
+) -> ProcessShare:
     """Decide how the processes of an experiment are divided among its runs.
 
     If every cohort is a single chunk, each run uses only one process. If cohorts have several chunks, rounds with a few
@@ -98,22 +99,22 @@ def decide_share(
         with all processes, because forked processes cannot share the accelerator.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
-    wanted = cores() if engine.workers == "auto" else engine.workers
+    wanted = usable_cores() if engine.workers == "auto" else engine.workers
     methods = range(len(experiment.methods))
     queue = [k for k in methods for _ in experiment.head.seeds] if units is None else units
-    processes = useful(wanted, max(len(queue), fed.n))
+    processes = useful_processes(wanted, max(len(queue), fed.n))
     if processes == 1 or engine.device != "cpu" or len(queue) <= 1:
-        return Share(1, wanted)
+        return ProcessShare(1, wanted)
     settings = [method.setting for method in experiment.methods]
-    shapes = {k: _shape(settings[k], fed) for k in dict.fromkeys(queue)}
-    most = max(1, _memory() // max(1, max(rows for _, rows in shapes.values())))
+    shapes = {k: _chunks_and_state_bytes(settings[k], fed) for k in dict.fromkeys(queue)}
+    most = max(1, _usable_memory_bytes() // max(1, max(rows for _, rows in shapes.values())))
     if all(chunks == 1 for chunks, _ in shapes.values()):
-        return Share(useful(min(processes, most), len(queue)), 1)
-    loads = {k: _load(settings[k], fed, chunks) for k, (chunks, _) in shapes.items()}
+        return ProcessShare(useful_processes(min(processes, most), len(queue)), 1)
+    loads = {k: _estimate_load(settings[k], fed, chunks) for k, (chunks, _) in shapes.items()}
     return choose_share([loads[k] for k in queue], processes, most)
 
 
-def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
+def _chunks_and_state_bytes(setting: Setting, fed: Federation) -> tuple[int, int]:
     """Return the number of chunks in a cohort, and the size in bytes of the client rows that are kept in memory."""
     problem, start = make_problem(setting, fed, finds=False)
     cohort = problem.setting.sampler.smallest(problem.n) or problem.n
@@ -121,7 +122,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
     return chunk_count(cohort, problem.chunk), min(rows, setting.engine.state_memory_mib << 20)
 
 
-def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
+def _estimate_load(setting: Setting, fed: Federation, chunks: int) -> RunLoad:
     """Estimate the cost of a run from its second round. If this round cannot be run, a nominal cost is returned."""
     by_round: list[MeasuredWorkers] = []
 
@@ -136,12 +137,12 @@ def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
     try:
         seconds = measure_rounds(few, fed, 2, through=record_workers).rounds[1].seconds or 0.0
     except FedloomError:  # a method that needs all clients, or whose first round fails
-        return Load(0.0, float(setting.rounds), chunks)
+        return RunLoad(0.0, float(setting.rounds), chunks)
     work, clients = by_round[-1].work, max(1, by_round[-1].clients)
     rest = max(0.0, seconds - work - by_round[-1].passing)
-    return Load(setting.rounds * rest, setting.rounds * work / clients * cohort, chunks)
+    return RunLoad(setting.rounds * rest, setting.rounds * work / clients * cohort, chunks)
 
 
-def _memory() -> int:
+def _usable_memory_bytes() -> int:
     """Return the number of bytes that all runs together may use, which is half of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -39,18 +39,20 @@ def list_status(out: Path) -> list[dict[str, str]]:
         for seed in document["seeds"]:
             folder = run_folder(out, CHECKPOINTS_FOLDER, label, seed)
             names.add(folder.name)
-            state, detail = ended.get((label, seed)) or _state(folder, claims)
-            rows.append({"run": f"{label}, seed {seed}", "state": state, **_who(claims, folder.name, state, detail)})
+            state, detail = ended.get((label, seed)) or _unfinished_run_state(folder, claims)
+            rows.append(
+                {"run": f"{label}, seed {seed}", "state": state, **_claimant_text(claims, folder.name, state, detail)}
+            )
     for unit in claims.units():
         if unit not in names and not (claims.folder / unit / "done").exists():
             state = "left" if (holder := claims.claimant(unit)) is None or holder.ended else "working"
             what = {BEGIN_STAGE: "preparing the directory", FINISH_STAGE: "writing tables and report"}.get(unit, unit)
             if state == "working":
-                rows.append({"run": what, "state": state, **_who(claims, unit, state, "")})
+                rows.append({"run": what, "state": state, **_claimant_text(claims, unit, state, "")})
     return rows
 
 
-def _state(folder: Path, claims: Claims) -> tuple[str, str]:
+def _unfinished_run_state(folder: Path, claims: Claims) -> tuple[str, str]:
     """Return the state of a run whose end is not recorded in the summary, with details."""
     failed = claims.folder / folder.name / FAILED_FILE
     with suppress(OSError):
@@ -64,7 +66,7 @@ def _state(folder: Path, claims: Claims) -> tuple[str, str]:
     return "waiting" if holder is None else "left" if holder.ended else "working", ""
 
 
-def _who(claims: Claims, unit: str, state: str, detail: str) -> dict[str, str]:
+def _claimant_text(claims: Claims, unit: str, state: str, detail: str) -> dict[str, str]:
     holder = claims.claimant(unit)
     who = "" if holder is None else f"process {holder.pid} on {holder.host}"
     return {"who": who, "so far": detail or ("" if holder is None else holder.progress)}

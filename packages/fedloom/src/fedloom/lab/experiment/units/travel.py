@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from fedloom.data.federation import Federation
-from fedloom.data.groups import keeping
+from fedloom.data.groups import keep_group_columns
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, DataError, FedloomError, RunStopped, Stop
 from fedloom.lab.experiment.file import parse
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.experiment.units.payload import decode, encode
-from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.oracles.precision import isolate_torch_settings
 
 MEMORY_SOURCE = "memory"
 """Name of a source that stands for in-memory data, which have no file."""
@@ -41,7 +41,7 @@ _held = dict[str, bytes]()
 """In-memory data that this process has received, keyed by digest."""
 
 
-class Luggage(NamedTuple):
+class PackedExperiment(NamedTuple):
     """Experiment in the form in which it is sent to workers.
 
     Attributes:
@@ -103,7 +103,7 @@ class UnitReply(NamedTuple):
             raise ConfigError(f"the executor returned something other than the reply of a worker: {error}") from None
 
 
-def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> Luggage:
+def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> PackedExperiment:
     """Pack an experiment in such a way that a worker computes the same results from it.
 
     Args:
@@ -137,7 +137,7 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
             "a file"
         )
     checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
-    return Luggage(tomli_w.dumps({**settings, **tables, "travel": checks}), data)
+    return PackedExperiment(tomli_w.dumps({**settings, **tables, "travel": checks}), data)
 
 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
@@ -198,13 +198,13 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
 @contextmanager
 def unit_folder() -> Iterator[Path]:
     """Create a temporary folder for a unit and yield its path, while other units of this process wait."""
-    with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
+    with _UNIT_LOCK, isolate_torch_settings(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
         yield Path(folder)
 
 
 def read_document(experiment: str) -> dict[str, Any]:
     """Return the document of a received experiment, with the data's path on this worker."""
-    return _localise({key: value for key, value in tomllib.loads(experiment).items() if key != "travel"})
+    return _localize_data_path({key: value for key, value in tomllib.loads(experiment).items() if key != "travel"})
 
 
 @lru_cache(maxsize=4)
@@ -216,7 +216,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
     """
     travel, plan = tomllib.loads(experiment)["travel"], parse(read_document(experiment), "executor")
     if not travel["data"]:
-        source = keeping(plan.source, plan.kept_columns).read(None)
+        source = keep_group_columns(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
                 f"the data {plan.source_options['source']} of this worker differ from the data of the "
@@ -228,7 +228,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
     return held if isinstance(held, Federation) else plan.partition(held, seed)
 
 
-def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
+def _localize_data_path(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document with the data's path on this worker: the same path, or a path in the folder FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name

@@ -16,10 +16,10 @@ from fedloom.formats import UNKNOWN_DASH, fixed, percent, rounded, significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
 from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Row
-from fedloom.lab.report.patients import Predicted, is_binary, tested
+from fedloom.lab.report.patients import StoredPredictions, benign_test_predictions, is_binary
 from fedloom.lab.report.run import Run
 
 MAX_CALIBRATION_BINS, PER_BIN = 10, 10
@@ -27,7 +27,7 @@ MAX_CALIBRATION_BINS, PER_BIN = 10, 10
 DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
 """Probability thresholds that are listed in the table, and thresholds at which the curves are evaluated."""
-Z = 1.959963984540054
+NORMAL_QUANTILE = 1.959963984540054
 CALIBRATION_TEXT = (
     "Patients above a threshold of the predicted probability are flagged, on all test samples of a "
     "site. Sensitivity: fraction of events that are flagged. Specificity: fraction of the others "
@@ -61,7 +61,7 @@ class OperatingPoint(NamedTuple):
     treating_all: float
 
 
-def point(samples: Predicted, threshold: float) -> OperatingPoint:
+def operating_point(samples: StoredPredictions, threshold: float) -> OperatingPoint:
     """Compute the operating point that belongs to a threshold. The proportion among zero samples is NaN."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
@@ -77,14 +77,18 @@ def point(samples: Predicted, threshold: float) -> OperatingPoint:
     )  # fmt: skip
 
 
-def wilson(share: float, size: int) -> tuple[float, float]:
+def wilson_interval(share: float, size: int) -> tuple[float, float]:
     """Compute Wilson's 95 % confidence interval for a proportion of ``size`` samples."""
-    middle = (share + Z * Z / (2 * size)) / (1 + Z * Z / size)
-    half = Z / (1 + Z * Z / size) * math.sqrt(share * (1 - share) / size + Z * Z / (4 * size * size))
+    middle = (share + NORMAL_QUANTILE * NORMAL_QUANTILE / (2 * size)) / (1 + NORMAL_QUANTILE * NORMAL_QUANTILE / size)
+    half = (
+        NORMAL_QUANTILE
+        / (1 + NORMAL_QUANTILE * NORMAL_QUANTILE / size)
+        * math.sqrt(share * (1 - share) / size + NORMAL_QUANTILE * NORMAL_QUANTILE / (4 * size * size))
+    )
     return middle - half, middle + half
 
 
-def curve(samples: Predicted) -> list[tuple[float, float, int]]:
+def calibration_curve(samples: StoredPredictions) -> list[tuple[float, float, int]]:
     """Return the mean probability, the proportion of events and the number of samples for each bin.
 
     The samples are sorted by probability and divided into bins of equal size.
@@ -94,12 +98,14 @@ def curve(samples: Predicted) -> list[tuple[float, float, int]]:
     return [(float(samples.prediction[b].mean()), float(samples.target[b].mean()), len(b)) for b in bins]
 
 
-def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
+def _binary_run_choices(
+    runs: list[Run], rows: list[Row], lead: str
+) -> list[tuple[Run, Row, list[tuple[str, StoredPredictions]]]]:
     """Return each binary run with stored predictions, its best federated method, and the samples of its sites."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)
-        samples = None if best is None else tested(run, best.method, best.model)
+        samples = None if best is None else benign_test_predictions(run, best.method, best.model)
         if best is None or samples is None or not is_binary(run, samples):
             continue
         sites = (
@@ -111,28 +117,28 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
     return chosen
 
 
-def calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
+def draw_calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
     """Draw calibration curves and decision curves for each run of a binary task with stored predictions."""
     figures = []
-    for place, (run, best, sites) in enumerate(_chosen(runs, rows, lead), start=1):
+    for place, (run, best, sites) in enumerate(_binary_run_choices(runs, rows, lead), start=1):
         words = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
         mark = f"-{place}" if len(runs) > 1 else ""
-        figures += [_calibration(sites, words, mark), _decision(sites, words, mark)]
+        figures += [_draw_calibration(sites, words, mark), _draw_decision_curves(sites, words, mark)]
     return figures
 
 
-def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figure:
+def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, mark: str) -> Figure:
     data: Rows = []
     for name, samples in sites:
-        for mean, observed, size in curve(samples):
-            low, high = wilson(observed, size)
+        for mean, observed, size in calibration_curve(samples):
+            low, high = wilson_interval(observed, size)
             numbers = {"predicted": mean, "observed": observed, "low": low, "high": high}
             data.append({"client": name, **{k: rounded(v) for k, v in numbers.items()}, "samples": size})
     most = max(max(row["predicted"], row["high"]) for row in data)
     ideal: Rows = [{"predicted": end, "observed": end} for end in (0.0, most)]
     place = {"x": kit.number("predicted"), "y": kit.number("observed", "Observed share")}
     ends = {"x": place["x"], "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
-    hints = kit.tips(
+    hints = kit.tooltip(
         ("client", "Site"), ("predicted", "Predicted", ".3f"), ("observed", "Observed", ".3f"), ("samples", "Samples")
     )
     inner = kit.layer_chart(
@@ -153,11 +159,11 @@ def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> F
     )  # fmt: skip
 
 
-def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figure:
+def _draw_decision_curves(sites: list[tuple[str, StoredPredictions]], words: str, mark: str) -> Figure:
     data: Rows = []
     for name, samples in sites:
         for threshold in CURVE_THRESHOLDS.tolist():
-            now = point(samples, threshold)
+            now = operating_point(samples, threshold)
             floor = -0.1 * float(samples.target.mean())
             for policy, value in (("model", now.benefit), ("treat all", now.treating_all), ("treat none", 0.0)):
                 if value >= floor or policy == "model":
@@ -166,7 +172,7 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
                     )
     order = ["model", "treat all", "treat none"]
     tint = {"field": "policy", "type": "nominal", "scale": {"domain": order}, "legend": {"title": None}}
-    hints = kit.tips(
+    hints = kit.tooltip(
         ("client", "Site"), ("policy", "Policy"), ("threshold", "Threshold", ".2f"), ("benefit", "Net benefit", ".4f")
     )
     encoding = {
@@ -190,11 +196,11 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     heads = ("Site", "Patients tested", "Events", "Threshold", "Flagged", "Sensitivity", "Specificity",
              "Predictive value", "Net benefit", "Treating all")  # fmt: skip
     text = ""
-    for run, best, sites in _chosen(runs, rows, lead):
+    for run, best, sites in _binary_run_choices(runs, rows, lead):
         lines = []
         for name, samples in sites:
             for k, threshold in enumerate(DECISION_THRESHOLDS):
-                now = point(samples, threshold)
+                now = operating_point(samples, threshold)
                 shares = (now.flagged, now.sensitivity, now.specificity, now.predictive)
                 first = (name, str(len(samples.target)), str(int(samples.target.sum())))
                 lines.append([
@@ -203,7 +209,7 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
                     fixed(now.benefit, 4), fixed(now.treating_all, 4),
                 ])  # fmt: skip
         label = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
-        text += scrolling(f"Thresholds by site: {label}", heads, lines, title=label)
+        text += render_scrolling_table(f"Thresholds by site: {label}", heads, lines, title=label)
     return text
 
 
@@ -211,11 +217,13 @@ def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
     """Render the operating points as CSV, without rounding."""
     lines = [
         (run.label, best.method, best.model, name, len(samples.target), int(samples.target.sum()),
-         *(None if math.isnan(value) else value for value in point(samples, threshold)))
-        for run, best, sites in _chosen(runs, rows, lead)
+         *(None if math.isnan(value) else value for value in operating_point(samples, threshold)))
+        for run, best, sites in _binary_run_choices(runs, rows, lead)
         for name, samples in sites
         for threshold in DECISION_THRESHOLDS
     ]  # fmt: skip
     return (
-        csv_of(("run", "method", "model", "site", "samples", "events", *OperatingPoint._fields), lines) if lines else ""
+        render_csv(("run", "method", "model", "site", "samples", "events", *OperatingPoint._fields), lines)
+        if lines
+        else ""
     )

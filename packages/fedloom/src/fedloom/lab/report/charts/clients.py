@@ -9,9 +9,16 @@ import numpy as np
 from fedloom.formats import interval, pair, rounded
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
-from fedloom.lab.report.charts.spread import Seeds, attackers_sentence, last_results, pooled, relative, spread
+from fedloom.lab.report.charts.spread import (
+    Seeds,
+    attackers_sentence,
+    draw_gains_over_baseline,
+    draw_spread,
+    last_results,
+    pool_seed_values,
+)
 from fedloom.lab.report.comparison.contenders import best_row
-from fedloom.lab.report.comparison.criteria import tasks
+from fedloom.lab.report.comparison.criteria import group_comparable_runs
 from fedloom.lab.report.naming import METRICS, metric, titled
 from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
@@ -26,7 +33,7 @@ MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
 """Maximum total number of points drawn over rounds, and minimum number of points per line after thinning."""
 
 
-def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+def draw_clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Return the charts of this module. If a chart has no data, it is None."""
     last = [
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
@@ -37,27 +44,31 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
         return []
     sign = 1 if metric(lead).higher else -1
     shown = [rows[i] for i in scored]
-    leaders = [best for _, _, peers in tasks(runs, shown) if (best := best_row(peers, lead)) is not None]
+    leaders = [
+        best for _, _, peers in group_comparable_runs(runs, shown) if (best := best_row(peers, lead)) is not None
+    ]
     first = leaders[0] if leaders else shown[0]
-    clients, means = _means(last[next(i for i in scored if rows[i] is first)])
+    clients, means = _client_means(last[next(i for i in scored if rows[i] is first)])
     order = clients[np.argsort(sign * means, kind="stable")]
-    calibration = [_one_by_one(runs, rows, "calibration_error", order, first)] if lead != "calibration_error" else []
+    calibration = (
+        [_draw_client_heat_map(runs, rows, "calibration_error", order, first)] if lead != "calibration_error" else []
+    )
     return [
-        spread(runs, shown, [last[i] for i in scored], lead),
-        _one_by_one(runs, rows, lead, order, first),
+        draw_spread(runs, shown, [last[i] for i in scored], lead),
+        _draw_client_heat_map(runs, rows, lead, order, first),
         *calibration,
-        _over_rounds(runs, rows, lead, clients, order, first, leaders),
-        relative(runs, rows, lead),
+        _draw_client_panels(runs, rows, lead, clients, order, first, leaders),
+        draw_gains_over_baseline(runs, rows, lead),
     ]
 
 
-def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
+def _client_means(seeds: Seeds) -> tuple[Integers, Numbers]:
     """Return the ids of all clients, and each client's mean over seeds."""
     clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
-    return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
+    return clients, np.bincount(place, pool_seed_values(seeds)) / np.bincount(place)
 
 
-def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
+def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
     """Draw a heat map of methods and clients that shows means over seeds.
 
     If there are many clients, only the clients with the worst results under the best method are shown. Return None if
@@ -65,12 +76,14 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
     """
     many = max(run.clients for run in runs) > MAX_LABELED_CLIENTS
     wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
-    data = [cell for row in rows for cell in _cells(run_of(runs, row), row, name, wanted)]
+    data = [cell for row in rows for cell in _client_cells(run_of(runs, row), row, name, wanted)]
     if not data:
         return None
     shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
     few = len({cell["client"] for cell in data}) <= MAX_NUMBERED_CLIENTS
-    off = kit.off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
+    off = kit.find_off_axis_names(
+        {cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data}
+    )
     values = [cell["value"] for cell in data if cell["row"] not in off]
     domain = [min(values), max(values)]
     methods = list(dict.fromkeys(cell["row"] for cell in data))
@@ -86,7 +99,7 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
         ),
         kit.nominal_channel("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
         kit.shade("value", title, reverse=not higher, domain=domain),
-        kit.tips(
+        kit.tooltip(
             *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
             *(("half", "95 % interval, half width", ".3~g"), ("seeds", "Seeds")),
         ),
@@ -97,7 +110,7 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
     caption = (
         f"{shown.title} of {selection} with every method on its own test part at the last round, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
-        + f". Darker is better (in dark mode: lighter).{kit.off_words(off)}{attackers_sentence(runs)}"
+        + f". Darker is better (in dark mode: lighter).{kit.axis_note(off)}{attackers_sentence(runs)}"
     )
     first = shown is not METRICS.get("calibration_error")
     id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", shown.title)
@@ -106,7 +119,7 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
     return Figure(id, "clients", tab, head, caption, spec, {"rows": data}, "wide")
 
 
-def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
+def _client_cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
     by_client: dict[int, dict[int, float]] = {}
     for seed in seeds_of(run, row.method):
         clients, values = last_results(run, row, seed, name)
@@ -134,7 +147,7 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
     return cells
 
 
-def _over_rounds(
+def _draw_client_panels(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
     """Draw a panel for each client, with one line per method and model, averaged over seeds.
@@ -145,10 +158,10 @@ def _over_rounds(
     """
     if len(order) > MAX_CLIENT_PANELS:
         clients = order[np.linspace(0, len(order) - 1, MAX_CLIENT_PANELS).round().astype(int)]
-    lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}
+    lines = {row.title: _client_lines(run_of(runs, row), row, lead, clients) for row in rows}
     models = {row.title: row.model for row in rows}
     budget = max(MIN_LINE_POINTS, MAX_LINE_POINTS // (len(lines) * len(clients)))
-    off = kit.off_axis(
+    off = kit.find_off_axis_names(
         {
             r: max((abs(v) for line in by_client.values() for _, v in line), default=0.0)
             for r, by_client in lines.items()
@@ -171,14 +184,14 @@ def _over_rounds(
     caption = (
         f"{metric(lead).title} of each client on its own test part, one line per method and model, "
         "mean over "
-        f"seeds.{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.off_words(off)}{attackers_sentence(runs)}"
+        f"seeds.{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.axis_note(off)}{attackers_sentence(runs)}"
     )
     title = titled(metric(lead))
     near = [point["value"] for point in data if point["row"] not in off]
     x = kit.number("round", axis={"tickCount": 3, "grid": False})
     y = kit.number("value", title, axis={"tickCount": 4}, scale={"domain": [min(near), max(near)]} if off else {})
-    place = {"x": x, "y": y, "color": kit.colour(rows), "detail": {"field": "row"}}
-    hints = kit.tips(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
+    place = {"x": x, "y": y, "color": kit.model_color_channel(rows), "detail": {"field": "row"}}
+    hints = kit.tooltip(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
     inner = kit.layer_chart(
         kit.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
         kit.mark(
@@ -191,7 +204,7 @@ def _over_rounds(
     return Figure("each-client", "clients", "Over rounds", head, caption, spec, {"rows": data}, "facet")
 
 
-def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
+def _client_lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
     """Return pairs (round, mean over seeds), keyed by client. Attackers are excluded."""
     by_place: dict[tuple[int, int], list[float]] = {}
     for seed in seeds_of(run, row.method):

@@ -11,7 +11,7 @@ from fedloom.formats import rounded
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
 from fedloom.lab.report.comparison.criteria import cumulative
-from fedloom.lab.report.naming import FIGURE_SECTIONS, MEGABYTE_BYTES, figure, metric, titled, within_line
+from fedloom.lab.report.naming import FIGURE_SECTIONS, MEGABYTE_BYTES, describe_figure, lowercase_title, metric, titled
 from fedloom.lab.report.numbers import (
     EMPTY_CURVE,
     MIN_SEEDS,
@@ -19,7 +19,7 @@ from fedloom.lab.report.numbers import (
     Curve,
     Estimate,
     Row,
-    curve,
+    benign_curve,
     is_other_figure,
     run_of,
     seeds_of,
@@ -45,18 +45,18 @@ FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "
 """Settings that may differ between runs that are shown in one chart of attacks."""
 
 
-def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+def draw_curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw learning curves of the primary metric and the loss, and curves of other federation metrics over rounds."""
     wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
     totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
-    figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
+    figures = [_draw_learning_curves(runs, rows, name, axis) for name, axis in wanted]
     return [
         *figures,
         *(_draw_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(totals, start=1)),
     ]
 
 
-def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure | None:
+def _draw_learning_curves(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure | None:
     data: Rows = []
     idle = []
     for row in rows:
@@ -69,27 +69,31 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
     nothing = f" Not drawn, because they spent nothing: {', '.join(dict.fromkeys(idle))}." if idle else ""
     caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
     tab = title if axis == "round" else label.removeprefix("by ").capitalize()
-    return _panels(rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption))
+    return _draw_method_panels(
+        rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption)
+    )
 
 
 def draw_points(run: Run, row: Row, name: str, axis: str, *, crowded: bool = False) -> Rows:
     """Return the learning curve of a row: the mean over the clients' test parts along an axis of `CURVE_AXES`."""
     seeds = seeds_of(run, row.method)
-    results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
+    results = {seed: benign_curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
     costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
-    return _points(row, name, axis, results, costs, POINTS_PER_CROWDED_LINE if crowded else POINTS_PER_LINE)
+    return _curve_points(row, name, axis, results, costs, POINTS_PER_CROWDED_LINE if crowded else POINTS_PER_LINE)
 
 
 def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | None:
     data: Rows = []
     for row in rows:
         run = run_of(runs, row)
-        recorded = {s: _recorded(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)}
-        data += _points(
+        recorded = {
+            s: _recorded_curve(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)
+        }
+        data += _curve_points(
             row, name, "round", recorded, {}, POINTS_PER_CROWDED_LINE if len(rows) > 12 else POINTS_PER_LINE
         )
     title = metric(name).title
-    return _panels(
+    return _draw_method_panels(
         rows,
         data,
         name,
@@ -98,7 +102,7 @@ def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure 
     )
 
 
-def _recorded(run: Run, key: Key) -> Curve:
+def _recorded_curve(run: Run, key: Key) -> Curve:
     """Return the curve of one of the federation's metrics.
 
     A metric that does not belong to a model is drawn with the first kind of model of the method.
@@ -110,7 +114,9 @@ def _recorded(run: Run, key: Key) -> Curve:
     return Curve(total.round, total.value) if total else EMPTY_CURVE
 
 
-def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: dict[int, Curve], most: int) -> Rows:
+def _curve_points(
+    row: Row, name: str, axis: str, results: dict[int, Curve], costs: dict[int, Curve], most: int
+) -> Rows:
     """Return the mean and confidence interval over seeds, or the individual seeds, at no more than ``most`` rounds.
 
     The horizontal axis shows the round or, if ``costs`` is given, the mean cost.
@@ -130,7 +136,9 @@ def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: di
     return points
 
 
-def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]) -> Figure | None:
+def _draw_method_panels(
+    rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]
+) -> Figure | None:
     """Draw one panel per method, or return None if there are no data.
 
     ``words`` contains the id, group, tab, title and caption of the chart.
@@ -145,21 +153,23 @@ def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str,
     largest = {
         m: max(abs(p["value"]) for p in means if p["method"] == m) for m in dict.fromkeys(p["method"] for p in means)
     }
-    off = set() if log else kit.off_axis(largest)
+    off = set() if log else kit.find_off_axis_names(largest)
     near = [p["value"] for p in means if p["method"] not in off]
     trim = 0.05 * (len(values) >= MIN_CROPPED_POINTS and group != "convergence")  # mostly the start of the runs
     cut = np.quantile(near, (trim, 1.0) if shown.higher else (0.0, 1.0 - trim)).tolist()
-    y = kit.number("value", titled(shown), scale={"type": "log"} if log else {"domain": kit.domain(cut), "nice": False})
+    y = kit.number(
+        "value", titled(shown), scale={"type": "log"} if log else {"domain": kit.axis_domain(cut), "nice": False}
+    )
     y["axis"] |= {"tickCount": 4, **({"labelExpr": "format(datum.value, '.0e')"} if log else {})}
     x = kit.number("x", axis={"tickCount": 3, "grid": False})
     x["scale"] = {}
     for channel, whole in ((x, axis == "round"), (y, group == "structure")):
         channel["axis"] |= {"tickMinStep": 1} if whole else {}
     across = () if axis == "round" else (("x", title, ",.4~g"),)
-    hints = kit.tips(("method", "Method"), ("model", "Model"), ("round", "Round"), *across) + kit.interval_tips(
+    hints = kit.tooltip(("method", "Method"), ("model", "Model"), ("round", "Round"), *across) + kit.interval_tips(
         titled(shown)
     )
-    tint = kit.colour([row for row in rows if (row.name, row.model) in lines])
+    tint = kit.model_color_channel([row for row in rows if (row.name, row.model) in lines])
     spec = kit.line_panels(data, x, y, tint, hints, title)
     id, place, tab, head, caption = words
     return Figure(
@@ -167,7 +177,7 @@ def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str,
         place,
         tab,
         head,
-        caption + _panel_title(len(largest), means) + kit.off_words(off),
+        caption + _panel_title(len(largest), means) + kit.axis_note(off),
         spec,
         {"rows": data},
         "facet",
@@ -184,14 +194,14 @@ def _panel_title(panels: int, means: Rows) -> str:
     return f" {text[:1].upper()}{text[1:]}." if text else ""
 
 
-def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+def draw_robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw the results of the benign clients against the fraction of attackers.
 
     For each kind of attack with at least two different fractions, one chart shows the mean result and another chart
     shows the worst tenth of the clients.
     """
     figures: list[Figure | None] = []
-    for i, (kind, members) in enumerate(_families(runs)):
+    for i, (kind, members) in enumerate(_attack_families(runs)):
         for name in (lead, f"{lead}/worst10"):
             id = "-".join(["attacks", *([kit.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
             figures.append(_draw_shares(members, [row for row in rows if run_of(runs, row) in members], name, kind, id))
@@ -206,7 +216,7 @@ def decide_share(run: Run) -> float:
     return float(attack.get("fraction", 0.0)) if attack.get("kind", "none") != "none" else 0.0
 
 
-def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
+def _attack_families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     """Group runs that have the same kind of attack and differ only in the fraction of attackers.
 
     Runs without attackers belong to every group.
@@ -215,18 +225,18 @@ def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     for run in runs:
         if decide_share(run) and "attack" in run.options:
             attack = {k: v for k, v in run.options["attack"].items() if k != "fraction"}
-            families.setdefault(_same(run) + repr(attack), (attack["kind"], []))[1].append(run)
+            families.setdefault(_attack_family_key(run) + repr(attack), (attack["kind"], []))[1].append(run)
     for same, (_, family) in families.items():
-        family[:0] = [run for run in runs if not decide_share(run) and same.startswith(_same(run))]
+        family[:0] = [run for run in runs if not decide_share(run) and same.startswith(_attack_family_key(run))]
     return [(kind, members) for kind, members in families.values() if len({decide_share(run) for run in members}) > 1]
 
 
-def _same(run: Run) -> str:
+def _attack_family_key(run: Run) -> str:
     return repr(sorted((k, repr(v)) for k, v in run.options.items() if k not in FAMILY_NEUTRAL_SETTINGS))
 
 
 def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -> Figure | None:
-    shown = figure(name)
+    shown = describe_figure(name)
     data: Rows = []
     for row in rows:
         result = row.figures.get(name)
@@ -238,22 +248,26 @@ def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str
     order = list(dict.fromkeys(point["method"] for point in data))
     data.sort(key=lambda point: (order.index(point["method"]), point["model"], point["x"]))
     means = [point for point in data if point["seed"] is None]
-    off = kit.off_axis({f"{p['method']} in {p['run']}": p["value"] for p in means})
+    off = kit.find_off_axis_names({f"{p['method']} in {p['run']}": p["value"] for p in means})
     near = [p["value"] for p in means if f"{p['method']} in {p['run']}" not in off]
     x = kit.number("x", axis={"tickCount": 3, "grid": False, "labelExpr": "format(datum.value, '.0%')"})
     x["scale"] = {"nice": False, "padding": 7}
-    y = kit.number("value", titled(shown), scale={"domain": kit.domain(near), "nice": False}, axis={"tickCount": 4})
-    hints = kit.tips(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
+    y = kit.number(
+        "value", titled(shown), scale={"domain": kit.axis_domain(near), "nice": False}, axis={"tickCount": 4}
+    )
+    hints = kit.tooltip(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
     below = "Fraction of attacking clients"
-    spec = kit.line_panels(data, x, y, kit.colour(rows), hints + kit.interval_tips(titled(shown)), below, dots=1)
+    spec = kit.line_panels(
+        data, x, y, kit.model_color_channel(rows), hints + kit.interval_tips(titled(shown)), below, dots=1
+    )
     base = name.partition("/")[0]
     title = (
         metric(base).title
         if base == name
-        else f"{shown.title} of the benign clients, {within_line(metric(base).title)}"
+        else f"{shown.title} of the benign clients, {lowercase_title(metric(base).title)}"
     )
     caption = (
         f"{title} against the fraction of attackers ({kind}), benign clients only.{_panel_title(len(order), means)}"
     )
-    words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.off_words(off))
+    words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.axis_note(off))
     return Figure(*words, spec, {"rows": data}, "facet")

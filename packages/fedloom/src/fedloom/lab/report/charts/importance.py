@@ -21,7 +21,7 @@ MAX_DRAWN_COLUMNS = 30
 IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
 
 
-def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
+def draw_importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
     """Draw a heat map of the best federated method for each run in which the importance of columns was measured."""
     figures = []
     for place, run in enumerate(runs, start=1):
@@ -33,11 +33,13 @@ def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
         model = best.model if best.model in set(table["model"].to_pylist()) else "personal"
         lines = rows_where(table, model=model).to_pylist()
         if lines:
-            figures.append(_figure(run, lines, f"{best.method}, {model} model", place if len(runs) > 1 else 0))
+            figures.append(
+                _importance_figure(run, lines, f"{best.method}, {model} model", place if len(runs) > 1 else 0)
+            )
     return figures
 
 
-def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
+def _importance_figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     values: dict[tuple[str, int], list[float]] = {}
     for line in lines:
         if math.isfinite(line["value"]):
@@ -57,7 +59,7 @@ def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     inner = kit.heat_map(
         kit.nominal_channel("site", [run.client(client) for client in clients]), kit.nominal_channel("column", columns),
         kit.shade("value", "Importance", domain=[0, top]),
-        kit.tips(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
+        kit.tooltip(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
         f"datum.value > {top / 2}",
     )  # fmt: skip
     caption = (

@@ -24,16 +24,16 @@ MAX_NUMBERED_CLASSES = 6
 POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 
-def inspection(runs: list[Run]) -> list[Figure | None]:
+def draw_inspections(runs: list[Run]) -> list[Figure | None]:
     """Return the charts of this module. If a chart has no data, it is None."""
     several = len(runs) > 1
     figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
-        figures += [_confusion(run, place if several else 0), _representations(run, place if several else 0)]
+        figures += [_draw_confusion(run, place if several else 0), _draw_representations(run, place if several else 0)]
     return figures
 
 
-def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
+def _choose_drawn_model(run: Run, table: Any) -> tuple[str, int, str]:
     """Return the method, the seed and the model that are to be drawn.
 
     The method and model are those with the best test accuracy, and the seed is the first one.
@@ -60,7 +60,7 @@ def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, 
     table = read_columns(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))
     if table is None or not len(table):
         return None
-    method, seed, model = _chosen(run, table)
+    method, seed, model = _choose_drawn_model(run, table)
     hostile = pa.array(sorted(run.attackers(seed)), pa.int64())
     table = rows_where(table, method=method, seed=seed, model=model)
     table = table.filter(pc.invert(pc.is_in(table["client"], value_set=hostile)))
@@ -74,12 +74,12 @@ def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, 
     return rows, f"{method}, {model} model, seed {seed}{some}"
 
 
-def _class(run: Run, code: float) -> str:
+def _class_name(run: Run, code: float) -> str:
     classes = run.summary.classes
     return "" if code != code else classes[int(code)] if 0 <= code < len(classes) else significant(code, 6)
 
 
-def _confusion(run: Run, place: int) -> Figure | None:
+def _draw_confusion(run: Run, place: int) -> Figure | None:
     sample_of_run = _select_drawn(run, "confusion", ("true", "predicted", "count"))
     if sample_of_run is None:
         return None
@@ -87,18 +87,18 @@ def _confusion(run: Run, place: int) -> Figure | None:
     total: dict[tuple[int, float], float] = {}
     for r in rows:
         total[r["client"], r["true"]] = total.get((r["client"], r["true"]), 0) + r["count"]
-    classes = [_class(run, c) for c in sorted({r["true"] for r in rows} | {r["predicted"] for r in rows})]
+    classes = [_class_name(run, c) for c in sorted({r["true"] for r in rows} | {r["predicted"] for r in rows})]
     data: Rows = [
         {
             "client": run.titled_client(r["client"]),
             "count": int(r["count"]),
-            **{name: _class(run, r[name]) for name in ("true", "predicted")},
+            **{name: _class_name(run, r[name]) for name in ("true", "predicted")},
             "share": rounded(r["count"] / total[r["client"], r["true"]]),
         }
         for r in rows
     ]
     more: Spec = {"scale": {"domain": classes, "padding": 0.04}, "axis": {"labelLimit": 70}}
-    hints = kit.tips(
+    hints = kit.tooltip(
         *((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%")
     )
     inner = kit.heat_map(
@@ -115,19 +115,21 @@ def _confusion(run: Run, place: int) -> Figure | None:
         "row shows the fractions of a true class, and the diagonal is correct "
         f"({words}).{attackers_sentence([run])}"
     )
-    return _figure(run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted")
+    return _inspection_figure(
+        run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted"
+    )
 
 
-def _representations(run: Run, place: int) -> Figure | None:
+def _draw_representations(run: Run, place: int) -> Figure | None:
     sample_of_run = _select_drawn(run, "tsne", ("label", "x", "y"))
     if sample_of_run is None:
         return None
     rows, words = sample_of_run
-    classes = [_class(run, c) for c in sorted({r["label"] for r in rows if r["label"] == r["label"]})]
+    classes = [_class_name(run, c) for c in sorted({r["label"] for r in rows if r["label"] == r["label"]})]
     data: Rows = [
         {
             "client": run.titled_client(r["client"]),
-            "class": _class(run, r["label"]),
+            "class": _class_name(run, r["label"]),
             **{axis: rounded(r[axis]) for axis in ("x", "y")},
         }
         for r in rows
@@ -136,7 +138,7 @@ def _representations(run: Run, place: int) -> Figure | None:
     encoding: Spec = {
         "x": kit.number("x", **bare),
         "y": kit.number("y", **bare),
-        "tooltip": kit.tips(("client", "Client"), ("class", "Class")),
+        "tooltip": kit.tooltip(("client", "Client"), ("class", "Class")),
     }
     if classes:
         legend = {"columns": 6, "symbolStrokeWidth": 0}
@@ -151,12 +153,12 @@ def _representations(run: Run, place: int) -> Figure | None:
     )
     inner = kit.layer_chart(kit.mark("point", encoding, size=26, opacity=0.75))
     titles = ("Representations", "Representations per client")
-    figure = _figure(run, place, "tsne", titles, caption, inner, data, None)
+    figure = _inspection_figure(run, place, "tsne", titles, caption, inner, data, None)
     figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}
     return figure
 
 
-def _figure(
+def _inspection_figure(
     run: Run, place: int, kind: str, titles: tuple[str, str], caption: str, inner: Spec, data: Rows, below: str | None
 ) -> Figure:
     tab, title = (f"{text} ({run.label})" if place else text for text in titles)

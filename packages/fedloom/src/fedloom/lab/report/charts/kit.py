@@ -21,7 +21,7 @@ AXIS_OUTLIER_RATIO = 50
 """Minimum factor by which a result exceeds the better results if it is left out of the range of the axis."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
-HAS_INTERVAL = {"filter": "isValid(datum.low)"}
+INTERVAL_FILTER = {"filter": "isValid(datum.low)"}
 """Filters on the rows of a chart: means over seeds, individual seeds, and means with a confidence interval. If there
 are only a few seeds, they are shown individually, and no interval is shown."""
 
@@ -71,7 +71,7 @@ class Figure:
 
     def svg(self) -> str:
         """Render the chart as an SVG in the light theme."""
-        return look.svg(self.spec())
+        return look.render_svg(self.spec())
 
     def columns(self, name: str) -> list[str]:
         """Return the names of the columns in a data set."""
@@ -123,7 +123,7 @@ def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, in
     return nominal_channel(field, order, axis=axis | {"labelOffset": {"condition": higher, "value": 0}}), most
 
 
-def tips(*parts: tuple[str, ...]) -> list[Spec]:
+def tooltip(*parts: tuple[str, ...]) -> list[Spec]:
     """Build a tooltip from pairs (field, title) for text and counts, and triples (field, title, format) for numbers."""
     return [
         {
@@ -138,7 +138,7 @@ def tips(*parts: tuple[str, ...]) -> list[Spec]:
 def interval_tips(title: str) -> list[Spec]:
     """Build a tooltip that shows a mean with its confidence interval."""
     ends = (("low", "95 % interval from"), ("high", "to"))
-    return tips(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
+    return tooltip(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
 
 
 def intervals(
@@ -157,7 +157,7 @@ def intervals(
     ends = {**common, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     mean = {**common, "x": x, **({"tooltip": tooltip} if tooltip else {})}
     return [
-        mark("rule", ends, HAS_INTERVAL, strokeWidth=2),
+        mark("rule", ends, INTERVAL_FILTER, strokeWidth=2),
         mark("point", mean, **{"filled": True, "size": 60, "opacity": 1, **dot}),
     ]
 
@@ -204,10 +204,10 @@ def panels(
 
 
 def select_filters(rows: Rows) -> list[Spec]:
-    """Return those of the filters `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select at least one row."""
+    """Return those of the filters `MEAN_FILTER`, `INTERVAL_FILTER` and `SEED_FILTER` that select at least one row."""
     return [
         MEAN_FILTER,
-        *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
+        *([INTERVAL_FILTER] if any(row.get("low") is not None for row in rows) else []),
         *([SEED_FILTER] if any(row["seed"] is not None for row in rows) else []),
     ]
 
@@ -225,7 +225,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     ghosts = mark("line", grey, MEAN_FILTER, data="rows", clip=True, tooltip=None, **pale)
     shown = select_filters(data)
     layers = [
-        mark("area", ends, HAS_INTERVAL, opacity=0.16, clip=True, tooltip=None),
+        mark("area", ends, INTERVAL_FILTER, opacity=0.16, clip=True, tooltip=None),
         mark("line", {**place, "color": tint, "detail": seeds}, SEED_FILTER, strokeWidth=1, opacity=0.5, clip=True),
         mark("line", {**place, "color": tint}, MEAN_FILTER, clip=True),
         mark("point", {**place, "color": tint, "tooltip": tooltip}, MEAN_FILTER, size=45, opacity=dots, clip=True),
@@ -234,7 +234,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     return panels(layer_chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
 
 
-def colour(rows: list[Row]) -> Spec:
+def model_color_channel(rows: list[Row]) -> Spec:
     """Return the color channel for kinds of models. Each kind is shown in the same color in every chart."""
     present = list(dict.fromkeys(row.model for row in rows))
     order = [*MODEL_KINDS, *(model for model in present if model not in MODEL_KINDS)]
@@ -243,7 +243,7 @@ def colour(rows: list[Row]) -> Spec:
     return {"field": "model", "type": "nominal", "scale": {"domain": order, "range": "category"}, "legend": legend}
 
 
-def off_axis(largest: dict[str, float]) -> set[str]:
+def find_off_axis_names(largest: dict[str, float]) -> set[str]:
     """Return the series whose largest value exceeds the better values by more than a factor of `AXIS_OUTLIER_RATIO`.
 
     If they were included in the axis, all other values would appear flat.
@@ -253,13 +253,13 @@ def off_axis(largest: dict[str, float]) -> set[str]:
     return {name for name, value in largest.items() if abs(value) > AXIS_OUTLIER_RATIO * near > 0}
 
 
-def off_words(off: Iterable[str]) -> str:
-    """Return a sentence that lists the names that `off_axis` returned, or "" if there are none."""
+def axis_note(off: Iterable[str]) -> str:
+    """Return a sentence that lists the names that `find_off_axis_names` returned, or "" if there are none."""
     listed = ", ".join(dict.fromkeys(off))
     return f" Far outside the axis: {listed}." if listed else ""
 
 
-def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
+def axis_domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
     """Return an axis range that contains the values and a margin."""
     numbers = [value for value in values if value is not None]
     low, high = min(numbers), max(numbers)

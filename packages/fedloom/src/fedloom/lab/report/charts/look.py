@@ -37,7 +37,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Pattern of characters that XML 1.0 documents must not contain."""
 
 
-def _drawable(value: object) -> Any:
+def _replace_invalid_xml(value: object) -> Any:
     """Return a copy of a value in which all characters that XML does not allow are replaced by U+FFFD.
 
     The rendering library would abort the process if it encountered such a character.
@@ -45,11 +45,11 @@ def _drawable(value: object) -> Any:
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
     if isinstance(value, dict):
-        return {_drawable(key): _drawable(inner) for key, inner in value.items()}
-    return [_drawable(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {_replace_invalid_xml(key): _replace_invalid_xml(inner) for key, inner in value.items()}
+    return [_replace_invalid_xml(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
+def chart_theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
     """Return the Vega-Lite configuration of the light or the dark theme.
 
     The first three colors of the theme are the blue, vermilion and green of Okabe and Ito's palette. These colors are
@@ -89,9 +89,9 @@ def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
     }
 
 
-def svg(spec: Spec, *, dark: bool = False) -> str:
+def render_svg(spec: Spec, *, dark: bool = False) -> str:
     """Render a chart as SVG in the light or the dark theme, on the background of that theme."""
-    return _svg({**spec, "config": theme(dark=dark, font=FILE_FONT)})
+    return _convert_to_svg({**spec, "config": chart_theme(dark=dark, font=FILE_FONT)})
 
 
 def svg_for_pages(spec: Spec) -> str:
@@ -99,7 +99,7 @@ def svg_for_pages(spec: Spec) -> str:
 
     The color of the chart's text follows the reader's color scheme.
     """
-    common = theme(dark=False, font=FILE_FONT)
+    common = chart_theme(dark=False, font=FILE_FONT)
     for part in ("axis", "header", "legend"):
         common[part] = {**common[part], "labelColor": GREY_COLOR, "titleColor": GREY_COLOR}
     config: Spec = {
@@ -118,11 +118,11 @@ def svg_for_pages(spec: Spec) -> str:
         "style": {**common["style"], "plain": {"color": GREY_COLOR}, "ghost": {"color": GREY_COLOR}},
         "text": {"color": GREY_COLOR, "font": FILE_FONT, "fontSize": 12},
     }
-    text = _UNUSED_ATTRIBUTES.sub("", _svg({**spec, "config": config}))
+    text = _UNUSED_ATTRIBUTES.sub("", _convert_to_svg({**spec, "config": config}))
     return text.replace(">", f">{_BY_READER}", 1) + "\n"
 
 
-def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
+def make_notebook_chart(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
     """Build an Altair chart for a notebook. Users can modify the chart with Altair.
 
     If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. If the notebook does not include
@@ -136,7 +136,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
         """Return the chart in all formats from which a notebook can choose, with the richest format first."""
         drawn = shown.to_dict()
-        return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
+        return {vega: drawn, "image/svg+xml": render_svg(drawn), "text/plain": repr(shown)}
 
     kind = type(chart)
     shown_by = type(kind.__name__, (kind,), {"_repr_mimebundle_": bundle, "__module__": kind.__module__})
@@ -144,9 +144,9 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     return chart
 
 
-def _svg(spec: Spec) -> str:
+def _convert_to_svg(spec: Spec) -> str:
     vl_convert = import_charts("vl_convert")
-    text: str = vl_convert.vegalite_to_svg(_drawable(spec))
+    text: str = vl_convert.vegalite_to_svg(_replace_invalid_xml(spec))
     return text
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedloom.formats import fixed, rounded, significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
-from fedloom.lab.report.markup import scrolling
+from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 
@@ -38,7 +38,7 @@ PARTITION_TITLES = {
 }
 
 
-class Skew(NamedTuple):
+class PartitionSkew(NamedTuple):
     """Measures of how the clients of one partition differ from each other.
 
     Each array contains one value per client, which is NaN for a client without samples.
@@ -56,37 +56,37 @@ class Skew(NamedTuple):
     values: dict[str, Numbers]
 
 
-def splits(runs: list[Run]) -> list[Figure | None]:
+def draw_splits(runs: list[Run]) -> list[Figure | None]:
     """Draw the partitions of all seeds, with at most `MAX_CLASS_CELLS` cells in total.
 
     Runs on the same data are shown in one chart.
     """
     figures: list[Figure | None] = []
-    for place, group in enumerate(_same_data(runs), start=1):
-        skews = _skews(group)
+    for place, group in enumerate(_group_by_data(runs), start=1):
+        skews = _partition_skews(group)
         size = max((skew.run.partitions[skew.seed].counts.size for skew in skews), default=1)
         several = len(runs) != len(group)
         for index, skew in enumerate(skews[: max(1, min(MAX_DRAWN_PARTITIONS, MAX_CLASS_CELLS // max(size, 1)))]):
             id = f"partition-{place}-{index}" if several else f"partition-{index}"
-            figures.append(_picture(skew, id, f"{skew.label}, " if several else ""))
+            figures.append(_draw_partition(skew, id, f"{skew.label}, " if several else ""))
     return figures
 
 
 def skew_table(runs: list[Run]) -> str:
     """Render an HTML table with the mean, smallest and largest skew over clients, for each run and seed."""
-    groups = _same_data(runs)
-    skews = [skew for group in groups for skew in _skews(group)]
+    groups = _group_by_data(runs)
+    skews = [skew for group in groups for skew in _partition_skews(group)]
     if not skews:
         return ""
     shown = [name for name in PARTITION_TITLES if any(name in skew.values for skew in skews)]
     several = len(groups) > 1
     lines = [
-        [*([skew.label] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
+        [*([skew.label] if several else []), str(skew.seed), *(_range_text(skew.values.get(n)) for n in shown)]
         for skew in skews
     ]
     if len(skews) > 1:
         pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in skews]) for n in shown)
-        lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
+        lines.append(["All", *([""] if several else []), *(_range_text(values) for values in pooled)])
     heads = [*(["Run"] if several else []), "Seed", *(PARTITION_TITLES[name] for name in shown)]
     labels = (
         " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) compare a client's "
@@ -96,11 +96,11 @@ def skew_table(runs: list[Run]) -> str:
     return (
         "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, with the smallest and the "
         "largest "
-        f"value.{labels if 'emd' in shown else ''}</p>{scrolling('Skew of every seed', heads, lines)}"
+        f"value.{labels if 'emd' in shown else ''}</p>{render_scrolling_table('Skew of every seed', heads, lines)}"
     )
 
 
-def _range(values: Numbers | None) -> str:
+def _range_text(values: Numbers | None) -> str:
     finite = np.empty(0) if values is None else values[np.isfinite(values)]
     if not len(finite):
         return ""
@@ -108,7 +108,7 @@ def _range(values: Numbers | None) -> str:
     return Markup('{} <span class="half">{} to {}</span>').format(mean, low, high)
 
 
-def _same_data(runs: list[Run]) -> list[list[Run]]:
+def _group_by_data(runs: list[Run]) -> list[list[Run]]:
     """Group the runs in which, with every seed, each client holds the same number of samples of each class."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
@@ -118,18 +118,18 @@ def _same_data(runs: list[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def _skews(group: list[Run]) -> list[Skew]:
+def _partition_skews(group: list[Run]) -> list[PartitionSkew]:
     """Compute the skew of every recorded partition of a group of runs on the same data."""
     label = ", ".join(run.label for run in group)
-    return [Skew(group[0], label, seed, _skew(part)) for seed, part in group[0].partitions.items()]
+    return [PartitionSkew(group[0], label, seed, _skew_of_part(part)) for seed, part in group[0].partitions.items()]
 
 
-def _skew(part: RunPartition) -> dict[str, Numbers]:
+def _skew_of_part(part: RunPartition) -> dict[str, Numbers]:
     return label_skew(part.counts) if part.counts.shape[1] else {"sizes": part.sizes}
 
 
 def label_skew(counts: Numbers) -> dict[str, Numbers]:
-    """Compute the label skew of a partition (see `Skew`). ``counts`` has the shape ``[clients, classes]``."""
+    """Compute the label skew of a partition (see `PartitionSkew`). ``counts`` has the shape ``[clients, classes]``."""
     size = counts.sum(1)
     with np.errstate(invalid="ignore", divide="ignore"):
         p, q = counts / size[:, None], counts.sum(0) / counts.sum()
@@ -143,7 +143,7 @@ def _entropy(p: Numbers) -> Numbers:
     return entropies
 
 
-def _picture(skew: Skew, id: str, where: str) -> Figure | None:
+def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
     """Draw the proportion of each class in each client's data, and the clients' sizes.
 
     Return None if there are no classes.
@@ -179,14 +179,14 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     }
     y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
     x = kit.nominal_channel("class", titles, "Class", scale={"padding": 0.04})
-    hints = kit.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
+    hints = kit.tooltip(("client", "Client"), ("class", "Class"), ("count", "Samples"))
     share_shade = kit.shade("share", "Fraction of the client's samples", form="%", domain=[0, 1])
     heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
     across = {
         "x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}),
         "y": {**y, "axis": None},
     }
-    tooltip = kit.tips(("client", "Client"), ("size", "Samples"))
+    tooltip = kit.tooltip(("client", "Client"), ("size", "Samples"))
     bars = kit.mark(
         "bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2
     )
@@ -207,7 +207,7 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     return Figure(id, "partition", tab, f"Data of each client ({tab})", caption, spec, data, "beside", many)
 
 
-def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
+def draw_clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     """Draw the cluster of each client in each round, with one panel per clustering method (first seed).
 
     Return None if no clusters were recorded.
@@ -219,7 +219,7 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
         groups = part.groups if part is not None and (part.groups >= 0).any() else None
         planted |= groups is not None
         some |= run.clients > MAX_CLUSTERED_CLIENTS
-        data += _clustered(run, row, seed, groups)
+        data += _cluster_rows(run, row, seed, groups)
     if not data:
         return None
     order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
@@ -239,7 +239,7 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     return Figure("clusters", "clusters", "Clusters", title, caption, drawn, {"rows": data}, "facet")
 
 
-def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
+def draw_cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     """Draw each client's weight in the objective by round (first seed), for methods that weight recovered clusters.
 
     If no such weights were recorded, return None.
@@ -248,10 +248,11 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     for run, row, seed in _first_seeds(runs, rows, SHARE_FIGURE):
         points, chosen = (
             run.series[Key(row.method, seed, "", "", SHARE_FIGURE)],
-            _evenly(run.clients, MAX_CLUSTERED_CLIENTS),
+            _evenly_spaced_items(run.clients, MAX_CLUSTERED_CLIENTS),
         )
         shown = points.select(
-            np.isin(points.round, _evenly(np.unique(points.round), MAX_CLUSTER_ROUNDS)) & np.isin(points.client, chosen)
+            np.isin(points.round, _evenly_spaced_items(np.unique(points.round), MAX_CLUSTER_ROUNDS))
+            & np.isin(points.client, chosen)
         )
         cells += [
             {"method": row.name, "seed": seed, "round": t, "client": run.client(client), SHARE_FIGURE: share}
@@ -287,14 +288,14 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
         {**kit.nominal_channel("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
         kit.nominal_channel("client", clients, "Client", scale={"padding": 0.1}),
         colour,
-        kit.tips(*((name, name.capitalize()) for name in ("method", "client", "round", *more))),
+        kit.tooltip(*((name, name.capitalize()) for name in ("method", "client", "round", *more))),
         cornerRadius=1,
     )
     high = max(120, min(600, 18 * len(set(clients))))
     return kit.panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
 
 
-def _evenly(items: int | Integers, most: int) -> Integers:
+def _evenly_spaced_items(items: int | Integers, most: int) -> Integers:
     """Return at most ``most`` evenly spaced items.
 
     If ``items`` is an integer, it stands for the numbers from 0 up to that integer (exclusive).
@@ -305,16 +306,16 @@ def _evenly(items: int | Integers, most: int) -> Integers:
     return chosen
 
 
-def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
+def _cluster_rows(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
     points = run.series[Key(row.method, seed, "", "", "cluster")]
-    chosen = set(_evenly(run.clients, MAX_CLUSTERED_CLIENTS).tolist())
+    chosen = set(_evenly_spaced_items(run.clients, MAX_CLUSTERED_CLIENTS).tolist())
     before = groups
     cells: Rows = []
-    for t in _evenly(np.unique(points.round), MAX_CLUSTER_ROUNDS).tolist():
+    for t in _evenly_spaced_items(np.unique(points.round), MAX_CLUSTER_ROUNDS).tolist():
         now = points.round == t
         clients, labels = points.client[now], points.value[now].astype(np.int64)
         if before is not None:
-            labels = aligned(labels, before[clients])
+            labels = align_cluster_labels(labels, before[clients])
         if groups is None:
             before = np.full(run.clients, -1, np.int64)
             before[clients] = labels
@@ -327,7 +328,7 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
     return cells
 
 
-def aligned(labels: Integers, reference: Integers) -> Integers:
+def align_cluster_labels(labels: Integers, reference: Integers) -> Integers:
     """Rename cluster labels so that as many as possible agree with the reference labels.
 
     The label -1 (unknown) is retained.

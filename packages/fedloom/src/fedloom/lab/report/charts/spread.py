@@ -7,7 +7,7 @@ import numpy as np
 from fedloom.formats import rounded
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
-from fedloom.lab.report.naming import metric, titled, within_line
+from fedloom.lab.report.naming import lowercase_title, metric, titled
 from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
@@ -35,15 +35,15 @@ def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Nu
     return points.client[scored], points.value[scored] * metric(name).scale
 
 
-def pooled(seeds: Seeds) -> Numbers:
+def pool_seed_values(seeds: Seeds) -> Numbers:
     """Return the values of all seeds as one array."""
     return np.concatenate([np.empty(0), *(values for _, values in seeds.values())])
 
 
-def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
+def draw_spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
     """Draw how the primary metric varies between clients, or return None if there are no data."""
     higher, title = metric(lead).higher, titled(metric(lead))
-    spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
+    spec, data, words = _draw_box_plots(runs, rows, last, title, -1 if higher else 1)
     caption = (
         f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds "
         f"together. {words}{attackers_sentence(runs)}"
@@ -51,7 +51,7 @@ def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Fi
     return Figure("clients", "clients", "Spread", "How clients differ", caption, spec, data, "wide", table="dots")
 
 
-def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
+def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     """Draw each client's gain over the baseline with the same seed, or return None if there are no gains.
 
     A gain above 0 means that the method is better (as in Fig. 3 of the FedSLR paper).
@@ -60,7 +60,7 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     gains: list[tuple[Row, Seeds]] = []
     against: dict[str, None] = {}
     for row in rows:
-        run, base = run_of(runs, row), _baseline(rows, row)
+        run, base = run_of(runs, row), _baseline_row(rows, row)
         if base is None or (base.method, base.model) == (row.method, row.model):
             continue
         by_seed: Seeds = {}
@@ -68,15 +68,15 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
             (ids, scores), (base_ids, base_scores) = (last_results(run, r, seed, lead) for r in (row, base))
             both, i, j = np.intersect1d(ids, base_ids, assume_unique=True, return_indices=True)
             by_seed[seed] = (both, sign * (scores[i] - base_scores[j]))
-        if len(pooled(by_seed)) > 1:
+        if len(pool_seed_values(by_seed)) > 1:
             against[base.name] = None
             gains.append((row, by_seed))
     if not gains:
         return None
     compared, found_gains = [row for row, _ in gains], [by_seed for _, by_seed in gains]
-    name = within_line(shown.title)
+    name = lowercase_title(shown.title)
     axis = f"Gain in {name}{' (points)' * (shown.scale == 100)}"
-    spec, data, words = _distribution(runs, compared, found_gains, axis, -1, zero=True)
+    spec, data, words = _draw_box_plots(runs, compared, found_gains, axis, -1, zero=True)
     base_names = " or ".join(against)
     caption = (
         f"Gain of each client: its {name} on its own test part at the last round "
@@ -88,7 +88,7 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     return Figure("relative", "clients", f"Gain over {base_names}", title, caption, spec, data, "wide", table="dots")
 
 
-def _baseline(rows: list[Row], row: Row) -> Row | None:
+def _baseline_row(rows: list[Row], row: Row) -> Row | None:
     """Return the row of the same run that serves as the baseline, or None if there is none."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
@@ -97,7 +97,7 @@ def _baseline(rows: list[Row], row: Row) -> Row | None:
     return candidates[0] if candidates else None
 
 
-def _distribution(
+def _draw_box_plots(
     runs: list[Run], rows: list[Row], scores: list[Seeds], title: str, sign: int, *, zero: bool = False
 ) -> tuple[Spec, dict[str, Rows], str]:
     """Draw box plots of the clients' values, sorted by median, with one dot per client below each box.
@@ -113,12 +113,12 @@ def _distribution(
     Returns:
         The chart specification, its data sets, and a sentence that explains the chart.
     """
-    order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pooled(scores[i]))))
+    order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pool_seed_values(scores[i]))))
     boxes: Rows = []
     dots: Rows = []
     most = max(MIN_ROW_DOTS, MAX_DOTS // len(rows))
     for i in order:
-        values, tags = pooled(scores[i]), {"row": rows[i].title, "model": rows[i].model}
+        values, tags = pool_seed_values(scores[i]), {"row": rows[i].title, "model": rows[i].model}
         p10, q1, median, q3, p90 = (rounded(float(v)) for v in np.quantile(values, [0.1, 0.25, 0.5, 0.75, 0.9]))
         box = {"minimum": rounded(values.min()), "p10": p10, "q1": q1, "median": median, "q3": q3, "p90": p90}
         more = {"better": rounded(float((values > 0).mean()))} if zero else {}
@@ -130,23 +130,25 @@ def _distribution(
         for k in np.argsort(values, kind="stable")[places].tolist():
             client = run_of(runs, rows[i]).client(int(clients[k]))
             dots.append({**tags, "seed": int(seeds[k]), "client": client, "value": rounded(float(values[k]))})
-    off = set() if zero else kit.off_axis({box["row"]: max(abs(box["p10"]), abs(box["p90"])) for box in boxes})
+    off = (
+        set() if zero else kit.find_off_axis_names({box["row"]: max(abs(box["p10"]), abs(box["p90"])) for box in boxes})
+    )
     near = [box for box in boxes if box["row"] not in off]
     low, high = min(box["p10"] for box in near), max(box["p90"] for box in near)
     room = 1.5 * (high - low) or 1.0
     ends = [max(low - room, min(box["minimum"] for box in near)), min(high + room, max(b["maximum"] for b in near))]
-    scale = {"domain": kit.domain(ends, 0.03), "nice": False}
+    scale = {"domain": kit.axis_domain(ends, 0.03), "nice": False}
     x = kit.number("value", title, scale=scale, axis={"tickCount": 6})
     y = kit.nominal_channel("row", [box["row"] for box in boxes], axis={"labelOverlap": False})
-    place, tint = {"x": x, "y": y}, kit.colour(rows)
-    quartiles = kit.tips(
+    place, tint = {"x": x, "y": y}, kit.model_color_channel(rows)
+    quartiles = kit.tooltip(
         *(("row", "Method"), ("q1", "a quarter below", ".4~g"), ("median", "median", ".4~g")),
         ("q3", "a quarter above", ".4~g"),
         *((("better", "gain", ".0%"),) if zero else ()),
     )
     summary = {"lookup": "row", "from": {"data": {"name": "rows"}, "key": "row", "fields": ["q1", "q3", "better"]}}
     middle = {"joinaggregate": [{"op": "median", "field": "value", "as": "median"}], "groupby": ["row"]}
-    dot = kit.tips(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
+    dot = kit.tooltip(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
     box_plot = {"size": 9, "outliers": False, "opacity": 0.75, "median": {"color": "white", "strokeWidth": 2}}
     layers = [
         *([kit.mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4, aria=False)] if zero else []),
@@ -163,5 +165,5 @@ def _distribution(
     return (
         spec,
         {"rows": boxes, "dots": dots},
-        words + " Some clients are outside the axis." * cut + kit.off_words(off),
+        words + " Some clients are outside the axis." * cut + kit.axis_note(off),
     )

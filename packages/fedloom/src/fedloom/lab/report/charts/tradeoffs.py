@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 from fedloom.formats import percent
 from fedloom.lab.report.charts import kit
-from fedloom.lab.report.charts.kit import HAS_INTERVAL, MEAN_FILTER, SEED_FILTER, Figure, Rows, Spec
+from fedloom.lab.report.charts.kit import INTERVAL_FILTER, MEAN_FILTER, SEED_FILTER, Figure, Rows, Spec
 from fedloom.lab.report.comparison.contenders import Models
-from fedloom.lab.report.comparison.criteria import TARGET_SHARE, common_target, cost_to_reach, goal_of, tasks
-from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, figure, metric, titled, within_line
+from fedloom.lab.report.comparison.criteria import (
+    TARGET_SHARE,
+    common_target,
+    cost_to_reach,
+    group_comparable_runs,
+    target_text,
+)
+from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, describe_figure, lowercase_title, metric, titled
 from fedloom.lab.report.numbers import Estimate, Row
 from fedloom.lab.report.run import Run
 
@@ -21,7 +27,7 @@ COST_AXES = {
 }
 
 
-class Price(NamedTuple):
+class CostAxis(NamedTuple):
     """Horizontal axis of a trade-off chart: a metric, its column and title, and whether smaller values are better."""
 
     figure: str
@@ -30,29 +36,29 @@ class Price(NamedTuple):
     less: bool = True
 
 
-def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+def draw_tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw the primary metric against the variance of losses, the worst tenth of clients, and nonzero parameters."""
     what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
-    variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
+    variance = CostAxis("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
-    worst = Price(f"{lead}/worst10", "worst", title, not metric(lead).higher)
+    worst = CostAxis(f"{lead}/worst10", "worst", title, not metric(lead).higher)
     fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
     corner = "top right" if metric(lead).higher else "bottom left"
     tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the result of the worst tenth of the clients", corner)
-    figures = [_trade_off(runs, rows, lead, variance, fair), _trade_off(runs, rows, lead, worst, tenth)]
+    figures = [_draw_trade_off(runs, rows, lead, variance, fair), _draw_trade_off(runs, rows, lead, worst, tenth)]
     if any("nonzeros" in row.figures for row in rows):
         sparse = ("sparsity", "structure", "Trade-off", f"{what} against sparsity", f"{side} left")
-        price = Price("nonzeros", "nonzeros", "Non-zero parameters")
-        figures.append(_trade_off(runs, [_counted(row) for row in rows], lead, price, sparse))
+        price = CostAxis("nonzeros", "nonzeros", "Non-zero parameters")
+        figures.append(_draw_trade_off(runs, [_add_parameter_count(row) for row in rows], lead, price, sparse))
     return figures
 
 
-def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
+def draw_costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
     """Draw the total work and traffic of each method, and the cost at which it reached a common result."""
-    return [_totals(rows), _reached(runs, rows, lead, models)]
+    return [_draw_total_costs(rows), _draw_cost_to_target(runs, rows, lead, models)]
 
 
-def _counted(row: Row) -> Row:
+def _add_parameter_count(row: Row) -> Row:
     """Return the row after adding the number of its nonzero parameters.
 
     A model whose non-zero parameters were not counted is assumed to be dense.
@@ -61,8 +67,8 @@ def _counted(row: Row) -> Row:
     return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
 
 
-def _trade_off(
-    runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
+def _draw_trade_off(
+    runs: list[Run], rows: list[Row], lead: str, price: CostAxis, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
     """Draw one point per row that shows both metrics, or return None if there are too few points.
 
@@ -89,42 +95,42 @@ def _trade_off(
     if len(data) < 2 or len({point[price.column] for point in data}) == 1:
         return None
     signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
-    for _, _, task_rows in tasks(runs, rows):
+    for _, _, task_rows in group_comparable_runs(runs, rows):
         sound = {(row.name, row.model): row.sound for row in task_rows}
         task_points = [point for point in data if (point["method"], point["model"]) in sound]
         peers = [point for point in task_points if sound[point["method"], point["model"]]]
         for point in task_points:
-            beaten = any(_better(other, point, price.column, signs) for other in peers)
+            beaten = any(_is_better_in_both(other, point, price.column, signs) for other in peers)
             point["best"] = point in peers and not beaten
     axes = []
     off: set[str] = set()
     for column, open_ended in (("result", True), (price.column, price.column != "nonzeros")):
         largest = {f"{p['method']} {p['model']}".strip(): p[column] for p in data}
-        far = kit.off_axis(largest) if open_ended else set()
-        axes.append(kit.domain([value for name, value in largest.items() if name not in far], 0.12))
+        far = kit.find_off_axis_names(largest) if open_ended else set()
+        axes.append(kit.axis_domain([value for name, value in largest.items() if name not in far], 0.12))
         off |= far
-    _name(data, price.column, axes[1], axes[0])
+    _label_points(data, price.column, axes[1], axes[0])
     id, group, tab, title, corner = words
     several = any(point["low"] is not None for point in data)
     lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
     lines = " Small dots are single seeds." if singles else lines
-    among = " among runs with the same data and attack" if len(tasks(runs, rows)) > 1 else ""
+    among = " among runs with the same data and attack" if len(group_comparable_runs(runs, rows)) > 1 else ""
     never = "" if all(row.sound for row in rows) else " Methods with a diverged or failed run have no ring."
     caption = (
         f"{title}, one point per model and method: {corner} is best. Ringed: Pareto-optimal{among}, "
         f"so no method is as good in both and better in one.{never}{lines} Points close to a point "
-        f"with a name have no name (point at a dot).{kit.off_words(off)}"
+        f"with a name have no name (point at a dot).{kit.axis_note(off)}"
     )
-    spec = _scatter(data, singles, rows, lead, price, axes)
+    spec = _scatter_chart(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
 
 
-def _better(one: dict[str, Any], other: dict[str, Any], column: str, signs: tuple[int, int]) -> bool:
+def _is_better_in_both(one: dict[str, Any], other: dict[str, Any], column: str, signs: tuple[int, int]) -> bool:
     gains: list[float] = [sign * (one[n] - other[n]) for n, sign in zip(("result", column), signs, strict=True)]
     return min(gains) >= 0 and max(gains) > 0
 
 
-def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None:
+def _label_points(data: Rows, column: str, across: list[float], up: list[float]) -> None:
     """Label each point that is not too close to a labeled point, starting with the Pareto-optimal points."""
     named: list[tuple[float, float]] = []
     for point in sorted(data, key=lambda p: not p["best"]):
@@ -135,14 +141,18 @@ def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None
         named += [] if near else [(x, y)]
 
 
-def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, axes: list[list[float]]) -> Spec:
+def _scatter_chart(
+    data: Rows, seeds: Rows, rows: list[Row], lead: str, price: CostAxis, axes: list[list[float]]
+) -> Spec:
     title, column = titled(metric(lead)), price.column
     y, x = (
         kit.number(name, words, scale={"domain": ends, "nice": False})
         for name, words, ends in zip(("result", column), (title, price.title), axes, strict=True)
     )
-    place, tint = {"x": x, "y": y}, {"color": kit.colour(rows)}
-    hints = kit.tips(("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g"))
+    place, tint = {"x": x, "y": y}, {"color": kit.model_color_channel(rows)}
+    hints = kit.tooltip(
+        ("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g")
+    )
     vertical = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, **tint}
     level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
     sides = [
@@ -152,8 +162,8 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
         for align, dx in (("left", 12), ("right", -12))
     ]
     intervals = [
-        kit.mark("rule", vertical, HAS_INTERVAL, opacity=0.3, clip=True),
-        kit.mark("rule", level, HAS_INTERVAL, opacity=0.3, clip=True),
+        kit.mark("rule", vertical, INTERVAL_FILTER, opacity=0.3, clip=True),
+        kit.mark("rule", level, INTERVAL_FILTER, opacity=0.3, clip=True),
     ]
     single = kit.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
     return kit.layer_chart(
@@ -178,7 +188,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
     )
 
 
-def _totals(rows: list[Row]) -> Figure | None:
+def _draw_total_costs(rows: list[Row]) -> Figure | None:
     """Draw one bar per method, because all models of a method share the same work.
 
     Return None if costs were not recorded.
@@ -189,8 +199,8 @@ def _totals(rows: list[Row]) -> Figure | None:
         for name in dict.fromkeys(row.name for row in rows if row.name in first):
             spent = first[name].figures[measure]
             if math.isfinite(spent.mean):
-                tags = {"measure": figure(measure).title, "method": name}
-                data += [{**tags, **point} for point in spent.points(figure(measure).scale)]
+                tags = {"measure": describe_figure(measure).title, "method": name}
+                data += [{**tags, **point} for point in spent.points(describe_figure(measure).scale)]
     if not data:
         return None
     caption = (
@@ -201,7 +211,7 @@ def _totals(rows: list[Row]) -> Figure | None:
     return _draw_measures("costs", "In all", "Total work and traffic", caption, data, "method", None)
 
 
-def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
+def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
     """Draw, as one dot per row, the cost at which the mean result first reached the target of its task.
 
     Return None if fewer than two rows reached the target.
@@ -209,11 +219,11 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
     data: Rows = []
     missed: list[str] = []
     targets = []
-    for _, own_runs, compared in tasks(runs, rows):
+    for _, own_runs, compared in group_comparable_runs(runs, rows):
         target = common_target(own_runs, compared, lead, models)
         for cost, (title, scale) in COST_AXES.items():
             spent = cost_to_reach(own_runs, compared, lead, target, cost)
-            targets += [goal_of(lead, target)] if spent else []
+            targets += [target_text(lead, target)] if spent else []
             for i, estimate in spent.items():
                 tags = {
                     "measure": title,
@@ -225,7 +235,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
             missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(compared) if spent and i not in spent]
     if len({point["row"] for point in data}) < 2:
         return None
-    goal = f"{within_line(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
+    goal = f"{lowercase_title(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
     never = f" Never reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = (
         f"{percent(TARGET_SHARE)} of the best result"
@@ -237,7 +247,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
         "best of the compared models. Mean over seeds with the 95 % interval (with few seeds, one "
         f"small dot per seed). Left is better.{never}"
     )
-    tint = kit.colour([row for row in rows if any(point["model"] == row.model for point in data)])
+    tint = kit.model_color_channel([row for row in rows if any(point["model"] == row.model for point in data)])
     return _draw_measures("costs-reached", "Cost of a common result", f"Spent until {goal}", caption, data, "row", tint)
 
 
@@ -252,10 +262,10 @@ def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, fiel
     }
     ends = {**place, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     look = {"size": 80, "opacity": 1} if tint else {"size": 11, "cornerRadiusEnd": 2, "style": "plain"}
-    hints = kit.tips((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
+    hints = kit.tooltip((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
     inner = kit.layer_chart(
         kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN_FILTER, **look),
-        kit.mark("rule", ends, HAS_INTERVAL, strokeWidth=1.4, opacity=0.7),
+        kit.mark("rule", ends, INTERVAL_FILTER, strokeWidth=1.4, opacity=0.7),
         kit.mark("point", place, SEED_FILTER, size=12, opacity=0.7, tooltip=None),
     )
     inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.select_filters(data)]

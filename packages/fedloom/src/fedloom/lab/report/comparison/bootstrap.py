@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedloom.lab.report.patients import Predicted
+from fedloom.lab.report.patients import StoredPredictions
 from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
 """Number of bootstrap resamples. With this number of resamples, the relative error of a standard error is about 1 /
 sqrt(2 * 1000) = 2.2 %. Efron and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
-MOST_PAIRS = 10**8
+MAX_PAIRS = 10**8
 """Maximum number of pairs (an event and another patient) for which the interval of a C-index is computed."""
 
 
-def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
+def weighted_metric(metric: str, weight: Numbers, samples: StoredPredictions) -> Numbers:
     """Compute a metric of test samples for each set of weights, ``[B]``. If the metric is undefined, it is NaN.
 
     Args:
@@ -51,7 +51,7 @@ def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers
         return np.asarray(1 - squares / (weight @ y**2 - (weight @ y) ** 2 / total))
 
 
-def _label_areas(weight: Numbers, samples: Predicted) -> Numbers:
+def _label_areas(weight: Numbers, samples: StoredPredictions) -> Numbers:
     """Compute the mean AUROC of weighted samples over labels that some samples have and others do not have, ``[B]``."""
     total, defined = np.zeros(len(weight)), np.zeros(len(weight))
     for y, score in zip(samples.target.T, samples.prediction.T, strict=True):
@@ -70,7 +70,7 @@ def _label_areas(weight: Numbers, samples: Predicted) -> Numbers:
     return total / defined
 
 
-def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
+def _concordance(weight: Numbers, samples: StoredPredictions) -> Numbers:
     """Compute Harrell's C-index of weighted samples, ``[B]``.
 
     If a patient is drawn twice, the two copies are not compared with each other.
@@ -87,7 +87,7 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
     return right / pairs
 
 
-def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
+def standard_error(metric: str, alone: StoredPredictions, shared: StoredPredictions | None = None) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resamples of subjects.
 
     The result is NaN if the standard error cannot be computed.
@@ -100,7 +100,7 @@ def standard_error(metric: str, alone: Predicted, shared: Predicted | None = Non
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1
-    if subjects < 2 or (metric == "c_index" and alone.event is not None and alone.event.sum() * n > MOST_PAIRS):
+    if subjects < 2 or (metric == "c_index" and alone.event is not None and alone.event.sum() * n > MAX_PAIRS):
         return float("nan")
     rng = np.random.default_rng(0)
     values = list[Numbers]()

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from fedloom.formats import UNKNOWN_DASH, fixed, p_value, pair
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.gains import SiteGains
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
-from fedloom.lab.report.naming import figure, metric
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
+from fedloom.lab.report.naming import describe_figure, metric
 from fedloom.lab.report.numbers import run_of
-from fedloom.lab.report.patients import Predicted, is_binary, tested
+from fedloom.lab.report.patients import StoredPredictions, benign_test_predictions, is_binary
 from fedloom.lab.report.run import Numbers, Run
 
 CONFIDENCE_LEVEL = 0.95
@@ -67,7 +67,7 @@ class SiteDifference(NamedTuple):
     p: float
 
 
-def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = None) -> tuple[Numbers, Numbers]:
+def delong_auroc(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = None) -> tuple[Numbers, Numbers]:
     """Return the AUROC of each model on the same samples, ``[k]``, and the covariance of these estimates, ``[k, k]``.
 
     Args:
@@ -101,12 +101,12 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
     return areas, variance
 
 
-def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
+def patient_differences(run: Run, table: SiteGains) -> list[SiteDifference]:
     """Return the difference for each site and for all sites together.
 
     Return [] if no predictions were stored or the metric is missing.
     """
-    alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
+    alone, shared = (benign_test_predictions(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
         return []
     lead = "auroc" if is_binary(run, alone) else table.metric
@@ -114,12 +114,12 @@ def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
     return [
-        _difference(name, lead, alone.select_client(place), shared.select_client(place))
+        _patient_difference(name, lead, alone.select_client(place), shared.select_client(place))
         for name, place in (*places, ("All", None))
     ]
 
 
-def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:
+def _patient_difference(name: str, lead: str, alone: StoredPredictions, shared: StoredPredictions) -> SiteDifference:
     count, units = alone.count(), alone.units
     if lead == "auroc":
         cases, controls = (alone.count(alone.target == k) for k in (1, 0))
@@ -127,7 +127,7 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
         if min(cases, controls) < MIN_CLASS_SAMPLES:
             return SiteDifference(name, count, lead, cases, math.nan, math.nan, math.nan, math.nan)
         scores = np.stack([alone.prediction, shared.prediction])
-        areas, covariance = delong(scores, alone.target, None if alone.subject is None else units)
+        areas, covariance = delong_auroc(scores, alone.target, None if alone.subject is None else units)
         values = (float(areas[0]), float(areas[1]))
         se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
     else:
@@ -147,7 +147,7 @@ def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[s
 
     Each run is returned with its label, which is empty if there is only one run.
     """
-    by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
+    by_run = [(table.run, patient_differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
@@ -156,16 +156,16 @@ def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> 
     text = ""
     for label, lines in tables:
         cells = [
-            [line.site, line.samples, UNKNOWN_DASH if line.events is None else line.events, *_words(line)]
+            [line.site, line.samples, UNKNOWN_DASH if line.events is None else line.events, *_difference_sentence(line)]
             for line in lines
         ]
-        title = figure(lines[0].metric).title
+        title = describe_figure(lines[0].metric).title
         heads = ("Site", "Patients tested", "Events", f"{title} alone", "Together", "Gain", "p")
-        text += scrolling(f"Gains by patient {label}".strip(), heads, cells, title=label)
+        text += render_scrolling_table(f"Gains by patient {label}".strip(), heads, cells, title=label)
     return f'<p class="lead">{BY_PATIENT_TEXT}</p>{text}' if text else ""
 
 
-def _words(line: SiteDifference) -> list[str]:
+def _difference_sentence(line: SiteDifference) -> list[str]:
     if math.isnan(line.alone) or math.isnan(line.together):
         return [UNKNOWN_DASH] * 4
     gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
@@ -180,4 +180,4 @@ def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> s
         for label, lines in tables
         for line in lines
     ]
-    return csv_of(("run", *SiteDifference._fields), rows)
+    return render_csv(("run", *SiteDifference._fields), rows)

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
-from fedloom.lab.report.comparison.contenders import best_row, contenders
+from fedloom.lab.report.comparison.contenders import best_row, select_contenders
 from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, federated_leader, site_estimate, values_by_seed
 from fedloom.lab.report.groups import group_cells
-from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.naming import describe_figure, titled
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows, test_metrics
 from fedloom.lab.report.page import explained, replace_text
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell_text
 from fedloom.metrics import SUMMARY_METRICS
-from fedloom.outputs import FileKind, check_output_file, never
+from fedloom.outputs import FileKind, check_output_file, never_own
 from fedloom.rundir import RESULT_FOLDERS
 
 OPEN_QUESTION_TEXT = "*To be completed by the people responsible for the model.*"
@@ -40,7 +40,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         CheckpointError: the disk is full or refuses the file.
     """
     check_card(out)
-    text = "\n".join(card(run) for run in read_runs(run_dirs))
+    text = "\n".join(model_card(run) for run in read_runs(run_dirs))
     with explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, text)
@@ -61,62 +61,62 @@ def check_card(out: Path) -> None:
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in RESULT_FOLDERS
 
-    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns, force=None)
+    check_output_file(out, FileKind("Markdown", "a model card", never_own), owns=owns, force=None)
 
 
-def card(run: Run) -> str:
+def model_card(run: Run) -> str:
     """Render the card of the model that has the best value of the primary metric.
 
     The model is a federated model if there is a federated model whose runs ended well.
     """
     lead = leading_metric([run])
-    shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
+    shown = [row for row in select_contenders([run], method_rows([run])) if row.result(lead)]
     methods = [row for row in shown if row.algorithm]
     row = federated_leader(shown, lead) or best_row(methods, lead) or next(iter(methods), None)
     options = run.options
     data = options.get("data", {})
-    parts = [f"# Model card: {_plain(run.summary.name or run.label)}", ""]
+    parts = [f"# Model card: {_escape(run.summary.name or run.label)}", ""]
     if row is None:
         return "\n".join([*parts, "No result has been recorded yet.", ""])
     parameters = next((record.parameters for record in row.records if record.parameters), None)
     model = options.get("model", {}).get("kind", "own")
     parts += [
         "## Model", "",
-        f"- Method: {_plain(row.method)} ({_plain(row.algorithm)}), {row.model} model",
-        f"- Network: {_plain(str(model))}" + (f", {parameters} parameters" if parameters else ""),
+        f"- Method: {_escape(row.method)} ({_escape(row.algorithm)}), {row.model} model",
+        f"- Network: {_escape(str(model))}" + (f", {parameters} parameters" if parameters else ""),
         f"- Rounds: {max((record.rounds for record in row.records), default=0)}",
-        f"- Status: {_plain(row.status)}", "",
+        f"- Status: {_escape(row.status)}", "",
         "## Intended use", "", OPEN_QUESTION_TEXT, "",
         "## Limits and risks", "", OPEN_QUESTION_TEXT, "",
         "## Data", "",
-        f"- Source: {_plain(str(data.get('source', 'own')))}",
-        *(f"- {key.title()}: {_plain(str(data[key]))}" for key in ("target", "event") if key in data),
-        f"- Split over clients: {_plain(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
-        *([f"- Classes: {', '.join(map(_plain, run.summary.classes))}"] if run.summary.classes else []), "",
-        "## Results", "", *_results(run, row), "", *_groups(run, row, lead),
-        "## Privacy", "", _privacy(run, row), "",
-        "## Versions", "", _versions(run), "",
+        f"- Source: {_escape(str(data.get('source', 'own')))}",
+        *(f"- {key.title()}: {_escape(str(data[key]))}" for key in ("target", "event") if key in data),
+        f"- Split over clients: {_escape(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
+        *([f"- Classes: {', '.join(map(_escape, run.summary.classes))}"] if run.summary.classes else []), "",
+        "## Results", "", *_results_table(run, row), "", *_groups_table(run, row, lead),
+        "## Privacy", "", _privacy_lines(run, row), "",
+        "## Versions", "", _version_lines(run), "",
     ]  # fmt: skip
     return "\n".join(parts)
 
 
-def _results(run: Run, row: Row) -> list[str]:
+def _results_table(run: Run, row: Row) -> list[str]:
     """Render a table of test metrics in the last round, with means over seeds and half-widths of 95 % intervals."""
     names = [name for name in SUMMARY_METRICS if name in test_metrics(run, row.method, row.model)]
-    heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
+    heads = ["Site", "Samples in training", *(titled(describe_figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]
     values = {name: values_by_seed(run, row, name) for name in names}
     if 0 < len(run.names) <= MAX_LISTED_SITES:
         for place, site in enumerate(run.names):
             sizes = sorted({int(part.sizes[place]) for part in run.partitions.values()})
             size = " to ".join(dict.fromkeys((str(sizes[0]), str(sizes[-1])))) if sizes else ""
-            lines.append([_plain(site), size, *(cell_text(n, site_estimate(values[n], place)) for n in names)])
+            lines.append([_escape(site), size, *(cell_text(n, site_estimate(values[n], place)) for n in names)])
     lines.append(["Mean over clients", "", *(cell_text(name, row.figures.get(name)) for name in names)])
     about = "On the clients' test parts at the last round: mean over seeds ± half the width of the 95 % interval."
     return [about, "", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
-def _groups(run: Run, row: Row, lead: str) -> list[str]:
+def _groups_table(run: Run, row: Row, lead: str) -> list[str]:
     """Render the primary metric for groups of patients. If no groups were scored, return an empty list."""
     cells = group_cells(run, row, lead)
     if cells is None:
@@ -124,13 +124,13 @@ def _groups(run: Run, row: Row, lead: str) -> list[str]:
     heads, lines, lead = cells
     table = [heads, ["---"] * len(heads), *lines]
     about = (
-        f"{titled(figure(lead))} of test samples, with their number in brackets. A dash means that "
+        f"{titled(describe_figure(lead))} of test samples, with their number in brackets. A dash means that "
         "the group is too small to be scored."
     )
-    return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_plain, line))} |" for line in table), ""]
+    return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_escape, line))} |" for line in table), ""]
 
 
-def _privacy(run: Run, row: Row) -> str:
+def _privacy_lines(run: Run, row: Row) -> str:
     spent = [
         float(points.value.max())
         for key, points in run.totals.items()
@@ -141,11 +141,11 @@ def _privacy(run: Run, row: Row) -> str:
     return "No epsilon was recorded: the model has no guarantee of differential privacy."
 
 
-def _versions(run: Run) -> str:
-    return ", ".join(f"{name} {_plain(version)}" for name, version in run.versions.items()) + "."
+def _version_lines(run: Run) -> str:
+    return ", ".join(f"{name} {_escape(version)}" for name, version in run.versions.items()) + "."
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     r"""Escape recorded text so that Markdown shows it unchanged and on a single line.
 
     >>> _plain("a|b <i>*\n")

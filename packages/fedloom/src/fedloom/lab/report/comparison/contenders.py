@@ -19,9 +19,9 @@ from fedloom.lab.report.numbers import (
     COUNTED_FIGURES,
     Estimate,
     Row,
-    close,
-    over_clients,
-    repeated,
+    aggregate_clients,
+    are_close,
+    equal_seeds,
     run_of,
     seeds_of,
     test_metrics,
@@ -36,7 +36,7 @@ COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
 
-def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
+def select_contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
     """Select the rows of the results table to compare.
 
     Args:
@@ -49,7 +49,7 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
     chosen: dict[tuple[str, str], Row] = {}
     for row in rows:
         place = row.run, row.method
-        if place not in chosen or _rank(row, models) < _rank(chosen[place], models):
+        if place not in chosen or _model_rank(row, models) < _model_rank(chosen[place], models):
             chosen[place] = row
     shown = list(chosen.values())
     for run in runs:
@@ -59,14 +59,14 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
     return shown
 
 
-def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
+def select_one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
     """Select the rows to compare: at most one per method, even if ``models`` is "all"."""
-    return contenders(runs, rows, "best-on-validation" if models == "all" else models)
+    return select_contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
     """Select the compared rows of one run that have a result for the metric ``lead``."""
-    return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+    return [row for row in select_contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
 
 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
@@ -81,7 +81,7 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
     return max(fair, key=lambda row: sign * row.figures[lead].mean, default=None)
 
 
-def reference(rows: Sequence[Row]) -> str | None:
+def default_baseline(rows: Sequence[Row]) -> str | None:
     """Return the default baseline: the first method that trains alone, or else FedAvg.
 
     Return None if both of them are missing.
@@ -90,7 +90,7 @@ def reference(rows: Sequence[Row]) -> str | None:
     return next(iter(first), None)
 
 
-def _rank(row: Row, models: Models) -> int:
+def _model_rank(row: Row, models: Models) -> int:
     order = MODEL_ORDER[models]
     return order.index(row.model) if row.model in order else len(order)
 
@@ -110,7 +110,7 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
         return None
     figures: dict[str, dict[int, float]] = {}
     for seed in seeds_of(run, local.method):
-        takes = _takes_shared(run, local, shared, seed)
+        takes = _prefers_shared_mask(run, local, shared, seed)
         if takes is None:
             continue
         for name in test_metrics(run, local.method, local.model):
@@ -119,20 +119,22 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
                 continue
             mixed = local_points._replace(value=np.where(takes, shared_points.value, local_points.value))
             higher = metric(name).higher
-            figures.setdefault(name, {})[seed] = over_clients(mixed, "mean", higher).last
-            figures.setdefault(f"{name}/worst10", {})[seed] = over_clients(mixed, "worst10", higher).last
+            figures.setdefault(name, {})[seed] = aggregate_clients(mixed, "mean", higher).last
+            figures.setdefault(f"{name}/worst10", {})[seed] = aggregate_clients(mixed, "worst10", higher).last
             if name == "loss":
-                figures.setdefault("loss/variance", {})[seed] = over_clients(mixed, "variance", higher).last
+                figures.setdefault("loss/variance", {})[seed] = aggregate_clients(mixed, "variance", higher).last
     lost = local.lost | shared.lost
     by_seed = {name: values | dict.fromkeys(lost & values.keys(), math.nan) for name, values in figures.items()}
     if not by_seed:
         return None
-    repeats = repeated(by_seed)
+    repeats = equal_seeds(by_seed)
     estimates = {name: Estimate(values, repeats) for name, values in by_seed.items()}
     return Row(local.run, f"{local.method} or {shared.method}", "", "hybrid", local.records + shared.records, estimates)
 
 
-def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+def _prefers_shared_mask(
+    run: Run, local: Row, shared: Row, seed: int
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
     """Return a mask ``[n]`` of the clients for which the shared model is strictly better on the choosing part.
 
     The result is None if these scores were not recorded.
@@ -156,25 +158,25 @@ def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points |
     return None if points is None or not len(points.round) else points.select(points.round == points.round[-1])
 
 
-def same(one: Row, other: Row) -> bool:
+def are_same_models(one: Row, other: Row) -> bool:
     """Return True if two rows describe the same models.
 
     In this case, all metrics that both models have, except costs, are equal for every seed.
     """
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
-    return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
+    return results and all(_have_equal_figures(one.figures[name], other.figures[name]) for name in names)
 
 
-def _equal(one: Estimate, other: Estimate) -> bool:
+def _have_equal_figures(one: Estimate, other: Estimate) -> bool:
     return one.finite.keys() == other.finite.keys() and all(
-        close(value, other.finite[seed]) for seed, value in one.finite.items()
+        are_close(value, other.finite[seed]) for seed, value in one.finite.items()
     )
 
 
-def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
+def first_positions_of_models(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
     """Map each position to the first position whose row describes the same models."""
     first: dict[int, int] = {}
     for place in places:
-        first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)
+        first[place] = next((k for k in first.values() if are_same_models(rows[k], rows[place])), place)
     return first

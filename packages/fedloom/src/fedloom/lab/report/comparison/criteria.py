@@ -15,10 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.formats import significant
-from fedloom.lab.report.comparison.contenders import Models, distinct, one_per_method, same
-from fedloom.lab.report.comparison.family import differences, family
-from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, figure, is_ratio, metric, within_line
-from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, curve, run_of
+from fedloom.lab.report.comparison.contenders import (
+    Models,
+    are_same_models,
+    first_positions_of_models,
+    select_one_per_method,
+)
+from fedloom.lab.report.comparison.family import run_family_tests, seed_differences
+from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, describe_figure, is_ratio, lowercase_title, metric
+from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, benign_curve, run_of
 from fedloom.lab.report.run import Key, Run
 
 TARGET_SHARE = 0.95
@@ -76,7 +81,7 @@ class Winner:
     excluded: bool = False
 
 
-def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
+def group_comparable_runs(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
     """Group comparable runs (same data, partition and attack), and return each group's label, runs and rows."""
     groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
@@ -89,75 +94,77 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
     return [(", ".join(run.label for run in task_runs), task_runs, shown) for task_runs, shown in groups.values()]
 
 
-def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
+def find_winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
     """Return the winner by each criterion whose metrics are recorded."""
     ratio = max((run.ratio for run in runs), default=0.0)
-    return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
+    return [find_winner(criterion, rows, ratio) for criterion in _make_criteria(runs, rows, lead) if criterion.values]
 
 
-class Marks(NamedTuple):
+class HighlightedRows(NamedTuple):
     """Rows that a table highlights in one column: the best rows, and rows that are not significantly worse."""
 
     best: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
 
-    def shift(self, by: int) -> Marks:
+    def shift(self, by: int) -> HighlightedRows:
         """Return the same marks, moved down by a number of rows."""
-        return Marks(*(frozenset(place + by for place in places) for places in self))
+        return HighlightedRows(*(frozenset(place + by for place in places) for places in self))
 
     @staticmethod
-    def union(several: Iterable[Marks]) -> Marks:
+    def union(several: Iterable[HighlightedRows]) -> HighlightedRows:
         """Combine the marks of several parts of a table."""
-        return Marks(*(frozenset().union(*places) for places in zip(*several, strict=True)))
+        return HighlightedRows(*(frozenset().union(*places) for places in zip(*several, strict=True)))
 
 
-def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
+def find_highlighted_rows(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, HighlightedRows]:
     """Return the marks for each column in which either high or low values are better, except costs.
 
     Each column forms one family of tests.
 
-    ``ratio`` corrects the tests as described in `family`.
+    ``ratio`` corrects the tests as described in `run_family_tests`.
     """
-    marks_of_columns: dict[str, Marks] = {}
+    marks_of_columns: dict[str, HighlightedRows] = {}
     for name in columns:
-        shown = figure(name)
-        values = _results(rows, name)
+        shown = describe_figure(name)
+        values = _row_results(rows, name)
         if name in COST_FIGURES or not shown.rated or len(values) < 2:
             continue
-        first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows, ratio)
+        first = find_winner(Criterion(name, "", "", 1.0, shown.higher, values), rows, ratio)
         if first.row is not None:
             beside = first.rivals if first.decidable else ()
-            alike = [k for i in beside for k in values if same(rows[k], rows[i])]
-            marks_of_columns[name] = Marks(frozenset((first.row, *first.equals)), frozenset(alike))
+            alike = [k for i in beside for k in values if are_same_models(rows[k], rows[i])]
+            marks_of_columns[name] = HighlightedRows(frozenset((first.row, *first.equals)), frozenset(alike))
     return marks_of_columns
 
 
-def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
+def _row_results(rows: list[Row], name: str) -> dict[int, Estimate]:
     """Return a metric for each row that has it, keyed by the index of the row."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
-def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
+def _make_criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     shown = metric(lead)
-    worst = f"Worst 10 % of clients, {within_line(shown.title)}"
+    worst = f"Worst 10 % of clients, {lowercase_title(shown.title)}"
 
     target = common_target(runs, rows, lead)
     costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
     clocked = any(key.metric == "simulated_seconds" for run in runs for key in run.totals)
     time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
-    goal = f"until {within_line(shown.title)} {goal_of(lead, target)}"
+    goal = f"until {lowercase_title(shown.title)} {target_text(lead, target)}"
     return [
         Criterion(
-            lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _results(rows, lead)
+            lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _row_results(rows, lead)
         ),
-        Criterion(f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, _results(rows, f"{lead}/worst10")),
+        Criterion(
+            f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, _row_results(rows, f"{lead}/worst10")
+        ),
         Criterion(
             "loss/variance",
             "Fairness: variance of clients' test losses",
             "",
             1.0,
             False,
-            _results(rows, "loss/variance"),
+            _row_results(rows, "loss/variance"),
         ),
         Criterion("bytes", f"Traffic {goal}", "MB", 1 / MEGABYTE_BYTES, False, costs["bytes"]),
         Criterion("samples_backward", f"Sample gradients {goal}", "", 1.0, False, costs["samples_backward"]),
@@ -181,7 +188,9 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
         lead: metric for which the target is set.
         models: which row of each method to use.
     """
-    methods = [row for row in one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)]
+    methods = [
+        row for row in select_one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)
+    ]
     means = [row.figures[lead].mean for row in [row for row in methods if row.done] or methods]
     best = (max if metric(lead).higher else min)(means, default=0.0)
     if best <= 0:
@@ -189,15 +198,19 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
     return TARGET_SHARE * best if metric(lead).higher else best / TARGET_SHARE
 
 
-def goal_of(lead: str, target: float) -> str:
+def target_text(lead: str, target: float) -> str:
     """Return the target of a metric as text that includes its unit."""
     shown = metric(lead)
     return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
 
 
-def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
+def target_of_run(
+    run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation"
+) -> float:
     """Return the target of a run, which is the same for all comparable runs."""
-    own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
+    own_runs, own_rows = next(
+        (group, shown) for _, group, shown in group_comparable_runs(runs, rows) if any(r is run for r in group)
+    )
     return common_target(own_runs, own_rows, lead, models)
 
 
@@ -213,13 +226,13 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
         seeds = row.figures[lead].by_seed if lead in row.figures else {}
         for seed in seeds:
             run = run_of(runs, row)
-            result = curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
+            result = benign_curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
             reached = round_of(result, target, metric(lead).higher)
             if reached == 0:
                 return {}
             total = cumulative(run, row.method, seed, cost)
             if reached is not None and len(total.round):
-                spent[seed] = up_to(total, reached)
+                spent[seed] = total_up_to_round(total, reached)
         if spent and len(spent) == len(seeds):
             spent_by_row[i] = Estimate(spent, row.repeats)
     return spent_by_row
@@ -247,16 +260,16 @@ def round_of(result: Curve, target: float, higher: bool) -> int | None:
     return int(result.round[np.argmax(reached)]) if reached.any() else None
 
 
-def up_to(total: Curve, round: int) -> float:
+def total_up_to_round(total: Curve, round: int) -> float:
     """Return the total that was spent by the end of a given round."""
     before = np.flatnonzero(total.round <= round)
     return float(total.value[before[-1]]) if len(before) else 0.0
 
 
-def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
+def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
     """Return the best row by a criterion, among rows whose runs have ended well or (provisionally) are still running.
 
-    ``ratio`` corrects the tests as described in `family`.
+    ``ratio`` corrects the tests as described in `run_family_tests`.
     """
     sound = {i: estimate for i, estimate in criterion.values.items() if rows[i].sound}
     if not sound:
@@ -270,13 +283,13 @@ def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
     rivals = [i for i in order if rows[i].name != rows[best].name]
     equals: tuple[int, ...] = ()
     if criterion.figure not in COST_FIGURES:  # which the same models may have different ones of
-        first = distinct(rows, [best, *rivals])
+        first = first_positions_of_models(rows, [best, *rivals])
         equals = tuple(i for i in rivals if first[i] == best)
         rivals = [i for i in rivals if first[i] == i]
     if not rivals:
         return Winner(criterion, best, equals=equals, provisional=provisional)
     log = is_ratio(criterion.figure)
-    leads = family({i: differences(fair[best], fair[i], log=log) for i in rivals}, ratio=ratio)
+    leads = run_family_tests({i: seed_differences(fair[best], fair[i], log=log) for i in rivals}, ratio=ratio)
     nearest = leads[rivals[0]] if criterion.higher else -leads[rivals[0]]
     return Winner(
         criterion,

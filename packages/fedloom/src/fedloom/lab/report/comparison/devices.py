@@ -9,11 +9,11 @@ import numpy as np
 
 from fedloom.formats import UNKNOWN_DASH, finite, fixed, significant
 from fedloom.lab.report.comparison.contenders import Models, contenders_of
-from fedloom.lab.report.comparison.criteria import cumulative, goal_of, round_of, target_of, up_to
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
-from fedloom.lab.report.naming import figure, titled
-from fedloom.lab.report.numbers import Estimate, Row, over_clients, seeds_of
+from fedloom.lab.report.comparison.criteria import cumulative, round_of, target_of_run, target_text, total_up_to_round
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
+from fedloom.lab.report.naming import describe_figure, titled
+from fedloom.lab.report.numbers import Estimate, Row, aggregate_clients, seeds_of
 from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import cell_text
 from fedloom.rundir import UPLOADS_FIGURE
@@ -30,9 +30,9 @@ DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_sh
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
     """Render an HTML table for each run in which devices belong to several classes."""
-    text, shown = "", figure(lead)
+    text, shown = "", describe_figure(lead)
     for run in runs:
-        by_class, lines = [*_figures(run, runs, rows, lead, models)], []
+        by_class, lines = [*_device_class_figures(run, runs, rows, lead, models)], []
         for row, name, _, figures in by_class:
             of_metric = (cell_text(lead, figures[key]) for key in ("mean", "worst10"))
             counts = (fixed(figures[key].mean, 1) for key in ("uploads", "staleness"))
@@ -47,12 +47,12 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
         if not lines:
             continue
         target = by_class[0][2]
-        goal = "the target" if math.isnan(target) else goal_of(lead, target)
+        goal = "the target" if math.isnan(target) else target_text(lead, target)
         heads = [
             "Method and class", "Clients", titled(shown), "Worst 10 %", "Uploads", "Staleness", "Idle (%)",
             f"Hours until {goal}",
         ]  # fmt: skip
-        text += scrolling("Classes of devices", heads, lines, title=run.label if len(runs) > 1 else "")
+        text += render_scrolling_table("Classes of devices", heads, lines, title=run.label if len(runs) > 1 else "")
     return text
 
 
@@ -64,12 +64,12 @@ def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "b
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
         for run in runs
-        for row, name, target, figures in _figures(run, runs, rows, lead, models)
+        for row, name, target, figures in _device_class_figures(run, runs, rows, lead, models)
     ]
-    return csv_of(("run", "method", "model", "class", "metric", "target", *DEVICE_FIGURES), lines) if lines else ""
+    return render_csv(("run", "method", "model", "class", "metric", "target", *DEVICE_FIGURES), lines) if lines else ""
 
 
-def _figures(
+def _device_class_figures(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
     """Yield each compared row with each of its device classes, the common target and the metrics of the class.
@@ -77,7 +77,7 @@ def _figures(
     Methods that were run with a single device class are omitted.
     """
     compared = contenders_of(run, runs, rows, lead)
-    target = target_of(run, runs, rows, lead, models)
+    target = target_of_run(run, runs, rows, lead, models)
     for row in compared:
         names = next((record.device_classes for record in row.records if record.device_classes), ())
         for place, name in enumerate(names if len(names) > 1 else ()):
@@ -102,9 +102,9 @@ def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target:
         points = run.series[Key(row.method, seed, "", "", name)]
         return points.select((points.round == points.round[-1]) & np.isin(points.client, clients)).value
 
-    higher = figure(lead).higher
+    higher = describe_figure(lead).higher
     mean, uploads, stale, idle = (
-        over_clients(scores, "mean", higher),
+        aggregate_clients(scores, "mean", higher),
         last(UPLOADS_FIGURE),
         last("staleness"),
         last("idle_seconds"),
@@ -112,9 +112,9 @@ def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target:
     present, reached = float((last("busy_seconds") + idle).sum()), round_of(mean, target, higher)
     seconds = cumulative(run, row.method, seed, "simulated_seconds")
     return {
-        "clients": float(len(clients)), "mean": mean.last, "worst10": over_clients(scores, "worst10", higher).last,
+        "clients": float(len(clients)), "mean": mean.last, "worst10": aggregate_clients(scores, "worst10", higher).last,
         "uploads": float(uploads.mean()),
         "staleness": float(np.nansum(stale * uploads) / uploads.sum()) if uploads.any() else math.nan,
         "idle_share": float(idle.sum()) / present if present else math.nan,
-        "seconds_to_target": math.nan if reached is None else up_to(seconds, reached),
+        "seconds_to_target": math.nan if reached is None else total_up_to_round(seconds, reached),
     }  # fmt: skip

@@ -110,17 +110,17 @@ def untested_reason(comparison: TestedDifference | None) -> str:
     return "" if comparison.testable else "fewer than five seeds"
 
 
-def scope(ratio: float) -> str:
+def scope_sentence(ratio: float) -> str:
     """Return the sentence that states to which samples a verdict applies.
 
-    The scope depends on ``ratio``, as in `family`.
+    The scope depends on ``ratio``, as in `run_family_tests`.
     """
     if ratio:
         return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
     return "Verdicts hold for these samples, with other seeds."
 
 
-def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
+def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
     """Return the difference between two metrics for each common seed.
 
     If both metrics only repeat the values of an earlier seed for some seeds, only the first of these seeds is included.
@@ -152,7 +152,7 @@ def log_ratio(one: float, other: float) -> float:
     return math.log(one / other)
 
 
-def family(
+def run_family_tests(
     members: Mapping[Name, Mapping[int, float]], *, ratio: float | Mapping[Name, float] = 0.0, moderate: bool = False
 ) -> dict[Name, TestedDifference]:
     """Test all differences of a family.
@@ -166,20 +166,24 @@ def family(
     """
     values = {name: np.array([*by_seed.values()]) for name, by_seed in members.items()}
     tested = [name for name, one in values.items() if len(one) >= MIN_SEEDS]
-    prior = prior_of([values[name] for name in tested]) if moderate else None
+    prior = fit_common_prior([values[name] for name in tested]) if moderate else None
     level = FAMILY_ERROR_LEVEL if prior is None else MODERATED_LEVEL
     # the variance of a mean of n dependent results is that of n / (1 + n ratio) independent ones
     shares = {name: ratio if isinstance(ratio, float | int) else ratio.get(name, 0.0) for name in values}
     wider = {name: math.sqrt(1 + len(one) * shares[name]) for name, one in values.items()}
     p = {name: _p_value(values[name], wider[name], prior) for name in tested}
-    corrected = dict(zip(p, holm(list(p.values())), strict=True))
+    corrected = dict(zip(p, adjust_by_holm(list(p.values())), strict=True))
     rejections = {name: value <= level for name, value in corrected.items()}
     step = {name: min(place, sum(rejections.values())) for place, name in enumerate(sorted(p, key=p.__getitem__))}
     return {
         name: TestedDifference(
             sum(one.tolist()) / len(one) if len(one) else math.nan,
             wider[name]
-            * (_half(one, level / (len(p) - step[name]), prior) if name in p else _half(one, FAMILY_ERROR_LEVEL, None)),
+            * (
+                _half_width(one, level / (len(p) - step[name]), prior)
+                if name in p
+                else _half_width(one, FAMILY_ERROR_LEVEL, None)
+            ),
             p.get(name, math.nan),
             corrected.get(name, math.nan),
             rejections.get(name, False),
@@ -189,7 +193,7 @@ def family(
     }
 
 
-def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
+def fit_common_prior(members: Sequence[np.ndarray]) -> Prior | None:
     """Fit the common prior for the variances of differences over seeds.
 
     The result is None if too few members contain nonzero differences.
@@ -209,11 +213,11 @@ def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
         return 1.0
     from scipy.special import stdtr  # slow to import, needed with seeds enough only
 
-    error, degrees = _error(values, prior)
+    error, degrees = _standard_error(values, prior)
     return float(2 * stdtr(degrees, -abs(values.mean()) / (wider * error)))
 
 
-def _half(values: np.ndarray, level: float, prior: Prior | None) -> float:
+def _half_width(values: np.ndarray, level: float, prior: Prior | None) -> float:
     """Return the half-width of the confidence interval of the mean of ``values [k]``, with coverage ``1 - level``."""
     if not np.isfinite(values).all():
         return 0.0 if values.max() == values.min() else math.inf
@@ -221,11 +225,11 @@ def _half(values: np.ndarray, level: float, prior: Prior | None) -> float:
         return half_width(values.tolist(), level)
     from scipy.special import stdtrit
 
-    error, degrees = _error(values, prior)
+    error, degrees = _standard_error(values, prior)
     return float(stdtrit(degrees, 1 - level / 2)) * error
 
 
-def _error(values: np.ndarray, prior: Prior | None) -> tuple[float, float]:
+def _standard_error(values: np.ndarray, prior: Prior | None) -> tuple[float, float]:
     """Return the standard error of the mean of ``values [k]``, and its degrees of freedom."""
     variance, degrees = float(values.var(ddof=1)), float(len(values) - 1)
     if prior is not None:
@@ -233,7 +237,7 @@ def _error(values: np.ndarray, prior: Prior | None) -> tuple[float, float]:
     return math.sqrt(variance / len(values)), degrees
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def adjust_by_holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values ``[m]`` by Holm's step-down procedure (Holm, Scand. J. Statist. 1979).
 
     The adjusted value of the k-th smallest p-value is the maximum of (m - j + 1) p_j over j <= k, but at most 1. A

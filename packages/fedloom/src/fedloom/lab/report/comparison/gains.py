@@ -10,25 +10,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.formats import UNKNOWN_DASH, finite, interval, pair
-from fedloom.lab.report.comparison.contenders import best_row, contenders, contenders_of, last_points
+from fedloom.lab.report.comparison.contenders import best_row, contenders_of, last_points, select_contenders
 from fedloom.lab.report.comparison.family import (
     PairVerdict,
     TestedDifference,
-    differences,
-    family,
     pair_verdict,
+    run_family_tests,
+    seed_differences,
     untested_reason,
 )
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import render_part, scrolling
-from fedloom.lab.report.naming import figure, metric, titled, within_line
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_part, render_scrolling_table
+from fedloom.lab.report.naming import describe_figure, lowercase_title, metric, titled
 from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, Row, run_of, test_metrics
 from fedloom.lab.report.run import Key, Numbers, Run
-from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, tabular, tex
+from fedloom.lab.report.tables import (
+    BOOKTABS_LINE,
+    decimals_of_metric,
+    escape_tex,
+    latex_tabular,
+    mark_cell,
+    render_cell,
+)
 
 MAX_LISTED_SITES = 20
 """Maximum number of sites that are listed individually."""
-BY_SITE = ("by-column", "natural")
+SITE_PARTITIONS = ("by-column", "natural")
 """Kinds of partition whose clients are real sites, even if their names are numbers."""
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 
@@ -43,7 +50,7 @@ GAINS_TEXT = (
 )
 
 
-class Gain(NamedTuple):
+class SiteGain(NamedTuple):
     """Line of the table of gains, for one site or for a mean over sites.
 
     Attributes:
@@ -93,10 +100,10 @@ class SiteGains(NamedTuple):
     metric: str
     alone: Row
     together: Row
-    lines: tuple[Gain, ...]
+    lines: tuple[SiteGain, ...]
 
 
-def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
+def site_gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
     """Return a table for each run that has few sites, a method that trains local models, and a federated method.
 
     Args:
@@ -104,19 +111,21 @@ def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
         rows: rows of the results table, one for each model of each method.
         lead: metric by which the models are compared.
     """
-    tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run))
+    tables = (
+        _gains_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run)
+    )
     return [table for table in tables if table is not None]
 
 
 def _is_by_site(run: Run) -> bool:
     numbered = all(name.isdigit() for name in run.names)
     return 1 < len(run.names) <= MAX_LISTED_SITES and (
-        not numbered or run.options.get("partition", {}).get("kind") in BY_SITE
+        not numbered or run.options.get("partition", {}).get("kind") in SITE_PARTITIONS
     )
 
 
-def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
-    shown = [row for row in contenders([run], rows) if row.result(lead)]
+def _gains_table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
+    shown = [row for row in select_contenders([run], rows) if row.result(lead)]
     alone = next((row for row in shown if row.role == "alone"), None)
     together = federated_leader(shown, lead)
     if alone is None or together is None:
@@ -124,18 +133,20 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     sign = 1 if metric(lead).higher else -1
     results = [values_by_seed(run, row, lead) for row in (alone, together)]
     pairs = [(site_estimate(results[0], k), site_estimate(results[1], k)) for k in range(len(run.names))]
-    pairs += [_means(run, *results, weigh=weigh) for weigh in (False, True)]
+    pairs += [_site_means(run, *results, weigh=weigh) for weigh in (False, True)]
     pairs = [(replace(a, repeats=alone.repeats), replace(b, repeats=together.repeats)) for a, b in pairs]
-    better = (differences(shared, local) if sign > 0 else differences(local, shared) for local, shared in pairs)
+    better = (
+        seed_differences(shared, local) if sign > 0 else seed_differences(local, shared) for local, shared in pairs
+    )
     ratios = run.ratios
     by_line = [*(ratios if ratios is not None else [0.0] * len(run.names)), run.ratio, run.ratio]
-    tests = family(dict(enumerate(better)), ratio=dict(enumerate(map(float, by_line))))
+    tests = run_family_tests(dict(enumerate(better)), ratio=dict(enumerate(map(float, by_line))))
     lines = []
     for k, (name, (local, shared)) in enumerate(zip((*run.names, *MEAN_ROWS), pairs, strict=True)):
         place = k if k < len(run.names) else None
-        samples, events = _counts(run, place, lead)
-        reason = _reason(run, alone, place, name, samples, events, lead) if not tests[k].seeds else ""
-        lines.append(Gain(name, samples, events, local, shared, tests[k], reason))
+        samples, events = _site_counts(run, place, lead)
+        reason = _no_gain_reason(run, alone, place, name, samples, events, lead) if not tests[k].seeds else ""
+        lines.append(SiteGain(name, samples, events, local, shared, tests[k], reason))
     return SiteGains(alone.run, lead, alone, together, tuple(lines))
 
 
@@ -170,7 +181,7 @@ def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
-def _means(
+def _site_means(
     run: Run, alone: dict[int, Numbers], together: dict[int, Numbers], *, weigh: bool
 ) -> tuple[Estimate, Estimate]:
     """For each seed, return both means over the sites that have both results.
@@ -188,7 +199,7 @@ def _means(
     return Estimate(means[0]), Estimate(means[1])
 
 
-def _counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _site_counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the numbers of training samples and of events at a site, or at all sites, for each seed."""
     parts = [*run.partitions.values()]
     chosen = slice(None) if place is None else slice(place, place + 1)
@@ -197,13 +208,13 @@ def _counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tu
     return samples, tuple(int(part.counts[chosen, 1].sum()) for part in parts) if binary else ()
 
 
-def _reason(
+def _no_gain_reason(
     run: Run, alone: Row, place: int | None, name: str, samples: tuple[int, ...], events: tuple[int, ...], lead: str
 ) -> str:
     if place is None:
         return f"{name}: no seed has both results."
-    parts = [f"{_span(samples)} samples"] if samples else []
-    parts += [f"{_span(events)} event{'s' * (_span(events) != '1')}"] if events else []
+    parts = [f"{_span_text(samples)} samples"] if samples else []
+    parts += [f"{_span_text(events)} event{'s' * (_span_text(events) != '1')}"] if events else []
     about = f"{name} ({', '.join(parts)} in training)" if parts else name
     seeds = [record.seed for record in alone.records]
     if seeds and all(place in run.attackers(seed) for seed in seeds):
@@ -214,7 +225,7 @@ def _reason(
         for other in test_metrics(run, alone.method, alone.model)
         if (points := run.series.get(Key(alone.method, seed, alone.model, "test", other))) is not None
     )
-    title = within_line(metric(lead).title)
+    title = lowercase_title(metric(lead).title)
     if not tested:
         return f"{about} has no {title}, because none of its samples was tested."
     return (
@@ -223,7 +234,7 @@ def _reason(
     )
 
 
-def _span(values: tuple[int, ...]) -> str:
+def _span_text(values: tuple[int, ...]) -> str:
     """Return text that gives the smallest and the largest of several counts.
 
     >>> _span((16, 17, 16)), _span((1, 1)), _span(())
@@ -235,11 +246,11 @@ def _span(values: tuple[int, ...]) -> str:
 
 def gains_csv(tables: Sequence[SiteGains]) -> str:
     """Return the gains as CSV, neither rounded nor scaled. Unknown values are left empty."""
-    records = [_record(table, line) for table in tables for line in table.lines]
-    return csv_of(list(records[0]), records) if records else ""
+    records = [_csv_record(table, line) for table in tables for line in table.lines]
+    return render_csv(list(records[0]), records) if records else ""
 
 
-def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
+def _csv_record(table: SiteGains, line: SiteGain) -> dict[str, Any]:
     test = line.comparison
     numbers = {
         "samples": float(np.mean(line.samples)) if line.samples else math.nan,
@@ -259,32 +270,36 @@ def gains_html(tables: Sequence[SiteGains]) -> str:
     """Render the gains as HTML tables. Each table is followed by the reasons why sites have no result."""
     text = ""
     for table in tables:
-        lines = [_words(table, line) for line in table.lines]
+        lines = [_gain_words(table, line) for line in table.lines]
         label = f"Every site alone and together {table.run}".strip()
-        text += scrolling(label, _heads(table), lines, title=table.run)
+        text += render_scrolling_table(label, _column_heads(table), lines, title=table.run)
         text += render_part("texts", texts=[line.reason for line in table.lines if line.reason])
     return text
 
 
-def _heads(table: SiteGains) -> list[str]:
-    shown = figure(table.metric)
+def _column_heads(table: SiteGains) -> list[str]:
+    shown = describe_figure(table.metric)
     unit = " (points)" if shown.scale == 100 else ""
     together = f"{table.together.method} {table.together.model}".strip()
     return ["Site", "Samples in training", "Events", f"{titled(shown)} alone", f"Together ({together})",
             f"Gain{unit}", "Verdict"]  # fmt: skip
 
 
-def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
+def _result_cells(table: SiteGains, line: SiteGain) -> list[tuple[str, str]]:
     """Format the two results and the gain, each with the half-width of its interval."""
-    scale = figure(table.metric).scale
+    scale = describe_figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
-    gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (UNKNOWN_DASH, "")
-    return [*(cell(table.metric, estimate) for estimate in (line.alone, line.together)), gain]
+    gain = (
+        interval(mean, half, decimals_of_metric(table.metric), signed=True)
+        if line.comparison.seeds
+        else (UNKNOWN_DASH, "")
+    )
+    return [*(render_cell(table.metric, estimate) for estimate in (line.alone, line.together)), gain]
 
 
-def _words(table: SiteGains, line: Gain) -> list[str]:
-    numbers = [pair(*number) for number in _numbers(table, line)]
-    return [line.site, _span(line.samples), _span(line.events), *numbers, line.words]
+def _gain_words(table: SiteGains, line: SiteGain) -> list[str]:
+    numbers = [pair(*number) for number in _result_cells(table, line)]
+    return [line.site, _span_text(line.samples), _span_text(line.events), *numbers, line.words]
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
@@ -294,15 +309,17 @@ def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
     """
     text = [BOOKTABS_LINE]
     for table in tables:
-        words = tex(f"{caption}, {table.run}" if table.run else caption) + (
+        words = escape_tex(f"{caption}, {table.run}" if table.run else caption) + (
             ": every site alone and together. Gains are paired over seeds. Bold: together is better "
             "(paired t test, Holm, 5\\,\\%). The interval of a gain decides the verdict."
         )
         lines = []
         for line in table.lines:
-            site, samples, events, *_, verdict = (tex(word).replace(UNKNOWN_DASH, "--") for word in _words(table, line))
-            alone, together, gain = _numbers(table, line)
+            site, samples, events, *_, verdict = (
+                escape_tex(word).replace(UNKNOWN_DASH, "--") for word in _gain_words(table, line)
+            )
+            alone, together, gain = _result_cells(table, line)
             cells = [mark_cell(*alone), mark_cell(*together), mark_cell(*gain, best=line.verdict == PairVerdict.BETTER)]
             lines.append(" & ".join([site, samples, events, *cells, verdict]) + " \\\\")
-        text += tabular(words, "lrrrrrl", _heads(table), lines)
+        text += latex_tabular(words, "lrrrrrl", _column_heads(table), lines)
     return "\n".join([*text, ""])

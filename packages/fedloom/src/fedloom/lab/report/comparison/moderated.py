@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_SHARE = 1e-5
+MIN_VARIANCE_SHARE = 1e-5
 """Minimum variance that is used in the fit, as a fraction of the median variance, as in limma. Without this minimum,
 the logarithm of a variance near 0 would dominate the fit."""
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 """Maximum number of seeds that a plan considers."""
 
 
@@ -62,7 +62,7 @@ def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | Non
     from scipy.special import digamma, polygamma
 
     s2, d = np.array(variances, float), np.array(degrees, float)
-    s2 = np.maximum(s2, LEAST_SHARE * np.median(s2[s2 > 0]))
+    s2 = np.maximum(s2, MIN_VARIANCE_SHARE * np.median(s2[s2 > 0]))
     e = np.log(s2) - digamma(d / 2) + np.log(d / 2)
     excess = float(e.var(ddof=1) - polygamma(1, d / 2).mean())
     if excess <= 0:  # the variances differ by no more than chance
@@ -85,10 +85,10 @@ def _inverse_trigamma(y: float) -> float:
     return x
 
 
-def seeds_for(difference: float, prior: Prior, level: float, power: float) -> int:
+def required_seeds(difference: float, prior: Prior, level: float, power: float) -> int:
     """Return the number of seeds with which a difference would be significant with the given probability.
 
-    The variance over seeds is assumed to be the variance of the prior. The result is at most `MOST_SEEDS`.
+    The variance over seeds is assumed to be the variance of the prior. The result is at most `MAX_SEEDS`.
 
     Args:
         difference: size of the difference to detect, above 0.
@@ -96,14 +96,14 @@ def seeds_for(difference: float, prior: Prior, level: float, power: float) -> in
         level: significance level of the two-sided test.
         power: required probability of detecting the difference, below 1.
     """
-    low, high = 2, MOST_SEEDS
+    low, high = 2, MAX_SEEDS
     while low < high:
         n = (low + high) // 2
-        low, high = (low, n) if _power(difference, prior, level, n) >= power else (n + 1, high)
+        low, high = (low, n) if _test_power(difference, prior, level, n) >= power else (n + 1, high)
     return low
 
 
-def _power(difference: float, prior: Prior, level: float, n: int) -> float:
+def _test_power(difference: float, prior: Prior, level: float, n: int) -> float:
     from scipy.special import nctdtr, stdtrit
 
     degrees = min(n - 1 + prior.degrees, max(prior.most, n - 1))

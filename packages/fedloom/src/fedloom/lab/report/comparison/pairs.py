@@ -11,23 +11,28 @@ from fedloom import formats
 from fedloom.errors import ConfigError
 from fedloom.formats import UNKNOWN_DASH, p_value
 from fedloom.hints import unknown
-from fedloom.lab.report.comparison.contenders import Models, contenders, distinct, reference
-from fedloom.lab.report.comparison.criteria import tasks
+from fedloom.lab.report.comparison.contenders import (
+    Models,
+    default_baseline,
+    first_positions_of_models,
+    select_contenders,
+)
+from fedloom.lab.report.comparison.criteria import group_comparable_runs
 from fedloom.lab.report.comparison.family import (
     PairVerdict,
     TestedDifference,
-    differences,
-    family,
     pair_verdict,
-    scope,
+    run_family_tests,
+    scope_sentence,
+    seed_differences,
     untested_reason,
 )
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.markup import scrolling
-from fedloom.lab.report.naming import figure, is_ratio, titled
+from fedloom.lab.report.csv_files import render_csv
+from fedloom.lab.report.markup import render_scrolling_table
+from fedloom.lab.report.naming import describe_figure, is_ratio, titled
 from fedloom.lab.report.numbers import Row, leading_metric, run_of
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import BOOKTABS_LINE, cell, mark_cell, tabular, tex, write_difference
+from fedloom.lab.report.tables import BOOKTABS_LINE, escape_tex, latex_tabular, mark_cell, render_cell, write_difference
 
 PAIR_HEADINGS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
 
@@ -44,7 +49,7 @@ class Pair(NamedTuple):
             describe the same models.
         margin: largest difference that does not matter in practice, in the units of the comparison. None if a margin
             was not given.
-        ratio: number of test samples per training sample, which is used to correct the test (see `family`).
+        ratio: number of test samples per training sample, which is used to correct the test (see `run_family_tests`).
     """
 
     row: Row
@@ -57,7 +62,7 @@ class Pair(NamedTuple):
     @property
     def verdict(self) -> PairVerdict:
         """Verdict on the method in comparison with the baseline."""
-        return pair_verdict(self.comparison, higher=bool(figure(self.figure).higher), margin=self.margin)
+        return pair_verdict(self.comparison, higher=bool(describe_figure(self.figure).higher), margin=self.margin)
 
     @property
     def reason(self) -> str:
@@ -89,7 +94,7 @@ class Pair(NamedTuple):
         }  # fmt: skip
 
 
-def pairs(
+def compare_pairs(
     runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
     name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
@@ -116,33 +121,33 @@ def pairs(
     lead = name or leading_metric(runs)
     comparisons: list[Pair] = []
     everyone: list[Row] = []
-    for _, own_runs, task_rows in tasks(runs, rows):
-        shown = [row for row in contenders(own_runs, task_rows, models) if lead in row.figures]
+    for _, own_runs, task_rows in group_comparable_runs(runs, rows):
+        shown = [row for row in select_contenders(own_runs, task_rows, models) if lead in row.figures]
         everyone += shown
-        label = baseline or reference(shown)
+        label = baseline or default_baseline(shown)
         row = next((row for row in shown if label in (row.method, row.name)), None)
-        comparisons += _family(shown, row, lead, own_runs, margin) if row else []
+        comparisons += _test_pair_family(shown, row, lead, own_runs, margin) if row else []
     if not everyone and name is not None:
         raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
     if baseline is not None and not any(baseline in (row.method, row.name) for row in everyone):
         raise unknown("method to compare with", baseline, dict.fromkeys(row.name for row in everyone))
-    sign = -1 if figure(lead).higher else 1
+    sign = -1 if describe_figure(lead).higher else 1
     return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
 
-def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: float | None) -> list[Pair]:
+def _test_pair_family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: float | None) -> list[Pair]:
     place = shown.index(base)
     rivals = [k for k in range(len(shown)) if k != place]
-    first = distinct(shown, [place, *rivals])
+    first = first_positions_of_models(shown, [place, *rivals])
     log, ratio = is_ratio(lead), run_of(runs, base).ratio
-    tests = family(
-        {k: differences(shown[k].figures[lead], base.figures[lead], log=log) for k in rivals if first[k] == k},
+    tests = run_family_tests(
+        {k: seed_differences(shown[k].figures[lead], base.figures[lead], log=log) for k in rivals if first[k] == k},
         ratio=ratio,
     )
     return [Pair(shown[k], base, lead, tests.get(first[k]), margin, ratio) for k in rivals]
 
 
-def checked_margin(margin: object) -> float | None:
+def check_margin(margin: object) -> float | None:
     """Check a margin and return it as a number, or None if no margin is given.
 
     Raises:
@@ -161,7 +166,7 @@ def checked_margin(margin: object) -> float | None:
 def pairs_csv(comparisons: Sequence[Pair]) -> str:
     """Render the comparisons as CSV. Unknown values are left empty."""
     records = [pair.record() for pair in comparisons]
-    return csv_of(list(records[0]), records) if records else ""
+    return render_csv(list(records[0]), records) if records else ""
 
 
 def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
@@ -171,45 +176,45 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     """
     lead = comparisons[0].figure if comparisons else ""
     baseline = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
-    unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""
+    unit = "points" if describe_figure(lead).scale == 100 and not is_ratio(lead) else ""
     gap_head = "Ratio" if is_ratio(lead) else f"Difference{f' ({unit})' if unit else ''}"
-    heads = ["Method", "Model", titled(figure(lead)), gap_head, "p", "Holm p", "Verdict"]
-    about = scope(max((pair.ratio for pair in comparisons), default=0.0))
+    heads = ["Method", "Model", titled(describe_figure(lead)), gap_head, "p", "Holm p", "Verdict"]
+    about = scope_sentence(max((pair.ratio for pair in comparisons), default=0.0))
     words = (
-        f"{tex(caption)}: every method compared with {tex(baseline)}, paired over seeds. Bold: better "
+        f"{escape_tex(caption)}: every method compared with {escape_tex(baseline)}, paired over seeds. Bold: better "
         "(paired t test, Holm, 5\\,\\%). The interval of a difference decides the verdict. "
-        f"{tex(about)}"
+        f"{escape_tex(about)}"
     )
     lines = []
     for pair in comparisons:
-        mean, gap, p, holm = _numbers(pair)
+        mean, gap, p, holm = _pair_cells(pair)
         cells = [
-            tex(f"{pair.row.name} ({pair.row.remark})" if pair.row.remark else pair.row.name),
-            tex(pair.row.model),
+            escape_tex(f"{pair.row.name} ({pair.row.remark})" if pair.row.remark else pair.row.name),
+            escape_tex(pair.row.model),
             mark_cell(*mean, best=pair.verdict == PairVerdict.BETTER),
             mark_cell(*gap),
             *(f"${text}$" if text != UNKNOWN_DASH else "--" for text in (p, holm)),
-            tex(pair.words),
+            escape_tex(pair.words),
         ]
         lines.append(" & ".join(cells) + " \\\\")
-    return "\n".join([BOOKTABS_LINE, *tabular(words, "llrrrrl", heads, lines), ""])
+    return "\n".join([BOOKTABS_LINE, *latex_tabular(words, "llrrrrl", heads, lines), ""])
 
 
 def pairs_html(comparisons: Sequence[Pair]) -> str:
     """Render the comparisons as an HTML table."""
     lines = []
     for pair in comparisons:
-        mean, gap, p, holm = _numbers(pair)
+        mean, gap, p, holm = _pair_cells(pair)
         shown = [formats.pair(*mean), pair.reference.name, formats.pair(*gap)]
         lines.append([pair.row.name, pair.row.model, *shown, p, holm, pair.words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
-    return scrolling(f"Every method compared with {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
+    return render_scrolling_table(f"Every method compared with {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
 
 
-def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
+def _pair_cells(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
     """Format the mean and the difference, each with the half-width of its interval, the p-value, and Holm's p-value."""
     one = pair.comparison
-    mean = cell(pair.figure, pair.row.figures[pair.figure])
+    mean = render_cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:
         return mean, (UNKNOWN_DASH, ""), UNKNOWN_DASH, UNKNOWN_DASH
     return mean, write_difference(pair.figure, one.mean, one.half), p_value(one.p), p_value(one.holm)

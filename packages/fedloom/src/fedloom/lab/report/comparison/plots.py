@@ -64,7 +64,7 @@ class MethodNames:
         return list(dict.fromkeys(self._names.values()))
 
 
-def _tint(order: Sequence[str]) -> Spec:
+def _method_colors(order: Sequence[str]) -> Spec:
     return {"field": "method", "type": "nominal", "title": None, "scale": {"domain": [*order]}}
 
 
@@ -83,10 +83,14 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
     if not rows:
         raise ConfigError(f"curves: no method has {name!r} {CURVE_AXES[x][0]}. Choose a different metric or axis")
     shown = titled(metric(name))
-    place = {"x": kit.number("x", CURVE_AXES[x][1]), "y": kit.number("value", shown), "color": _tint(labels.order)}
+    place = {
+        "x": kit.number("x", CURVE_AXES[x][1]),
+        "y": kit.number("value", shown),
+        "color": _method_colors(labels.order),
+    }
     ends = {**place, "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
-    tips = kit.tips(("method", "Method"), ("round", "Round")) + kit.interval_tips(shown)
-    band = kit.mark("area", ends, kit.HAS_INTERVAL, opacity=0.16)
+    tips = kit.tooltip(("method", "Method"), ("round", "Round")) + kit.interval_tips(shown)
+    band = kit.mark("area", ends, kit.INTERVAL_FILTER, opacity=0.16)
     bands = [band] if any(point.get("low") is not None for point in rows) else []
     line = kit.mark("line", {**place, "tooltip": tips}, point={"size": 18})
     return kit.layer_chart(*bands, line, width=width, height=height, datasets={"rows": rows})
@@ -115,8 +119,8 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
     shown, order = titled(metric(name)), [sites[client] for client in sorted(sites)]
     y = kit.nominal_channel("client", order, None, axis={"labelOverlap": False})
     place = {"y": y, "yOffset": {"field": "method", "sort": labels.order}}
-    tips = kit.tips(("client", "Client"), ("method", "Method")) + kit.interval_tips(shown)
-    dots = kit.intervals(place, kit.number("value", shown), tint=_tint(labels.order), tooltip=tips)
+    tips = kit.tooltip(("client", "Client"), ("method", "Method")) + kit.interval_tips(shown)
+    dots = kit.intervals(place, kit.number("value", shown), tint=_method_colors(labels.order), tooltip=tips)
     dots = dots if any(point.get("low") is not None for point in rows) else dots[1:]
     high = height or len(order) * max(14, 9 * len(labels.order))
     return kit.layer_chart(*dots, width=width, height=high, datasets={"rows": rows})
@@ -182,7 +186,7 @@ def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, 
     x, y = kit.number("rank", title, scale={"domain": [0.8, len(names) + 0.2]}), kit.nominal_channel("method", lines)
     y["axis"] |= {"labelOverlap": False, "ticks": False}
     across: dict[str, Any] = {"y": y, "x": {**x, "field": "from"}, "x2": {"field": "to"}}
-    tips = kit.tips(("method", "Method"), ("rank", "Mean rank", ".3~g"))
+    tips = kit.tooltip(("method", "Method"), ("rank", "Mean rank", ".3~g"))
     dot = kit.mark("point", {"x": x, "y": y, "tooltip": tips}, filled=True, size=70, opacity=1)
     layers = [dot, kit.mark("rule", across, data="bars", strokeWidth=4)] if bars else [dot]
     high = height or 22 * len(lines)

@@ -13,17 +13,17 @@ from fedloom.formats import as_pandas, p_value, pair
 from fedloom.hints import unknown
 from fedloom.lab.report import notebook as display
 from fedloom.lab.report.charts import look
-from fedloom.lab.report.comparison.conclusion import conclude
-from fedloom.lab.report.comparison.contenders import Models, contenders, reference
-from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
-from fedloom.lab.report.comparison.paper import results_latex, title
+from fedloom.lab.report.comparison.conclusion import conclude_groups
+from fedloom.lab.report.comparison.contenders import Models, default_baseline, select_contenders
+from fedloom.lab.report.comparison.pairs import Pair, check_margin, compare_pairs, pairs_latex
+from fedloom.lab.report.comparison.paper import experiment_names, results_latex
 from fedloom.lab.report.comparison.plots import Blocks, MethodNames, client_chart, curve_chart, rank_chart
-from fedloom.lab.report.naming import figure, titled, within_line
+from fedloom.lab.report.naming import describe_figure, lowercase_title, titled
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import arrow, cell_text, write_difference
+from fedloom.lab.report.tables import cell_text, make_arrow_table, write_difference
 from fedloom.rundir import place_of
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class RecordedComparison:
         compare_model: Models = "best-on-validation",
         margin: float | None = None,
     ) -> None:
-        self.folder, self.compare_model, self.margin = Path(folder), compare_model, checked_margin(margin)
-        self.baseline = baseline or reference(self._rows) or self._rows[0].name
+        self.folder, self.compare_model, self.margin = Path(folder), compare_model, check_margin(margin)
+        self.baseline = baseline or default_baseline(self._rows) or self._rows[0].name
         self._pairs(self.baseline)
 
     def table(self) -> pa.Table:
@@ -67,7 +67,7 @@ class RecordedComparison:
         compared, the table also contains their rival: for each client, the better of local training and FedAvg on
         validation data.
         """
-        return arrow(contenders(self._runs, self._rows, self.compare_model))
+        return make_arrow_table(select_contenders(self._runs, self._rows, self.compare_model))
 
     def significance(
         self, baseline: str | None = None, figure: str | None = None, margin: float | None = None
@@ -95,7 +95,7 @@ class RecordedComparison:
             ConfigError: the method or metric does not exist, there is no second method, or the margin is not a number
                 above 0.
         """
-        compared = self._tests(baseline, figure, checked_margin(margin))
+        compared = self._tests(baseline, figure, check_margin(margin))
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
@@ -115,7 +115,7 @@ class RecordedComparison:
         Raises:
             ConfigError: the method does not exist, or there is no second method.
         """
-        return pairs_latex(self._tests(baseline), title(self._runs))
+        return pairs_latex(self._tests(baseline), experiment_names(self._runs))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the offline HTML report and return its path.
@@ -148,7 +148,7 @@ class RecordedComparison:
             ConfigError: the metric does not exist.
         """
         chosen = name or self._lead
-        estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.compare_model)
+        estimates = {r.method: r.figures[chosen] for r in select_contenders(self._runs, self._rows, self.compare_model)
                      if chosen in r.figures}  # fmt: skip
         if not estimates:
             raise unknown("figure", chosen, {name: None for row in self._rows for name in row.figures})
@@ -179,7 +179,7 @@ class RecordedComparison:
             ConfigError: the metric, the axis or a method does not exist.
         """
         chart = curve_chart(self._runs, self._labels(labels), name or self._lead, x, width, height)
-        return cast("LayerChart", look.notebook(chart))
+        return cast("LayerChart", look.make_notebook_chart(chart))
 
     def clients(
         self,
@@ -202,7 +202,7 @@ class RecordedComparison:
             ConfigError: the metric or a method does not exist.
         """
         chart = client_chart(self._runs, self._labels(labels), name or self._lead, width, height)
-        return cast("LayerChart", look.notebook(chart))
+        return cast("LayerChart", look.make_notebook_chart(chart))
 
     def critical_difference(
         self,
@@ -230,11 +230,11 @@ class RecordedComparison:
         if over not in get_args(Blocks):
             raise unknown("choice", over, get_args(Blocks), "critical_difference: over")
         chart = rank_chart(self._runs, self._labels(labels), name or self._lead, over, width, height)
-        return cast("LayerChart", look.notebook(chart))
+        return cast("LayerChart", look.make_notebook_chart(chart))
 
     def _labels(self, labels: Mapping[str, str] | None) -> MethodNames:
         return MethodNames(
-            [row for row in contenders(self._runs, self._rows, self.compare_model) if row.algorithm], labels
+            [row for row in select_contenders(self._runs, self._rows, self.compare_model) if row.algorithm], labels
         )
 
     def to_pandas(self) -> Any:
@@ -246,8 +246,8 @@ class RecordedComparison:
         return as_pandas(self.table())
 
     def _repr_html_(self) -> str:
-        shown = figure(self._lead)
-        metric = within_line(titled(shown))
+        shown = describe_figure(self._lead)
+        metric = lowercase_title(titled(shown))
         heads = ["method", "model", f"test {metric}", f"difference to {self.baseline}", "Holm p", "verdict"]
         return display.html_table(heads, self._lines()) + display.draw_svg(self.plot())
 
@@ -256,16 +256,16 @@ class RecordedComparison:
             ", ".join([f"{m}: {value}", *([f"{d} to {self.baseline}"] if d else []), *([v] if v else [])])
             for m, _, value, d, _, v in self._lines()
         ]
-        metric = within_line(titled(figure(self._lead)))
-        conclusions = conclude(self._runs, self._rows, self.baseline, self.compare_model, self.margin)
+        metric = lowercase_title(titled(describe_figure(self._lead)))
+        conclusions = conclude_groups(self._runs, self._rows, self.baseline, self.compare_model, self.margin)
         ends = [line for one in conclusions for line in (one.answer, one.compared, one.cost) if line and one.compared]
-        return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
+        return "\n  ".join([f"Comparison({experiment_names(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
         """Return a row of texts for each method: method, model, mean, difference, Holm's p-value and verdict."""
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.baseline)}
         lines = []
-        for row in contenders(self._runs, self._rows, self.compare_model):
+        for row in select_contenders(self._runs, self._rows, self.compare_model):
             result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
             one = other.comparison if other else None
             gap = pair(*write_difference(self._lead, one.mean, one.half)) if one else ""
@@ -281,7 +281,7 @@ class RecordedComparison:
     def _pairs(self, baseline: str, name: str | None = None, margin: float | None = None) -> list[Pair]:
         if margin is None and name in (None, self._lead):
             margin = self.margin
-        return pairs(self._runs, self._rows, baseline, self.compare_model, name, margin)
+        return compare_pairs(self._runs, self._rows, baseline, self.compare_model, name, margin)
 
     @cached_property
     def _runs(self) -> list[Run]:
