@@ -257,7 +257,7 @@ class Conformal(Analysis):
         return self.max_error or max(high - low, 1e-300)
 
     def _scores(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor]:
-        """Return scores of the true classes ``[N]``, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
+        """Return scores of the true targets ``[N]``, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
 
         Scores are given as multiples of the end of the last bin.
         """

@@ -22,7 +22,7 @@ QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters above which a list is split into several lines."""
+"""Number of characters from which on a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):

@@ -287,7 +287,7 @@ class OpenedCoxSums(NamedTuple):
     Attributes:
         likelihood: likelihood at these coefficients.
         sums: sums over the rows at risk. None for a stratified fit.
-        losses: losses at every site (see `BinningLoss`).
+        losses: losses of all sites together (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no
             ridge.

@@ -49,7 +49,7 @@ class SecureCoxFit(NamedTuple):
         fit: coefficients and standard errors for the original (unscaled) columns.
         bound: largest distance, due to rounding and to stopping, between a coefficient and that of the fit to the
             pooled binned rows, ``[p]``.
-        losses: losses at every site (see `BinningLoss`).
+        losses: losses of all sites together (see `BinningLoss`).
     """
 
     fit: CoxFit

@@ -47,7 +47,8 @@ regressions, the linear program found 61 to be separated. The three conditions o
 58 of these, left 3 as not converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or
 contained a single cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
-"""Gain that the linear program must reach in some row, and maximum loss in any, relative to its largest entry."""
+"""Gain that the linear program must reach in some row, and maximum loss in any row, both relative to the row's largest
+entry."""
 ROUNDING_SHARE = 1e-9
 """Fraction of a row below which its component in the remaining directions is considered a rounding error."""
 MAX_PROGRAM_ROWS = 2000

@@ -22,7 +22,7 @@ def renew(
 ) -> None:
     """Create a new certificate for the server.
 
-    The release is signed by the same authority. Sites do not need a new file.
+    The certificate is signed by the same authority. Sites do not need a new file.
 
     Example: fedloom deploy renew hospitals
     """

@@ -291,7 +291,7 @@ def agreed_analyses(
         samples: description of a sample.
         clients: number of sites.
         threshold: minimum number of sites in a sum. None without masks.
-        first: number of bits before this analysis's bits in a site's bit field.
+        first: number of bits before the bits of the first analysis in a site's bit field.
     """
     schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:

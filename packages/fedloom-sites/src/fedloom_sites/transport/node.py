@@ -103,7 +103,7 @@ class NodeModels(NamedTuple):
     """Models that a client scores when it evaluates.
 
     Attributes:
-        down: the download that would result if every client had received it, or None.
+        down: the download, expanded as if every client had received it, or None.
         shared: global model ``[d]``, or None.
         row: the client's latest model ``[d]``, or None.
         kind: type of the model in ``row``, "personal" or "global".

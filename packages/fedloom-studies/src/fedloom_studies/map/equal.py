@@ -57,7 +57,7 @@ class BothProtocols(NamedTuple):
 
     @property
     def repeated(self) -> list[str]:
-        """Return the methods that were run again although they do the same work as at equal rounds."""
+        """Return the methods that were run again although their work is the same as at equal rounds."""
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]

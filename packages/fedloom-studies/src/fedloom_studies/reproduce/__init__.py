@@ -15,4 +15,4 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary as RecipeSummary
 
 __getattr__ = make_getattr(__name__)
-"""Torch is imported only when a recipe is run. The package is not imported to list names and titles."""
+"""Torch is imported only when a recipe is run. Listing names and titles does not import it."""

@@ -282,7 +282,7 @@ def _run_variant(
 ) -> bool:  # fmt: skip
     """Run one variant with the settings that were chosen for the document ``chooses``.
 
-    Return True if the process has ended.
+    Return True if its runs have ended, or False if they were interrupted.
     """
     where = f"recipe {recipe.name}, {variant}"
 

@@ -1,4 +1,4 @@
-"""Facts about the public code of papers, and which of the published recipes use them (``facts.toml``)."""
+"""Facts about the public code of papers, and which recipes as published use them (``facts.toml``)."""
 
 from __future__ import annotations
 

@@ -355,7 +355,7 @@ def _is_current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[Reci
 
 
 def _is_full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a run has at least as many rounds and as much data as the paper's."""
+    """Return True if a run has as many rounds and as much data as the paper's."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.make_documents("full").values()} == {
         summary.rounds
     }

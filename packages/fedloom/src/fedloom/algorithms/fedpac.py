@@ -15,7 +15,7 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     alpha_ij     alpha         weight of client j's head in client i's head
 
 Kept by a client: nothing. The server stores the client's head. Sent per round: body, head and prototypes down, and
-body, head and 2 c k features up, for c classes. The server sees each head, so secure aggregation is not possible.
+body, head and 2 c k features up, for c classes. The server sees each client's head and moments: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. An absent client keeps its head. The
 alignment follows the public code: from the second round on, every sample is pulled toward the prototype of its class.

@@ -30,7 +30,7 @@ this distance. If eta is set, local training starts at x_i, as in the paper.
 
 Use this method like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). The
 method is intended for settings in which all clients participate. If most clients are absent, the model moves little,
-and a warning is issued. ``skip`` reduces communication only if clients differ little.
+and a warning is issued. ``skip`` is useful only if clients differ little.
 """
 
 from __future__ import annotations

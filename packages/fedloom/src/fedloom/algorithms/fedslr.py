@@ -34,8 +34,8 @@ for s < 2/3. In directions of small curvature, the model advances by eta_g h per
 
 Attackers: gamma adds the mean's change a second time, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
-Use this method for models with few personal parameters and small downloads. ``components`` selects LR+S or LR+LR.
-``method`` selects GPGD instead (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.
+Use this method for models with few personal parameters and small downloads. ``components`` selects LR+S, S+S, S+LR or
+LR+LR. ``method`` selects GPGD (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.
 """
 
 from __future__ import annotations

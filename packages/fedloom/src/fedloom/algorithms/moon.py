@@ -1,4 +1,4 @@
-"""MOON: local training keeps representations close to the received model and away from the client's last model.
+"""MOON: local training keeps representations close to the received model's and away from the client's last model's.
 
 Problem: min over x of sum_i alpha_i f_i(x). Local steps are taken on f_i(w) + mu l_con(w).
 

@@ -52,7 +52,7 @@ class Weigher(Value, ABC):
         """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides the shares by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Return the weigher with the options that depend on the groups of the run.
+        """Return the weigher after setting the options that depend on the groups of the run.
 
         Raises:
             ConfigError: the weigher needs groups, but the run has no groups.

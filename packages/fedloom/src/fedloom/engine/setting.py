@@ -280,7 +280,7 @@ class Setting(Value):
             mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
                 names or tables. None keeps a default.
             where: name of the file or call for use in messages.
-            places: other keys that are allowed, and the places in which they are written. None stands for a mapping
+            places: other keys that are allowed, and the way in which keys are written. None stands for a mapping
                 that was created in Python.
             base: setting that provides all choices that are missing from the mapping. None stands for the defaults.
 

@@ -143,7 +143,7 @@ def simulate(
     check_type("defaults", defaults, str)
     check_type("advance", advance, bool)
     if not all(hasattr(ranks, name) for name in ("rank", "machines", "share", "gather")):
-        raise ConfigError(f"ranks must come from fedloom.processes.distributed.joined, got {ranks!r:.60}")
+        raise ConfigError(f"ranks must come from fedloom.processes.distributed.join_ranks, got {ranks!r:.60}")
     mapping = {"model": model, "defaults": None if defaults == "default" else defaults, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "callbacks", "defaults"))
     with entered("python"):

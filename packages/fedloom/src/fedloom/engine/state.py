@@ -130,7 +130,7 @@ class State:
         cohort: clients of the last round ``[m]``.
         trained: last round that changed the state of the server. It is earlier than `round` if a round was abandoned.
         records: records of all measurements so far.
-        notes: notes on events, such as clients that dropped out.
+        notes: notes on events, such as dropped clients.
         times: durations of rounds and evaluations in seconds. No result depends on these times.
         clock: current time (simulated, or real at real sites) and the uploads that are still expected. None if no
             devices are simulated in the run and there is no asynchronous schedule.

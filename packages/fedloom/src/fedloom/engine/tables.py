@@ -28,7 +28,7 @@ class NamedMethod(NamedTuple):
         name: name in the registry, import path, or the name of the class if it cannot be imported.
         entry: class or preset of the method. If a composition of parts is not a known preset, this is the class of its
             algorithm.
-        value: the method, or the preset method that the preset created.
+        value: the method, or the combination of parts that the preset returned.
     """
 
     name: str
@@ -93,7 +93,7 @@ class SettingTable:
         base: base class of the values.
         kinds: classes, keyed by the ``kind`` in the table. The key is empty if there is only one class.
         default: kind that is assumed if a table does not contain ``kind``. None if every table must contain ``kind``.
-            The table is then optional, and its kind may be "none".
+            The field is then optional, and its kind may be "none".
         key: name of the key that contains the kind.
     """
 

@@ -117,7 +117,7 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
 def merge_adapters(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which adapters are merged into their layers, which restores the original layers.
 
-    A module without adapters is returned unchanged.
+    A module without adapters is not copied, but returned itself.
     """
     adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     module = copy.deepcopy(module) if adapters else module

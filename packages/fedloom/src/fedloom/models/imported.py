@@ -197,7 +197,7 @@ def _flatten_pixels(module: nn.Module, inputs: object, output: object) -> Any:
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """Return the layers that normalize each sample together with the other samples of the batch, even in evaluation."""
+    """Return the names of layers that normalize each sample with the other samples of the batch, even in evaluation."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
 

@@ -39,8 +39,8 @@ TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK",
 """Environment variables that torchrun sets for each process, in addition to WORLD_SIZE."""
 
 RANK_WAIT_TIME = timedelta(days=365)
-"""Maximum time in seconds for which a rank waits for another rank. It is very long, because the other rank may be busy
-computing. `RankWatch` checks whether the other rank is alive."""
+"""Maximum time for which a rank waits for another rank. It is very long, because the other rank may be busy computing.
+`RankWatch` checks whether the other rank is alive."""
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
 def fit_baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
     """Return slope 1 and baseline ``[n, 2]``, which convert log hazards to log cumulative hazards at the horizon.
 
-    The baseline is Breslow's estimate at each client. If a client has no event before the horizon, half an event is
+    The baseline is Breslow's estimate at each client. If a client has no event by the horizon, half an event is
     distributed over all of its rows at risk.
 
     Args:

@@ -67,8 +67,8 @@ def export_model(
         path: the file. If fedloom has written the file, it is replaced.
         format: one of `EXPORT_FORMATS`.
         factorised: True to replace each low-rank layer by two thin layers if these contain fewer numbers (FedSLR).
-        threshold: for ``onnx``, the minimum probability at which ``class`` is the second of two classes. If None, it is
-            1/2.
+        threshold: for ``onnx``, the minimum probability of the second of two classes at which ``class`` is this class.
+            If None, it is 1/2.
         force: True to replace a file even if it is of a different kind.
 
     Returns:

@@ -221,7 +221,7 @@ def _check_memory(site: Site) -> Iterator[CheckFinding]:
 
 
 def _check_weight_share(site: Site, train: int) -> Iterator[CheckFinding]:
-    """Yield notes on what the sums of the agreement reveal of single sites, and on the site's share of the weight."""
+    """Yield notes on whether one site may have too large a share of the weight in a secure sum."""
     if site.secure is None:
         return
     if has_used_turns(read_checked(site.memory_folder / OPENED_FILE) or {}, site.secure.changes):

@@ -357,7 +357,7 @@ def _remove_file_paths(one: Experiment) -> dict[str, Any]:
 
 
 def _data_table_of_site(one: Experiment) -> dict[str, Any]:
-    """Return the [data] table of a site that has its own data: a file named after the site, next to its settings."""
+    """Return the [data] table of a site with its own data: a file named as in the experiment, next to its settings."""
     path, options = getattr(one.source, "path", None), _remove_file_paths(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in SINGLE_TABLE_OPTIONS} | one.source.targets

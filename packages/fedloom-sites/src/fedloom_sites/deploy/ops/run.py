@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> int:
         words: the server's TOML file, and the command.
 
     Returns:
-        Return the exit code: 0 if the experiment is complete or should stop, otherwise 1.
+        0 if the experiment is complete or should stop, otherwise 1.
     """
     server = read_server(Path(words[0]))
     if finished_reason(server) is None and not stop_file(server).exists():

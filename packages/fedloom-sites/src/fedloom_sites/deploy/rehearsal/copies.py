@@ -42,7 +42,7 @@ class StandInSite:
         site: the site's settings.
         key: signing key of the stand-in.
         trainer: trainer of the rehearsed site, which determines the weights of a sum.
-        sizes: numbers of samples that the stand-ins report.
+        sizes: numbers of samples that the stand-in reports.
         figures: metrics that the stand-in reports for its samples.
 
     Attributes:

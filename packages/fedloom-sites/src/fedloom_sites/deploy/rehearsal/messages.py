@@ -1,4 +1,4 @@
-"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, large tables."""
+"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of crafted questions of analyses, agreed or not, sent to copies that differ in one sample."""
+    """Return the outcome of crafted questions of analyses, agreed or not, to two copies that differ in one sample."""
     twins = [site.copy(), site.copy(change_first_sample(site))]
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])

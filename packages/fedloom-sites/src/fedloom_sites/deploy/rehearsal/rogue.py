@@ -64,7 +64,7 @@ class RogueServer:
         trainer: a site's trainer, which provides the formats of messages.
 
     Attributes:
-        sizes: number of samples of each site, as claimed by the server.
+        sizes: numbers of samples of each site, as claimed by the server.
         refused: messages of all refusals so far.
     """
 

@@ -1,7 +1,7 @@
 """Record of the sums that a site has helped to open, so that it can refuse a sum that would reveal a difference.
 
-There is one record per site and data set, and the data set is identified by its agreed name. The record remains valid
-across experiments, snapshots of the rows, and keys.
+There is one record per site and data set, and the data set is identified by its agreed name. The same record is
+continued in other experiments, with other snapshots of the rows, and with new keys.
 
 Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
 models are requested again in a different round or experiment, the sites and states must either be the same, or differ

@@ -100,7 +100,8 @@ class Session:
 
     Attributes:
         name: 32 bytes. Never used twice.
-        threshold: number of sites needed to unmask anything, at least a fraction `min_threshold` of all sites.
+        threshold: number of sites needed to unmask anything, at least the value of `min_threshold` for the number of
+            all sites.
         adverts: advertisements keyed by client, in ascending order. The index of a site's Shamir shares is its position
             in this order.
     """

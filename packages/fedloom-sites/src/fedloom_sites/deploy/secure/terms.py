@@ -244,8 +244,8 @@ def check_summands(
         most: maximum share of the weight that one of these sites may have.
 
     Raises:
-        Broken: too few sites have a weight, or a site has more than the maximum share. The message states the number of
-            the site or its name.
+        Broken: too few sites have a weight, or a site has more than the maximum share. The message states how many
+            sites have a weight, or which site has more than the maximum share.
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:

@@ -98,9 +98,9 @@ class Client:
 
         If the site cannot write to its disk, the reply says so, and the server may send the same message again.
 
-        The reply contains the reason only if it reveals no value of a sample. Under differential privacy or secure
-        aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the reason
-        appears only in the site's log.
+        The reply contains the reason only if the reason reveals no value of a sample. Under differential privacy or
+        secure aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the
+        reason appears only in the site's log.
         """
         head: dict[str, Any] = {}
         secret, reason = False, ""

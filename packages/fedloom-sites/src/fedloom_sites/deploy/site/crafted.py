@@ -20,7 +20,7 @@ class RefusedModel(RunDirError):
 def layer_norms(job: Job, down: Any) -> list[float]:
     """Return the norms of the received model's layers and of the entire model.
 
-    The list is empty if no model was received completely.
+    The list is empty if the received message does not begin with a complete model.
     """
     layout = job.oracle.layout
     model = down[0].reshape(-1) if len(down) else torch.zeros(0)

@@ -59,7 +59,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
     Args:
         site_file: file with the settings of the site.
         content: the message's content.
-        owner: ID of the process on whose end the site's process also ends. None for the site's network process if the
+        owner: ID of the process with which the site's process ends. None for the site's network process if the
             environment contains its ID, otherwise for the process that started this one.
 
     Raises:

@@ -87,7 +87,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
 
 
 def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
-    """Return a federation of known size in which all samples are the same blank sample.
+    """Return a federation whose clients have known sizes, in which all samples are the same blank sample.
 
     Args:
         samples: description of a sample.
@@ -192,7 +192,7 @@ def samples_digest(fed: Federation, client: int) -> str:
 
 
 def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
-    """Return data with the experiment's token IDs, and also with its class numbers if the data contain all classes."""
+    """Return data with the experiment's token IDs, and with its class numbers if it has all classes of the data."""
     classes, vocabulary = samples.classes, samples.vocabulary
     if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
         data = replace(data, x=recode_tokens(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)

@@ -42,7 +42,7 @@ class StateGeneration(NamedTuple):
     """A site's state after a round.
 
     Attributes:
-        round: round after which the state was stored.
+        round: round that produced the state.
         base: accepted round from which the state was computed. 0 stands for the template.
         digest: digest of the download from which the state was computed.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
@@ -95,7 +95,7 @@ class SiteState:
         accepted state that is available stays on the disk together with its model.
 
         Raises:
-            Rewound: the server went back to a round before the previously accepted one.
+            Rewound: the server went back, but not to the previously accepted round.
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:

@@ -179,7 +179,7 @@ class Trainer:
     ) -> StateGeneration:
         """Train for a round, and return the generation that results.
 
-        If a request is repeated, the stored generation is sent.
+        If the request is repeated, the stored generation is returned.
 
         Args:
             job: run from `attach_local_data`.

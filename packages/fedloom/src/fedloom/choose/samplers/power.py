@@ -20,7 +20,7 @@ class Losses(NamedTuple):
 
 
 class PowerOfChoice(SizedSampler):
-    """Sampler that takes the m largest losses among d candidates, drawn without replacement with probability n_i / n.
+    """Sampler that takes the m largest losses among d candidates, drawn without replacement with probabilities n_i / n.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples (``loss``),

@@ -98,7 +98,7 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:
     """For each list c, assign ``counts[i, c]`` random entries to each client i.
 
-    The entries of one client are distinct, but clients are drawn independently and may overlap.
+    The entries of one client are distinct, but each client draws independently of the others, so clients may overlap.
     """
     chosen = [
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]

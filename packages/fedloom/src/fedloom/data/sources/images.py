@@ -157,7 +157,7 @@ class ImageFolder(SampleSource):
     std: tuple[float, ...] | None = Field(default=None, description="divisor for pixels, applied after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all images. The images in a folder `test` or `val` are the official test set."""
+        """Load all images. The images below a folder `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read_images(

@@ -92,7 +92,7 @@ class Rereading:
 
 
 def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T], Any], count: int, name: str) -> T:
-    """Read samples with a fixed seed, after checking that the seed determines all random transformations.
+    """Read samples with a fixed seed, after checking that the seed determines all random changes.
 
     Args:
         read: function that reads the samples at given positions, or all samples if the argument is None.

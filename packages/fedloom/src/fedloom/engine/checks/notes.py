@@ -184,7 +184,7 @@ def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> li
 
 
 def _note_double_softmax(oracle: Network) -> list[str]:
-    """Note that the model ends with a softmax or sigmoid although the loss already applies one."""
+    """Note that the model ends with a softmax although the loss already applies a softmax."""
     task = oracle.task
     if isinstance(task, Chosen):
         if task.objective.loss is not None:

@@ -39,8 +39,8 @@ def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None,
         job: the run from the server's point of view.
         down: download of the cohort.
         task: attackers of the cohort, and their training in this round.
-        honest: models ``[h, d]`` of the honest clients, for attacks that can read them. None if no attack needs these
-            models.
+        honest: models ``[h, d]`` of the honest clients, for attacks that can read them. None if there are no such
+            models, or if the attack does not read them.
         m: number of clients in the cohort, including attackers.
     """
     assert isinstance(job.setting.attack, Forgery)

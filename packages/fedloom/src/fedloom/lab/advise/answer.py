@@ -309,7 +309,7 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
 
 
 def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | None) -> tuple[Verdict, int | None]:
-    """Return the verdict, and the number of seeds that would decide an undecided race (None if unknown or irrelevant).
+    """Return the verdict, and the number of seeds that would decide an undecided race (None if unknown or not needed).
 
     Args:
         outcome: outcome of the race.

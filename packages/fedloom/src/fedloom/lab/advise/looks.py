@@ -97,7 +97,7 @@ class PairedDifference(NamedTuple):
         return math.sqrt((lasting + passing / seeds) / self.clients)
 
     def p_above(self) -> float:
-        """Return the one-sided p-value for the hypothesis that a mean is above 0, or 1 if no test is possible."""
+        """Return the one-sided p-value for the alternative that the mean is above 0, or 1 if no test is possible."""
         if not self.error > 0:
             return 0.0 if self.error == 0 and self.mean > 0 else 1.0
         from scipy.stats import t  # slow to import
@@ -130,7 +130,7 @@ class PairedDifference(NamedTuple):
 
 
 def pool_seeds(values: Values) -> SeedPool | None:
-    """Estimate the effect of seeds on differences from all methods' results, as the interaction of methods and seeds.
+    """Estimate, from all methods, the effect of seeds on differences, as the interaction of methods and seeds.
 
     Args:
         values: scores ``[methods, seeds, clients]``. Clients with any value that is not finite are omitted.

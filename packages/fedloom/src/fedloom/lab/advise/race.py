@@ -89,11 +89,11 @@ def last_round(depth: float, rounds: int) -> int:
 
 
 class LapShares(NamedTuple):
-    """Number of gradients that a method needs for its laps, as fractions of a whole run.
+    """Gradients that a method needs for its laps, as fractions of a whole run.
 
     Attributes:
-        early: number of rounds before the first comparison.
-        middle: number of rounds before the second comparison.
+        early: gradients of the rounds up to the first comparison.
+        middle: gradients of the rounds up to the second comparison.
         personal: training of the personal models that are evaluated after one lap. The personal models are trained
             again after every lap.
     """

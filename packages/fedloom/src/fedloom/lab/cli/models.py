@@ -212,7 +212,7 @@ class PredictionsFile:
 def _are_columns_of_predictions(line: bytes) -> bool:
     """Return True if the first line of a file may be the header of a predictions file.
 
-    It is only known approximately which columns the file has.
+    Only some columns are compared, because the exact columns of the new file are not known yet.
     """
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)

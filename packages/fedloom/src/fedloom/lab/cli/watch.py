@@ -1,4 +1,4 @@
-"""The command ``fedloom watch``, which serves the report of a run or deployment in progress on this machine only."""
+"""The command ``fedloom watch``, which serves the report of a run or deployment in progress to this machine only."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class EventEmitter:
         self._records_read, self._last, self._divergence, self._guard = 0, 0.0, Divergence(), Guard()
 
     def __call__(self, state: State) -> None:
-        """Send an event after a round, unless there are no new metrics or the last event was sent too recently."""
+        """Send an event after a round, unless there are no new metrics and the last event was sent too recently."""
         if len(state.records.items) > self._records_read or time.monotonic() - self._last >= self._pause:
             self._emit(state, "")
 

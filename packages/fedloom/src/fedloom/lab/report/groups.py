@@ -47,8 +47,8 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
 
     If no groups were scored, the result is None.
 
-    It is the primary metric among the metrics that were scored. Metrics that rank samples cannot be computed from
-    secure sums, and are therefore not included.
+    The metric is the primary one among those that were scored. Metrics that rank samples cannot be computed from secure
+    sums, and are therefore not included.
     """
     table = _read_group_table(run)
     if table is None:

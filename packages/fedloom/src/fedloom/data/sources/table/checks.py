@@ -196,7 +196,7 @@ def note_late_entry(
 
 
 def agreed_range_errors(table: Table, x: NDArray[np.float64]) -> list[str]:
-    """Return errors for columns whose rows ``[N, p]`` exceed the agreed range, for example due to a different unit."""
+    """Return errors for columns whose rows ``[N, p]`` are outside the agreed range, for example in a different unit."""
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)

@@ -202,7 +202,7 @@ class DesignReading:
         """Return the design restricted to the rows ``keep [N]``. If no option is set, return None.
 
         Raises:
-            ConfigError: a level in the column that marks test rows does not mean either yes or no.
+            ConfigError: a level in the column that marks test rows means neither yes nor no.
             DataError: none or all of the rows are marked as test rows.
         """
         if not self._options:
@@ -231,7 +231,7 @@ class DesignReading:
     def times(self) -> Iterator[NDArray[np.float64]]:
         """Yield the time ``[N]`` of each row, which is NaN for missing cells.
 
-        If rows have no times, no errors are yielded.
+        If rows have no times, nothing is yielded.
         """
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
@@ -275,7 +275,7 @@ class DesignReading:
         """Return the levels that mark rows of the test part.
 
         Raises:
-            ConfigError: a given level does not exist, or a level does not mean either yes or no.
+            ConfigError: a given level does not exist, or a level means neither yes nor no.
         """
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")

@@ -32,8 +32,8 @@ TRUTH_WORDS = {
 MAX_SHOWN_GROUPS = 4
 """Maximum number of groups of levels that a sentence lists."""
 NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1,2})?")
-"""Pattern of a number in any common notation. It has at most 15 characters, because every number with up to 15 digits
-can be represented in double precision."""
+"""Pattern of a number in any common notation. It has at most 15 characters, because double precision represents every
+number with up to 15 digits exactly."""
 
 
 def similar_levels_text(counts: Mapping[str, int]) -> str:

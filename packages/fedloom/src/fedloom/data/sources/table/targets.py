@@ -62,7 +62,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
 def agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Return the codes of the agreed classes, these classes, and problems with the label's levels."""
+    """Return the codes with respect to the agreed classes, these classes, and problems with the label's levels."""
     if agreement.task not in CLASS_TASKS:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]

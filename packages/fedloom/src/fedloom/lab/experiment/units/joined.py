@@ -57,7 +57,7 @@ class JoinedWork:
 
     @property
     def is_begun(self) -> bool:
-        """True if another process has already prepared the directory."""
+        """True if any process has already prepared the directory."""
         return self._read_token() is not None
 
     def begin(self, prepare: Callable[[], object]) -> None:

@@ -113,7 +113,7 @@ def nominal_channel(field: str, order: Iterable[str], title: str | None = None, 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
     """Build a nominal channel that breaks long names into several lines.
 
-    Also return the largest number of lines in any panel.
+    Also return the largest number of lines of any name.
     """
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)

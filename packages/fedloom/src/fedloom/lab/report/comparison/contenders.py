@@ -60,7 +60,7 @@ def select_contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models =
 
 
 def select_one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
-    """Select the rows to compare. Unlike with ``models = "all"``, there is at most one row per method."""
+    """Select the rows to compare: at most one per method, even if ``models`` is "all"."""
     return select_contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
