@@ -108,6 +108,8 @@ MAX_RANGE_WIDTHS = 0.5
 """Distance from the training range, as a multiple of its width, beyond which even a single number is reported."""
 FAR_ROW_SHARE = 0.5
 """Fraction of a column's rows outside the training range above which predict ends with a different exit code."""
+MAX_RARE_DEVIATIONS = 100
+"""Largest distance, in standard deviations, of a value that differs from all others in one of 10,000 rows."""
 NOTED_ROW_SHARE = 0.1
 """Minimum fraction of a column's rows outside the training range at which a note is added."""
 
@@ -289,6 +291,8 @@ class Table(Value):
             return None
         _, _, scale, low, high = fitted.tolist()
         margin = scale if column.scale else (high - low) / 2
+        if column.scale and low == high and scale != 1:  # few rows differ, as where a rare disease is present
+            margin *= MAX_RARE_DEVIATIONS
         return low - margin, high + margin
 
     def _check(self, x: Tensor) -> None:

@@ -62,9 +62,9 @@ ID_WORD_PATTERN = re.compile(
     rf"({NUMBERED_WORDS})(nr|no|number|nummer)"
 )
 """Pattern of a word that means an identifier wherever it occurs in a name."""
-NUMBER_WORDS = words("no nr num number nummer key")
+NUMBER_WORDS = words("no nr nbr num number nummer numero identifier barcode key")
 """Last words of a name that mean an identifier if the word before means a person or record."""
-NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
+NEUTRAL_WORDS = NUMBER_WORDS | words("id ids name names code codes of the study index label fake hash")
 """Words next to a word for a person or site that leave its meaning unchanged.
 
 Any other word, as in hospital_expire_flag, may change the meaning.
@@ -274,7 +274,7 @@ def name_words(name: str) -> frozenset[str]:
 def names_subject(name: str) -> bool:
     """Return True if the name of a column means an identifier of people, stays or similar units.
 
-    >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "hadm_id")]
+    >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "patient_nbr")]
     [True, True, True, True, True]
     >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit")]
     [False, False, False, False, False, False]
