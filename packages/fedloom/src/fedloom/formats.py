@@ -163,7 +163,7 @@ def fold_repeated_notes(notes: Iterable[str]) -> list[str]:
 
     Notes that differ only in a round number are merged.
 
-    >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
+    >>> fold_repeated_notes(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
     ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
     """
     rounds = dict[tuple[bool, str], list[str]]()

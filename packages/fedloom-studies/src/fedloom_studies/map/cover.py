@@ -64,7 +64,7 @@ def selection_regrets(figures: Figures, methods: Sequence[str]) -> dict[str, flo
 def greedy_cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
     """Return the methods selected by the greedy algorithm.
 
-    >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
+    >>> greedy_cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')
     """
     chosen = list(FIRST_METHODS)

@@ -208,7 +208,7 @@ def _standing_figures(record: CellRecord, done: Mapping[str, CellRecord], best: 
 def indistinct_groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     """Return the longest ranges of positions in which the first method does not differ from the others.
 
-    >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
+    >>> indistinct_groups(4, lambda i, k: k - i > 1), indistinct_groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
     """
     longest: Groups = []

@@ -29,7 +29,7 @@ def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Gener
         Positions [steps, batch_size] (int64) from 0 to size - 1. Short batches are padded with -1.
 
     >>> from fedloom.seeds import generator
-    >>> plan(3, 2, 3, generator(0)).shape
+    >>> plan_batches(3, 2, 3, generator(0)).shape
     torch.Size([3, 2])
     """
     assert min(size, batch_size or 1) >= 1, (size, batch_size)

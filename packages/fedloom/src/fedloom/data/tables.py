@@ -36,7 +36,7 @@ TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 def level_name(cell: object) -> str:
     """Return the name of a level, which is the same for all file types: 1, 1.0, "1", "1.0" and " 1" become "1".
 
-    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
+    >>> [level_name(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
     ['1', '1', '1', '1', '01', 'True', 'b']
     """
     if isinstance(cell, float) and cell.is_integer():

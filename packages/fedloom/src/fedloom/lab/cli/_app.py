@@ -326,7 +326,7 @@ def find_line(
         place: position of the table in its list, counting from 1.
         part: name of the table in a dotted key.
 
-    >>> line_of("rounds = 2\n[local]\nlr = -1", "local", "lr"), line_of("lr = 3", word="lr")
+    >>> find_line("rounds = 2\n[local]\nlr = -1", "local", "lr"), find_line("lr = 3", word="lr")
     (3, 1)
     """
     now, count, header, table = "", 0, None, table or part

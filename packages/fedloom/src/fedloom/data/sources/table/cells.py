@@ -330,7 +330,7 @@ def replace_commas(cells: Iterator[ColumnPiece]) -> Iterator[ColumnPiece]:
 def replace_decimal_comma(cell: str) -> str:
     """Convert a number with a decimal comma to Python's notation. Other text is returned unchanged.
 
-    >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
+    >>> [replace_decimal_comma(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
     """
     return cell.replace(".", "").replace(",", ".") if DECIMAL_COMMA_PATTERN.fullmatch(cell.strip()) else cell

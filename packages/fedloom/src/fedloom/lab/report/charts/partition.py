@@ -333,7 +333,7 @@ def align_cluster_labels(labels: Integers, reference: Integers) -> Integers:
 
     The label -1 (unknown) is retained.
 
-    >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
+    >>> align_cluster_labels(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]
     """
     from scipy.optimize import linear_sum_assignment  # slow to import, needed by clusters only

@@ -131,7 +131,7 @@ def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> di
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
             0. The logarithm is infinite if only one of the two values is 0.
 
-    >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
+    >>> seed_differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
     """
     seeds = sorted(one.finite.keys() & other.finite.keys(), reverse=True)
