@@ -313,8 +313,8 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
     if not bool(possible.all()) or wrong:
         low, high = ranges[wrong[0] if possible.all() else 0]
         raise Refused(
-            f"`reached` in a question is not a sum of flags: the number for bins {low} to {high} "
-            "contradicts the numbers for its halves"
+            f"invalid `reached` in the server's request: the number of clients for bins {low} to {high} "
+            "contradicts the numbers for the two halves of this range"
         )
 
 

@@ -119,9 +119,9 @@ def fit_of_sums(
     """Return the Cox regression that is fitted from the sums of the sites' vectors. Each sum is requested only once.
 
     Args:
-        total: function of the coefficients ``[p]`` of columns scaled to [-1, 1] and of a metric for Firth's penalty.
-            The function returns the sum of the vectors, or None if sites cannot answer, which must not happen if all
-            coefficients are 0. If the result is None, Newton's step is halved.
+        total: function that takes the coefficients ``[p]`` (for columns scaled to [-1, 1]) and a metric for Firth's
+            penalty. The function returns the sum of the vectors, or None if sites cannot answer, which must not happen
+            if all coefficients are 0. If the result is None, Newton's step is halved.
         terms: terms on which the sites agree.
         names: names of the columns, for use in messages.
         sites: number of sites in a sum.

@@ -60,7 +60,7 @@ def declare_snapshot(folder: Path, day: str | None = None) -> DeclaredSnapshot:
     Raises:
         ConfigError: the data are neither a file nor a folder, the date is not later than that of the last snapshot, or
             the snapshot differs from an earlier one in too few subjects.
-        DataError: the data cannot be read, or do not fit the agreement.
+        DataError: the data cannot be read or do not match the agreement.
     """
     file, day = folder / "site.toml", day or datetime.now(UTC).date().isoformat()
     site, live = read_site(file), read_site(file, live=True)

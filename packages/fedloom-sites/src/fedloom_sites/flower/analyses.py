@@ -81,9 +81,7 @@ class Analyses:
             analysis = analysis_of(given, {})
             if name_of(analysis) == name:
                 return agreed_analysis(analysis, self.agreement, clients)
-        raise ConfigError(
-            f"this node does not answer the analysis {name!r}. Name the analysis in Local(analyses=Analyses(...))"
-        )
+        raise ConfigError(f"this node does not allow the analysis {name!r}. Add it to Local(analyses=Analyses(...))")
 
 
 def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:

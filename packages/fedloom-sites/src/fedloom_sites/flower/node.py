@@ -178,7 +178,7 @@ class _Node:
         return handler
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the form and the number of the node's samples."""
+        """Return the shape of the node's samples, and how many samples the node has."""
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(

@@ -62,10 +62,10 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class ClaimRival:
-    """Side with which the subject of a claim is compared.
+    """Method or variant that the subject of a claim is compared with.
 
     Attributes:
-        name: name of the side. The name includes the variant only if variants differ or the claim refers to each
+        name: name of the rival. The name includes the variant only if variants differ or the claim refers to each
             variant.
         look: test of its differences (one per seed) at the interim look that settles the claim.
         clear: True if the difference is significant by Holm's procedure over the rivals of the claim.

@@ -70,8 +70,8 @@ class InterimTest:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
         level: significance level at which the test is decided. This level is that of the interim look or, with several
-            rivals, that of the step in Holm's procedure. NaN if no test was made.
-        error: standard error of ``difference``. NaN if no test was made.
+            rivals, that of the step in Holm's procedure. NaN if no test was performed.
+        error: standard error of ``difference``. NaN if no test was performed.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
         verdict: "holds", "does not hold" or "undecided", at the level of the interim look.
     """
@@ -85,7 +85,7 @@ class InterimTest:
 
     @property
     def half(self) -> float:
-        """Half-width of the interval on which the test is based. NaN if no test was made."""
+        """Half-width of the interval on which the test is based. NaN if no test was performed."""
         return self._quantile * self.error
 
     @property
@@ -112,7 +112,7 @@ def first_deciding_look(claim: Claim, order: Sequence[str], lead: Mapping[str, f
 def look_at(claim: Claim, values: list[float], level: float) -> InterimTest:
     """Test a claim's differences, one per seed, at the given significance level.
 
-    No test is made if the level is NaN.
+    No test is performed if the level is NaN.
     """
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:

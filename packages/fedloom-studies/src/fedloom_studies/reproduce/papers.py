@@ -99,7 +99,7 @@ class PaperSection(Value):
     )
     beside: str = Field("", description="other places that report measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes that were made after a table of results was first seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's run")
+    anchor: tuple[str, ...] = Field((), description="columns that show how much a run deviates from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict,
         description="for each recipe without printed results to compare with: the nearest recipe that has them",

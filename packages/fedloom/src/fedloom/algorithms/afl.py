@@ -16,10 +16,10 @@ losses of individual clients.
 
 Deviations: a client takes several local steps instead of one, and within the cohort, the server weights a client's
 change in proportion to lam_i. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i.
-With all clients and one full-batch step, a round equals one step in the paper. The losses of a cohort, multiplied by
-n/m, are an unbiased estimate of the losses of all clients. The result is the last iterate instead of the mean of all
-iterates. Uploads contain the change multiplied by share. For weighers and samplers, a client's model is therefore x +
-dw.
+With all clients and one full-batch step, a round equals one step in the paper. The vector of a cohort's losses,
+multiplied by n/m, is an unbiased estimate of the vector of all clients' losses. The result is the last iterate instead
+of the mean of all iterates. Uploads contain the change multiplied by share. For weighers and samplers, a client's model
+is therefore x + dw.
 
 Defaults: gamma_lambda is a radius divided by the square root of the sum of all squared gradient norms so far (step
 "adaptive"). This step size is that of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi,

@@ -140,7 +140,7 @@ Shares = (
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
 """Name or specification of a model, or a user-defined module, class or function."""
 Options = Mapping[str, Any] | None
-"""Options of one table of an experiment file. None stands for the defaults."""
+"""Options of one table of an experiment file. None means that the defaults are used."""
 
 
 class Choices(TypedDict, total=False):
@@ -282,7 +282,8 @@ class Setting(Value):
             where: name of the file or call for use in messages.
             places: other keys that are allowed, and the way in which keys are written. None stands for a mapping
                 that was created in Python.
-            base: setting that provides all choices that are missing from the mapping. None stands for the defaults.
+            base: setting that provides all choices that are missing from the mapping. None means that the defaults are
+                used.
 
         Raises:
             ConfigError: a key is unknown, has the wrong type or is out of range.

@@ -179,7 +179,7 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
         sums: decoded fields of a sum.
         count: number of sites in the sum.
         scale: see `UploadVector.decode`.
-        bound: agreed bound of one site's norm.
+        bound: agreed upper bound on the norm of one site's upload.
 
     Raises:
         Broken: the norm of a summed difference exceeds its bound.

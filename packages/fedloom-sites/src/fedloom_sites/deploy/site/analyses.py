@@ -171,7 +171,7 @@ class SiteAnalyses:
     def _agreed(self, name: str) -> AgreedAnalysis:
         if name not in self.agreed:
             raise Refused(
-                f"this site does not answer the analysis {name[:60]!r}: the agreement does not "
+                f"this site does not allow the analysis {name[:60]!r}: the agreement does not "
                 "include it, or the site limits epsilon"
             )
         return self.agreed[name]

@@ -365,7 +365,7 @@ class Trainer:
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """How scores leave the site: summed under masks, individually, or not at all (e.g. without noise)."""
+        """How scores leave the site: summed under masks, individually, or not at all."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores

@@ -200,7 +200,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
         x: samples ``[N, ...]``.
         channels_last: True if images are ``[N, height, width, channels]``. If None, an error is raised if the shape
             suggests that the channels are last.
-        place: location for use in messages.
+        place: location of the data, named in error messages.
 
     Raises:
         DataError: the order of the axes is unclear, or contradicts the shape.
@@ -248,7 +248,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
     Args:
         x: numbers ``[N, ...]``.
         out: array of the same shape.
-        place: location for use in messages.
+        place: location of the data, named in error messages.
         first: number of the first row, for use in messages.
 
     Raises:

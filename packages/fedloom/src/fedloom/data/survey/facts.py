@@ -197,7 +197,7 @@ class ColumnProfile:
 
     @property
     def quantity(self) -> str:
-        """Reason why texts with numbers cannot be converted (signs or units), or "" if they contain other text."""
+        """Why text cells that contain numbers are not numeric (signs or units), or "" if they contain other text."""
         if self.kind != "text":
             return ""
         matches = [QUANTITY_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]

@@ -81,7 +81,8 @@ class LapWork(NamedTuple):
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
         unit: unit of work, with the path at which the result is published.
-        before: round at which the previous lap of the same candidate and seed ended. None if this is the first lap.
+        before: round at which the previous lap (part of the training) of the same candidate and seed ended. None if
+            this is the first lap.
     """
 
     lap: Lap

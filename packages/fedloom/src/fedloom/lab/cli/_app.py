@@ -243,7 +243,7 @@ ExecutorName = Annotated[
     str | None,
     typer.Option(
         "--executor",
-        help="engine that computes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        help="backend that executes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
 DataDir = Annotated[

@@ -146,7 +146,7 @@ class Oracle(ABC):
             ConfigError: the task is not binary, or the groups do not exist.
         """
         raise Refused(
-            "group rates need a task with two classes",
+            "group rates require a task with two classes",
             rule="method-needs-classes",
             fix="use the accuracy or the loss instead",
         )
