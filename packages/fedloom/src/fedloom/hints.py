@@ -194,7 +194,7 @@ class KeyPlaces:
         return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
 
     def name_table(self, table: str) -> str:
-        """Return the name of a table in the form in which messages use it."""
+        """Return the name of a table as messages use it."""
         return f"[{table}]" if self.file and not self.method else table
 
     def select_method(self, *keys: str) -> KeyPlaces:

@@ -41,7 +41,7 @@ AMBIGUOUS_WORDS = words("school practice trust bank branch")
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Pattern of the names of columns that contain a number of sites."""
+"""Pattern that matches the names of columns that contain site numbers."""
 
 
 class TableSurvey:

@@ -94,7 +94,7 @@ RESULT_WORDS = words(
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words that occur in the names of outcomes, but also in those of features."""
+"""Words that occur in the names of outcomes, but also in the names of features."""
 
 (
     TARGET_NAME_POINTS,
@@ -126,8 +126,8 @@ class TableOutcome(NamedTuple):
 
     Attributes:
         target: column to be predicted. If None, the draft asks the user for the target.
-        event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None for
-            other tasks.
+        event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None if
+            the task is of another kind.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
         note: sentence about a different possible choice, or "" if there is none.
         alternatives: names of other columns that could be the target.
@@ -348,7 +348,7 @@ def _lasts_longer(time: ColumnProfile, column: ColumnProfile) -> bool:
 
 
 def _target_points(survey: TableSurvey) -> tuple[dict[str, int], set[str]]:
-    """Return the points of possible targets in the order of the header, and the names of columns that need an answer.
+    """Return the points of possible targets in header order, and the names of columns that the user must clarify.
 
     A name that has other meanings inside a table, or that is common for features, is regarded as evidence only at the
     usual position.

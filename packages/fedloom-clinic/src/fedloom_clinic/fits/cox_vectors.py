@@ -286,7 +286,7 @@ class OpenedCoxSums(NamedTuple):
 
     Attributes:
         likelihood: likelihood at these coefficients.
-        sums: sums over the rows at risk. None for a stratified fit.
+        sums: sums over the rows at risk. None if the fit is stratified.
         losses: losses of all sites together (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no

@@ -47,8 +47,8 @@ class SecureCoxFit(NamedTuple):
 
     Attributes:
         fit: coefficients and standard errors for the original (unscaled) columns.
-        bound: largest distance, due to rounding and to stopping, between a coefficient and that of the fit to the
-            pooled binned rows, ``[p]``.
+        bound: largest distance, due to rounding and to stopping, between a coefficient and the coefficient of the fit
+            to the pooled binned rows, ``[p]``.
         losses: losses of all sites together (see `BinningLoss`).
     """
 
@@ -73,7 +73,7 @@ def fit_secure_cox(
     Args:
         sites: rows of every site.
         terms: terms on which the sites agree.
-        names: names of the columns, for use in messages.
+        names: names of the columns, which are used in messages.
         total: function that computes the secure sum.
 
     Raises:
@@ -123,7 +123,7 @@ def fit_of_sums(
             penalty. The function returns the sum of the vectors, or None if sites cannot answer, which must not happen
             if all coefficients are 0. If the result is None, Newton's step is halved.
         terms: terms on which the sites agree.
-        names: names of the columns, for use in messages.
+        names: names of the columns, which are used in messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
             None, the strength of a ridge is that in the terms.

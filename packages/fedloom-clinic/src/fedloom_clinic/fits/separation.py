@@ -240,5 +240,5 @@ def no_finite_fit_error(
 
 
 def _join(words: Sequence[str]) -> str:
-    """Return words in the form of an English list."""
+    """Return words as an English list."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

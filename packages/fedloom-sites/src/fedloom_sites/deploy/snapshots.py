@@ -55,7 +55,7 @@ def declare_snapshot(folder: Path, day: str | None = None) -> DeclaredSnapshot:
 
     Args:
         folder: folder of the site.
-        day: date of the data, such as 2026-12-01. None stands for today (UTC).
+        day: date of the data, such as 2026-12-01. If None, the date is today (UTC).
 
     Raises:
         ConfigError: the data are neither a file nor a folder, the date is not later than that of the last snapshot, or

@@ -40,7 +40,7 @@ class Node:
 
         Args:
             job: this run, possibly with shares of the objective.
-            tensors: ``<store>.<field>`` ``[.]``. None for the state before the first round.
+            tensors: ``<store>.<field>`` ``[.]``. If None, the state is the state before the first round.
         """
         for name, store in job.state_stores.items():
             store.reset()

@@ -59,8 +59,8 @@ class MethodStanding:
             round by which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
             ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
             evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
-        gain: gain in ``mean`` over the better of local training and FedAvg. None for this baseline itself, and if
-            either of the two has no result.
+        gain: gain in ``mean`` over the better of local training and FedAvg. None if the method is this baseline itself,
+            or if either of the two has no result.
         confirmed: True if the gain is also significant, with the same sign, for the seeds of a second run. None if
             there was no second run.
     """

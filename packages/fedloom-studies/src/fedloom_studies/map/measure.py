@@ -246,7 +246,7 @@ class CellWork(NamedTuple):
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
         """Return the record of a cell at equal gradients if its runs would be the same as those at equal rounds.
 
-        Return None for cells of any other kind.
+        Return None if a cell is of any other kind.
         """
         if self.gradients is None:
             return None

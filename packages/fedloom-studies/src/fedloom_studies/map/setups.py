@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Seeds for the results at equal rounds: first those of every setup, then those of each stage of the plan."""
+        """Seeds for the results at equal rounds: first every setup's seeds, then each planned stage's seeds."""
         return tuple((*self.seeds, *self.further)[:count] for count in (len(self.seeds), *self.plan))
 
     @property
@@ -157,7 +157,7 @@ class Cell:
     Attributes:
         method: name of a registered method, or import path.
         space: search space for the method's settings, added to the default spaces.
-        protocol: basis on which its trials and runs are compared with those of FedAvg.
+        protocol: basis on which its trials and runs are compared with FedAvg's trials and runs.
     """
 
     setup: Setup

@@ -122,7 +122,7 @@ class FlambyBrca(Source):
         """Read the table and the split, and return the data set.
 
         Raises:
-            DataError: a file is missing, or differs from that of FLamby.
+            DataError: a file is missing, or differs from the file that FLamby uses.
         """
         wanted = {"table": ("brca.csv",), "split": ("train_test_split.csv", "split.csv")}
         places = _find_files("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,

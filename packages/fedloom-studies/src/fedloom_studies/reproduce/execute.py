@@ -112,7 +112,7 @@ def reproduce(
         out: folder for the recipe's results. Each variant has its own run directory in this folder.
         results: folder in which summaries are stored. None: the summary is not written.
         data_dir: folder with the data sets.
-        seeds: seeds to use instead of those of the recipe.
+        seeds: seeds that replace the recipe's seeds.
         only: labels of the methods to run. All methods are run if no labels are given.
         workers: number of processes.
         device: device for the runs and trials, as in ``[engine]``.

@@ -32,7 +32,7 @@ MARK_SHAPES = {
 
 
 def mark_name(verdict: ClaimVerdict) -> str:
-    """Return the name of the mark that stands for a verdict."""
+    """Return the name of the mark that represents a verdict."""
     names = {HOLDS: "holds", PARTLY: "partly", FAILS: "fails"}
     return f"mark-{names.get(verdict, 'open')}"
 

@@ -250,7 +250,7 @@ def _objections_text(
 def _reduced_runs_sentence(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than those of the papers."""
+    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than the papers' runs."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]

@@ -22,13 +22,14 @@ of the mean of all iterates. Uploads contain the change multiplied by share. For
 is therefore x + dw.
 
 Defaults: gamma_lambda is a radius divided by the square root of the sum of all squared gradient norms so far (step
-"adaptive"). This step size is that of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi,
-Hazan, Singer, JMLR 2011). With this step size, scaling all losses by the same factor does not change the mixtures. A
-gradient consists of the losses of a cohort, multiplied by n/m. The radius 1/sqrt(n) covers all mixtures in which each
-client's weight is between 0 and twice the mean weight. If lambda_lr is set, it is the step size itself (step "fixed"),
-as in the paper. If only step = "fixed" is set, the step size is 1/(n sqrt(rounds)), which assumes losses of order one.
-If no model can reduce the loss of a client, for instance because its targets are noisy, this client eventually receives
-most of the weight, at the expense of the other clients. This is not a defect: it is the solution of the stated problem.
+"adaptive"). This step size is the step size of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862;
+Duchi, Hazan, Singer, JMLR 2011). With this step size, scaling all losses by the same factor does not change the
+mixtures. A gradient consists of the losses of a cohort, multiplied by n/m. The radius 1/sqrt(n) covers all mixtures in
+which each client's weight is between 0 and twice the mean weight. If lambda_lr is set, it is the step size itself (step
+"fixed"), as in the paper. If only step = "fixed" is set, the step size is 1/(n sqrt(rounds)), which assumes losses of
+order one. If no model can reduce the loss of a client, for instance because its targets are noisy, this client
+eventually receives most of the weight, at the expense of the other clients. This is not a defect: it is the solution of
+the stated problem.
 
 Replayed: the projection in litian96/fair_flearn (f097971), used in that code's AFL loop, produces the same x and lambda
 to within 1e-15, with one full step and a fixed step size for lambda. The final model in their code is the mean of all

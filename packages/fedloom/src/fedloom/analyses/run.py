@@ -51,7 +51,7 @@ SUM_FORM = {"sum": {"total": 1, "info": 1}}
 
 
 class Answer(NamedTuple):
-    """Answer of a client in the form in which it leaves the client.
+    """Answer of a client, encoded as it leaves the client.
 
     Attributes:
         values: numbers within the bounds, ``[k]`` float64.
@@ -215,7 +215,7 @@ def run_questions(
 
     Raises:
         ConfigError: the analysis asks more questions than were agreed on.
-        CodeError: a question does not have the declared form, or is asked at a step at which no site answers it.
+        CodeError: a question does not have the declared structure, or is asked at a step at which no site answers it.
         DataError: a number in an answer was outside its bounds.
         CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
     """
@@ -310,11 +310,11 @@ def answer_question(
 
     Args:
         analysis: analysis that is computed from sums.
-        question: question in the form in which the client received it.
+        question: question as the client received it.
         client: rows of the client.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, for use in messages.
+        where: name of the client, which is used in messages.
 
     Raises:
         ConfigError: the analysis does not answer this question.

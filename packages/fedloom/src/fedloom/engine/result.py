@@ -136,7 +136,7 @@ class Result:
             target: value of the metric to reach.
             metric: name of the metric. If None, the metric is accuracy, or the task's primary metric if accuracy was
                 not measured.
-            model: "global", "personal" or "hybrid". None stands for the model that a client would use.
+            model: "global", "personal" or "hybrid". If None, the model is the one that a client would use.
             part: part of the clients' data.
             by: "all" for the mean over clients, "client" for each client (keyed by number), or "device" for the mean of
                 each device class.

@@ -45,7 +45,7 @@ class Partition(Value):
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """True if a draw assigns rows individually. False if each assigned row stands for all rows of its subject (if there
+    """True if a draw assigns rows individually. False if each assigned row represents all rows of its subject (if there
     are subjects)."""
     test: float = Field(
         default=0.2, ge=0, lt=1, description="fraction of a client's samples that are held out for testing (FLAME)"
