@@ -324,7 +324,7 @@ def _scale_column(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Te
 
 
 def _rows_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
-    """Return the number of rows in every cell of a coded column."""
+    """Return the number of rows in each cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 

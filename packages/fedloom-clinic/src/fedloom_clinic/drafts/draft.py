@@ -38,7 +38,7 @@ from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, Colum
 MIN_FEDERATION_ROWS = 10
 """Minimum number of rows in a federation, and in a class that is not considered rare."""
 SUSPICIOUS_SCORE = 0.95
-"""AUROC or R2 of a single column from which on the report mentions the column.
+"""Minimum AUROC or R2 of a single column that makes the report mention the column.
 
 If the column's name matches `LATER_NAME_PATTERN`, the limit is `LATER_COLUMN_SCORE` instead.
 """

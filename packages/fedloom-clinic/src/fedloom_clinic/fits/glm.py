@@ -48,7 +48,7 @@ GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
     ),
     "poisson": (np.exp, np.exp, np.exp, np.exp),
 }
-"""Cumulant as a function of the linear predictor eta, followed by its derivatives: mean, variance and third central
+"""Cumulant as a function of the linear predictor eta, together with its derivatives: mean, variance and third central
 moment."""
 
 

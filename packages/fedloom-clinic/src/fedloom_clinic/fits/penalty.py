@@ -232,9 +232,9 @@ def find_ridge_by_sums(
 ) -> tuple[Ridge, Floats, Likelihood, Likelihood]:
     """Return the strength with the largest held-out likelihood, and its fit of all rows with and without the ridge.
 
-    The fits for all strengths take their Newton steps together, so that one sum serves all of them. The strength is the
-    same as that which `find_ridge` chooses. If clients cannot answer, the strengths are dropped one after the other,
-    beginning with the weakest.
+    The fits for all strengths perform their Newton steps together, so that one sum serves all of them. `find_ridge`
+    chooses the same strength. If clients cannot answer, the strengths are dropped one after the other, beginning with
+    the weakest.
 
     Args:
         ask: function that returns the sums for the coefficients of all fits ``[K, q]``, or None if clients cannot

@@ -2,8 +2,8 @@
 
 Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that the secure sum is exact.
 The server never receives the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no statistics
-of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends the
-likelihood for its own baseline hazard, with the gradient and the information.
+of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins. Each site sends the
+likelihood for its own baseline hazard, with its gradient and information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two are used as in K.
 Bonawitz et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron.
@@ -126,7 +126,7 @@ def fit_of_sums(
         names: names of the columns, which are used in messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
-            None, the strength of a ridge is that in the terms.
+            None, the ridge strength in the terms is used.
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.

@@ -52,7 +52,7 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
     """Return the sum of clipped rows plus discrete Gaussian noise with standard deviation ``sigma * clip``.
 
     Args:
-        rows: ``[m, D]``. A row that is not finite is treated as zero, so that there is always a result.
+        rows: ``[m, D]``. A row that is not finite is treated as zero, so that a result always exists.
         clip: maximum norm of a row, above 0.
         sigma: noise multiplier, above 0.
 

@@ -59,7 +59,7 @@ class Local:
             number. The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
-            and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without noise.
+            and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without any noise.
         norm_bound: maximum L2 norm, above 0, of the difference in every field that leaves the node. A difference whose
             norm is larger is scaled down, whatever the server's document says. None if there is no limit.
         analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
@@ -232,7 +232,7 @@ class NodeProblem(NamedTuple):
 
 
 def _subject_design(parts: Mapping[str, NodeSamples]) -> Design | None:
-    """Return the subject of each sample, part by part in the order of `DATA_PARTS`, or None without any subjects."""
+    """Return the subject of each sample, part by part as in `DATA_PARTS`, or None if there are no subjects."""
     owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None
 

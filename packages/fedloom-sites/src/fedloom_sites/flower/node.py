@@ -302,7 +302,7 @@ class _Node:
         return node, job
 
     def _keep(self, context: Context, run: str) -> None:
-        """Write the node's states to its folder if the run can be resumed."""
+        """Write the node's states to its folder, provided that the run can be resumed."""
         folder = self._run(context).local.folder
         if not run or folder is None:
             return

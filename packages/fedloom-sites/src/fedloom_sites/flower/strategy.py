@@ -297,7 +297,7 @@ class Strategy(FlowerStrategy):
 
     @isolate_torch_settings()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the mean scores, weighted by the nodes' numbers of samples, or None without an evaluation.
+        """Return the mean scores, weighted by the nodes' numbers of samples, or None if there was no evaluation.
 
         Returns:
             The means, keyed by ``model/part/metric``. None in a round in which nothing is evaluated.

@@ -1,4 +1,4 @@
-"""A run at the place of one client's samples, which is a deployment's site or a node of a Flower app."""
+"""Run at the location of one client's samples, which is a deployment's site or a node of a Flower app."""
 
 from __future__ import annotations
 

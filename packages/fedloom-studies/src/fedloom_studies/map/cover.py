@@ -23,7 +23,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord
 from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 
 FIRST_METHODS = REFERENCE_METHODS[:2]
-"""Methods that belong to every portfolio."""
+"""Methods that every portfolio contains."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
 """Methods that are never selected. These methods train after the last round; in a race, this training would be repeated
 at each comparison."""

@@ -2,8 +2,8 @@
 
 In each setup, every method is compared with the better of local training and FedAvg. All comparisons in a setup form
 one family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way.
-A verdict applies to these samples only. A verdict extends to other splits, cohorts and initial models. Across setups,
-methods are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
+A verdict applies to these samples only, but extends to other splits, cohorts and initial models. Across
+setups, methods are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
 (scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are left out of these
 tests.
 """
@@ -36,7 +36,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Setup
 
 MIN_SETUPS = 3
-"""Minimum number of setups, and of methods, for a statement about all setups together."""
+"""Minimum number of setups, and minimum number of methods, for a statement about all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
 """First and last positions of every group of adjacent methods that the test does not distinguish."""
@@ -92,8 +92,8 @@ class SetupVerdict:
     """Verdicts on all methods in a setup, with their records.
 
     Attributes:
-        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if either of the
-            two has no result.
+        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if one of the two
+            has no result.
         spread: standard deviation of gains over seeds that all methods are assumed to share, from the prior of the
             moderated test. NaN if too few gains were tested.
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,

@@ -93,7 +93,7 @@ class CellRecord:
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
-    """Return a new record of a cell, made with the current commit on this machine."""
+    """Return a new record of a cell, created with the current commit on this machine."""
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,

@@ -111,7 +111,7 @@ def read_setups(scale: Scale) -> dict[str, Setup]:
 
 
 def rule_cells() -> Iterator[tuple[str, Cell]]:
-    """Yield the name and the cell of each method with each aggregation rule under each attack.
+    """Yield the name and the cell of each method for every combination of aggregation rule and attack.
 
     The setup of an attacked cell is named after the attack. A method that uses the plain mean keeps its own name.
     """
@@ -183,7 +183,7 @@ class Cell:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Content of the experiment file with the seeds for the results, before settings are chosen."""
+        """Content of the experiment file with the seeds for the results, before the settings have been chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
         if parts := parts_of_networks().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}

@@ -263,7 +263,7 @@ def chosen_experiment(document: Mapping[str, Any], choices: Mapping[str, Mapping
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the choices that a search has stored in a folder: each method's winner, and the scores of all candidates.
 
-    Methods whose candidates have changed since then are left out.
+    Methods whose candidates have changed since then are omitted.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
     candidates_by_label = {label_of(m): {text for text, _ in method_candidates(m)} for m in document["method"]}

@@ -260,7 +260,7 @@ def compare_references(
 
 
 def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
-    """Return the verdict at the round that is best on validation data, or None if the claim specifies a round."""
+    """Return the verdict at the round that is best on validation data, or None if the claim specifies the round."""
     figure = recipe.paper.figure
 
     def chosen(side: str | float) -> str | float:

@@ -90,7 +90,7 @@ class InterimTest:
 
     @property
     def detectable(self) -> float:
-        """Difference that this number of seeds would detect with a probability of `DETECTION_PROBABILITY`."""
+        """Smallest difference that this number of seeds would detect with a probability of `DETECTION_PROBABILITY`."""
         return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
 
     @property

@@ -62,7 +62,7 @@ CORRECTED_TEXT = (
     "hand."
 )
 NO_ANCHOR_TEXT = "no anchor"
-"""Text for a claim whose recipe has no anchor, because the paper prints no value for one."""
+"""Text for a claim whose recipe has no anchor, because the paper prints no value that could serve as one."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
 """File with the rules for judging claims, which is inserted at the end of the page."""
 
@@ -78,7 +78,7 @@ class HeadlineClaim(Value):
 
 
 class CorrectedVerdict(Value):
-    """Verdict on the page that was published and has changed since."""
+    """Verdict on the version of the page that was published, which has changed since then."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="verdict that the page stated before")
@@ -423,7 +423,7 @@ def _open_claim_commands(
     papers: list[tuple[PaperSection, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe],
     summaries: Summaries, needed: Mapping[str, RecipeNeed],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield commands and estimates for claims that are still open, because they need a GPU, a run, or more seeds."""
+    """Yield commands and time estimates for claims that are open because they need a GPU, a run, or more seeds."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}

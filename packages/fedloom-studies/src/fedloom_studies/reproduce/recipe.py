@@ -42,7 +42,7 @@ RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
 """Key of a scale under which a sentence states how the scale differs from the protocol."""
 SINGLE_VARIANT = "all"
-"""Name of the only variant of a recipe that declares no variants."""
+"""Name of the only variant if a recipe declares no variants."""
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
     "partition": {"min_size": 1, "max_train_per_client": 20},

@@ -215,7 +215,7 @@ def plan_deployment(
 
 
 def _choose_threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
-    """Return the chosen or default threshold of secure aggregation for n sites, or None without secure aggregation.
+    """Return the chosen or default threshold of secure aggregation for n sites, or None if secure aggregation is off.
 
     Raises:
         ConfigError: the threshold is too small or too large, the cohorts are smaller than the threshold, or there are

@@ -9,8 +9,8 @@ change of this site, and no site opens a sum with too few signatures. The upload
 to be known to the server. Every sum must therefore contain enough sites that have never changed: any combination of
 sums that a server computes contains either all of these sites or none. A site is also recorded as changed if its weight
 changes relative to the other sites' weights, because two sums of the same sites with different weights reveal just as
-much. The same holds for a site that answers from another state than the other sites: an upload that is a difference
-from the state, such as SCAFFOLD's, is then large at this site alone.
+much. The same holds for a site that answers from a different state than the other sites: an upload that is a difference
+from the state, such as SCAFFOLD's, is then large at this site only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAME_WEIGHT = 1e-6
 """Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""Record that marks a site as no longer knowing which sites its latest sum covers."""
+"""Record that marks a site as no longer knowing which sites its latest sum covered."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
 """Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""

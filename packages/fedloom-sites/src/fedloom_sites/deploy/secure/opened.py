@@ -253,8 +253,8 @@ class OpenedSums:
 
         All processes of the site that run experiments on the same data share the record.
 
-        If the record is missing or damaged although the site has given shares for a sum, it is unknown which sites that
-        sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
+        If the record is missing or damaged although the site has given shares for a sum, the site cannot know which
+        sites that sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
         """
         had_folder = self._memory.is_dir()
         with lock_folder(self._memory):

@@ -266,7 +266,7 @@ def _accusation_text(session: Session, accuser: int, accused: int) -> bytes:
 
 
 class UndecidedShares(ProtocolBroken):
-    """Error: none of the subsets of shares that were tried gives the owner's secret.
+    """Error: none of the subsets of shares that were tried yields the owner's secret.
 
     Args:
         owner: number of the site to which the secret belongs.

@@ -57,7 +57,7 @@ themselves vary by less than 1."""
 
 
 class UploadVector:
-    """Upload encoded as integers: its fields next to each other, followed by counts of work.
+    """Upload encoded as integers: the concatenated fields, followed by the counts of work.
 
     Args:
         job: run.
@@ -133,7 +133,7 @@ class UploadVector:
         Args:
             total: sum of the sites' vectors, without masks.
             count: number of sites in the sum.
-            scale: number by which the shares were divided, and by which averaged fields are therefore multiplied.
+            scale: number by which the shares were divided. Averaged fields are therefore multiplied by it.
 
         Raises:
             Broken: the sum is out of range.
@@ -258,7 +258,7 @@ class ScoreVector:
             scores: values ``[1]``.
             sizes: numbers of training, validation and test samples.
             summed: for each of the `figures`, True if the metric is summed.
-            weighs: True if a model's scores that belong to no part of the data are summed as well. These scores are
+            weighs: True if a model's scores that do not belong to a part of the data are also summed. These scores are
                 weighted by training samples.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}

@@ -65,7 +65,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 
 def run_network(words: Sequence[str], folder: Path) -> None:
-    """Become a site's network process, and start the process that starts its tasks.
+    """Turn this process into a site's network process, and start the process that starts its tasks.
 
     The arguments are the same as for `start_executor`.
     """
