@@ -42,7 +42,7 @@ def rounded(value: float, digits: int = 5) -> float | None:
 
 
 def finite(value: float) -> float | None:
-    """Return a number in the form in which it is written to a file, or None if it is not finite."""
+    """Return a number as it is written to a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 

@@ -462,7 +462,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     Args:
         agreement: agreement that people have signed.
         name: name of the site's data.
-        kept: columns whose levels are kept in addition to those of the models' columns.
+        kept: columns whose levels are kept in addition to the levels of the models' columns.
     """
     outputs = len(agreement.classes) if agreement.task == "classification" else 1
     ranges = (agreement.target_range, *((None,) if agreement.task == "survival" else ()))
@@ -471,7 +471,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
 
 
 def file_stem_of(name: str) -> str:
-    """Return the name of an analysis in a form that is suitable for file names."""
+    """Return the name of an analysis, converted so that it can be used in file names."""
     return analysis_file(name).rpartition(".")[0]
 
 

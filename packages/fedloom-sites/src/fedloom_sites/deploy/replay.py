@@ -49,7 +49,7 @@ def make_server_job(
 ) -> tuple[Job, Any, Forms]:
     """Return a run without samples and client state, with its initial state and its message formats.
 
-    Rounds of this run use the quorum in the server's settings, not that of the engine.
+    Rounds of this run use the quorum in the server's settings instead of the engine's quorum.
 
     Args:
         settings: settings of the server, or of a site that replays the server's steps.

@@ -52,7 +52,7 @@ SUM_FORM = {"sum": {"total": 1, "info": 1}}
 
 
 class Answer(NamedTuple):
-    """Answer of a client in the form in which it leaves the client.
+    """Answer of a client, encoded as it leaves the client.
 
     Attributes:
         values: numbers within the bounds, ``[k]`` float64.
@@ -323,11 +323,11 @@ def answer_question(
 
     Args:
         analysis: analysis that is computed from sums.
-        question: question in the form in which the client received it.
+        question: question as the client received it.
         client: rows of the client.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, for use in messages.
+        where: name of the client, which is used in messages.
 
     Raises:
         ConfigError: the analysis does not answer this question.

@@ -21,7 +21,7 @@ def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Gener
 
     Args:
         size: number of the client's samples, at least 1.
-        batch_size: number of samples per step, at least 1. None for full batches, whose samples are in order.
+        batch_size: number of samples per step, at least 1. If None, each batch contains all samples, in order.
         steps: number of steps, at least 0.
         gen: random generator that belongs to (seed, round, client, purpose). Full-batch training needs no generator.
 

@@ -20,7 +20,7 @@ MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Texts that mark missing cells in every table, in addition to the table's own: those of pandas except None, and "?".
+"""Texts that mark missing cells in every table, in addition to the table's own: pandas' texts except None, and "?".
 
 In many tables, None is a level, for example the level of a treatment. A table may declare None as one of its own
 missing-value codes.
@@ -170,7 +170,7 @@ class Table(Value):
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
     def unmarked(self, x: Tensor) -> Tensor:
-        """Replace numbers that stand for missing values in raw columns ``[N, p]`` by NaN."""
+        """Replace numbers that represent missing values in raw columns ``[N, p]`` by NaN."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x

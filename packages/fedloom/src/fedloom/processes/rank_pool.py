@@ -37,7 +37,7 @@ class RankPool:
     Args:
         ranks: processes that compute the chunks.
         locations: machines on which the rows of clients are stored.
-        up_bytes: number of bytes of the result of one chunk.
+        up_bytes: size of one chunk's result in bytes.
     """
 
     def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:

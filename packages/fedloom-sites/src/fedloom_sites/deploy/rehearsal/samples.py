@@ -313,7 +313,7 @@ def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tup
 
 
 def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes) -> int:
-    """Ask the site alone for its upload of a round, and return the upload's number of bytes, or 0 without an upload.
+    """Ask the site alone for its upload of a round, and return the upload's size in bytes, or 0 if there is none.
 
     If masks are agreed on, the upload is masked.
     """

@@ -63,8 +63,8 @@ def play_session(
         download: model from which the sites start to train. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
-        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors have
-            actually arrived.
+        survivors: sites whose vectors have arrived, as claimed by the server. If None, these are the sites whose
+            vectors have actually arrived.
         more: additional fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)

@@ -36,7 +36,7 @@ REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
-"""Ending of the name of the file in which a site records each step of an analysis before it answers it."""
+"""File name ending of the files in which a site records each step of an analysis before it answers the step."""
 ANALYSES_ENTRY = "analyses"
 """Key of the entry that applies to every analysis that has no entry of its own."""
 
@@ -253,8 +253,8 @@ class OpenedSums:
 
         All processes of the site that run experiments on the same data share the record.
 
-        If the record is missing or damaged although the site has given shares for a sum, it is unknown which sites that
-        sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
+        If the record is missing or damaged although the site has given shares for a sum, the site cannot know which
+        sites that sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
         """
         had_folder = self._memory.is_dir()
         with lock_folder(self._memory):

@@ -335,7 +335,7 @@ def unmask_sum(
 
 
 def join_parts(parts: Mapping[int, bytes]) -> bytes:
-    """Join one part of equal length per client into a message."""
+    """Concatenate one part of equal length per client into a message."""
     return b"".join(client.to_bytes(4, "little") + part for client, part in sorted(parts.items()))
 
 

@@ -1,4 +1,4 @@
-"""The server's side of secure aggregation, from collecting the sites' keys to a plausible sum.
+"""The server part of secure aggregation, from collecting the sites' keys to a plausible sum.
 
 A site that has provably violated the protocol is named, and excluded from sessions until the server restarts. The
 server requests a round's uploads in a new session only if it has not yet requested any shares in the previous one. Once

@@ -129,7 +129,7 @@ class SessionTerms(Value):
 
     @property
     def bases(self) -> dict[int, int]:
-        """Last accepted round of every site in the cohort: the round of the state from which the site answers."""
+        """Last accepted round of each site in the cohort: the round of the state from which the site answers."""
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
@@ -142,7 +142,7 @@ class SessionTerms(Value):
         return hashlib.sha256(self.encode()).digest()
 
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
-        """Return a flag for each metric, True if the metric is summed.
+        """Return a flag for each metric, which is True if the metric is summed.
 
         A metric is summed if every subset of ``threshold`` sites contains at least `MIN_SITES` sites with the metric,
         so that no sum covers only one or two sites, and if no site can dominate the metric's part of the data (see

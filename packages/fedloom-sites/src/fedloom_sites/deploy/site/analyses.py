@@ -71,7 +71,7 @@ class SiteAnalyses:
     Args:
         trainer: object that trains at the site and provides its samples.
         folder: folder with the site's state in this experiment.
-        first: function that returns the number of bits that precede those of the first analysis in the site's bit
+        first: function that returns the number of bits that precede the bits of the first analysis in the site's bit
             field.
     """
 
@@ -171,7 +171,7 @@ class SiteAnalyses:
     def _agreed(self, name: str) -> AgreedAnalysis:
         if name not in self.agreed:
             raise Refused(
-                f"this site does not answer the analysis {name[:60]!r}: the agreement does not "
+                f"this site does not allow the analysis {name[:60]!r}: the agreement does not "
                 "include it, or the site limits epsilon"
             )
         return self.agreed[name]
@@ -295,7 +295,7 @@ class SiteAnalyses:
         return record or {"asked": {}, "salt": secrets.token_hex(16)}
 
     def _digest(self) -> str:
-        """Return the digest of the rows, or that of no rows if the rows cannot be read."""
+        """Return the digest of the rows, or the digest of no rows if the rows cannot be read."""
         try:
             rows = self._rows
             cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)

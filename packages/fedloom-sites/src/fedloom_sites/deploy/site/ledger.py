@@ -46,7 +46,7 @@ class Ledger:
     Args:
         folder: folder with the ledger.
         noise: noise that the accounting covers. None if no delta is set.
-        limit: value that epsilon must never exceed. None for no limit.
+        limit: value that epsilon must never exceed. None if there is no limit.
         who: owner of the budget, as named in messages.
         least: minimum number of releases that the ledger must list, according to the state stored next to it.
         accepted: round whose release the server has accepted, or 0 if there is none.
@@ -154,7 +154,7 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon spent in this ledger, together with that of the other ledgers on the same data.
+        """Record the epsilon spent in this ledger and in the other ledgers on the same data.
 
         Args:
             memory: folder.

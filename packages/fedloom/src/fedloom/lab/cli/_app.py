@@ -84,9 +84,9 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 class StrictCommandGroup(TyperGroup):
     """Command group that rejects arguments that are empty or are not valid text.
 
-    An empty argument usually results from a shell variable that is not set. Used as a path, it would stand for the
-    current folder. Numbers must be written in plain digits. Python would also accept ``1_0``, digits of other scripts,
-    and spaces.
+    An empty argument usually results from a shell variable that is not set. Used as a path, it would mean the current
+    folder. Numbers must be written in plain digits. Python would also accept ``1_0``, digits of other scripts, and
+    spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
@@ -243,7 +243,7 @@ ExecutorName = Annotated[
     str | None,
     typer.Option(
         "--executor",
-        help="engine that computes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        help="backend that executes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
 DataDir = Annotated[
@@ -276,7 +276,7 @@ fails."""
 
 @contextmanager
 def add_file_to_errors(file: Path) -> Iterator[None]:
-    """Add the name of the experiment file and the line of the key in question to messages raised inside the block.
+    """Add the name of the experiment file and the line of the affected key to messages raised inside the block.
 
     Raises:
         ConfigError: an error was raised inside the block. The file and the line are added to the message of the error.

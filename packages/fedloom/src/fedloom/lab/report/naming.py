@@ -91,7 +91,7 @@ PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
 
 
 def lowercase_title(title: str) -> str:
-    """Return a title in the form that it has inside a sentence: in lower case, except names, symbols and abbreviations.
+    """Return a title as it is written inside a sentence: in lower case, except names, symbols and abbreviations.
 
     >>> [lowercase_title(title) for title in ("Macro F1", "AUROC", "C-index", "Brier score")]
     ['macro F1', 'AUROC', 'C-index', 'Brier score']

@@ -146,7 +146,7 @@ class Problems:
     """Problems of a table for a single message: the first problem of each kind, and their number.
 
     Args:
-        where: file for use in messages.
+        where: file that is named in messages.
         first: number of the first row below the header.
     """
 
@@ -343,7 +343,7 @@ def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
 
 
 def short_cell(cell: object) -> str:
-    """Return a cell as text for use in messages. The text is shortened if it is long."""
+    """Return a cell as text that can be used in a message. The text is shortened if it is long."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 

@@ -163,7 +163,7 @@ class AgreedColumnConverter:
 
     @property
     def shown(self) -> str:
-        """Most frequent unknown levels and the agreed levels, for use in messages."""
+        """Most frequent unknown levels and the agreed levels, which are listed in messages."""
         unknown = ", ".join(short_cell(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
