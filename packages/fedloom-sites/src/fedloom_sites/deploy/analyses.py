@@ -205,7 +205,7 @@ class AnswerForm:
         sites: maximum number of sites in a sum.
 
     Raises:
-        TooLarge: the range of a number is too large for its step.
+        SumTooLarge: the range of a number is too large for its step.
     """
 
     def __init__(self, bounds: Bounds, sites: int) -> None:
@@ -250,7 +250,7 @@ class AnswerForm:
         """Decode the sum ``[k]`` of some sites' answers, and return it with the numbers of clipped values and of rows.
 
         Raises:
-            Broken: this sum is impossible for this number of sites if their answers are within the bounds.
+            ProtocolBroken: this sum is impossible for this number of sites if their answers are within the bounds.
         """
         if len(total) != self.length:
             raise ProtocolBroken(f"a sum for this question must have {self.length} numbers, got {len(total)}")

@@ -35,7 +35,7 @@ def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
     """Return the settings of secure sums on which the sites agreed.
 
     Raises:
-        Inapplicable: the agreement does not include secure sums.
+        InapplicableAttack: the agreement does not include secure sums.
     """
     if site.site.secure is None:
         raise InapplicableAttack(UNMASKED_REASON)

@@ -109,7 +109,8 @@ class CohortChanges(NamedTuple):
             states: states of these sites.
 
         Raises:
-            Broken: the sum would be one change too many for a site, or contains too few sites that have never changed.
+            ProtocolBroken: the sum would be one change too many for a site, or contains too few sites that have never
+                changed.
         """
         changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):

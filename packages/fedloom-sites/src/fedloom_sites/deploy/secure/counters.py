@@ -93,7 +93,8 @@ def open_counters(
         public: the sites' verification keys.
 
     Raises:
-        Broken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of counters.
+        ProtocolBroken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of
+            counters.
     """
     try:
         numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
@@ -116,7 +117,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
     would then reveal the answer of that site.
 
     Raises:
-        Broken: too few sites contribute, or a site is silent. The message states how many there are.
+        ProtocolBroken: too few sites contribute, or a site is silent. The message states how many there are.
     """
     if counts.answered < threshold:
         raise ProtocolBroken(

@@ -35,7 +35,7 @@ def decode_integers(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.
     """Convert the integer sum of ``count`` uploads to float64 ``[D]``.
 
     Raises:
-        Broken: the sum is outside the range that is possible for ``count`` uploads.
+        ProtocolBroken: the sum is outside the range that is possible for ``count`` uploads.
     """
     steps = total.view(np.int64)
     limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS

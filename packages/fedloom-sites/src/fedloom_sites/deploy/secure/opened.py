@@ -70,7 +70,7 @@ class OpenedSums:
             before: name of the previous session, in hexadecimal digits.
 
         Raises:
-            Broken: the new session has already ended.
+            ProtocolBroken: the new session has already ended.
         """
         if before == name.hex():
             return
@@ -98,7 +98,7 @@ class OpenedSums:
                 `reveal`).
 
         Raises:
-            Broken: a site has left or returned too often. The message contains the site's name.
+            ProtocolBroken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
             self._check_name(record)
@@ -140,8 +140,8 @@ class OpenedSums:
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:
-            Broken: the sum would reveal a difference that covers too few sites, its round was already summed for
-                different sites, states or models, or its round is too old to check.
+            ProtocolBroken: the sum would reveal a difference that covers too few sites, its round was already summed
+                for different sites, states or models, or its round is too old to check.
         """
         with self._open() as record:
             experiment, entry = self._read_experiment(record), self._describe(bases, question, weights)
@@ -214,7 +214,7 @@ class OpenedSums:
         """Raise an error if this site took part in earlier sums over the data under a different name.
 
         Raises:
-            Broken: the site has a different name in this agreement.
+            ProtocolBroken: the site has a different name in this agreement.
         """
         if record.get("own", self._own) != self._own:
             raise ProtocolBroken(

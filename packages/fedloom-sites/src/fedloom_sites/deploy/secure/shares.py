@@ -100,8 +100,8 @@ def open_share(
         public: the sender's verification key.
 
     Raises:
-        Broken: the sender did not make the share for this site with this session's keys.
-        Unreadable: the sender created the share, but the share cannot be decrypted.
+        ProtocolBroken: the sender did not make the share for this site with this session's keys.
+        UnreadableShare: the sender created the share, but the share cannot be decrypted.
     """
     if not is_signed(session, sender, client, sealed, public):
         raise ProtocolBroken(f"the share of client {sender} was not made with the keys of this session")
@@ -125,7 +125,7 @@ def decrypt_share(session: Session, common: bytes, sender: int, to: int, sealed:
     """Decrypt a sealed share with ``common``, the secret shared by its one-time key and the receiver's key.
 
     Raises:
-        Unreadable: the share cannot be decrypted.
+        UnreadableShare: the share cannot be decrypted.
     """
     nonce, text = (
         sealed[KEY_BYTES : KEY_BYTES + SHARE_NONCE_BYTES],
@@ -293,8 +293,8 @@ def restore_secrets(
         of_counters: see `reveal_shares`.
 
     Raises:
-        Broken: fewer than ``threshold`` sites answered.
-        Undecided: the shares do not give a secret that matches its owner's commitment.
+        ProtocolBroken: fewer than ``threshold`` sites answered.
+        UndecidedShares: the shares do not give a secret that matches its owner's commitment.
     """
     if len(answers) < session.threshold:
         raise ProtocolBroken(f"only {len(answers)} sites sent their shares, but {session.threshold} are required")

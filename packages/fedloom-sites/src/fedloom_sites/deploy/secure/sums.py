@@ -478,7 +478,7 @@ class SecureSums:
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
-            Broken: the sites' shares do not give secrets that match their owners' commitments.
+            ProtocolBroken: the sites' shares do not give secrets that match their owners' commitments.
         """
         session = self._session_of(pending)
         bound = secure.session_binding(session, pending.question, pending.shared)

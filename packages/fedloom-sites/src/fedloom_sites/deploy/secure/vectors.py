@@ -136,7 +136,7 @@ class UploadVector:
             scale: number by which the shares were divided. Averaged fields are therefore multiplied by it.
 
         Raises:
-            Broken: the sum is out of range.
+            ProtocolBroken: the sum is out of range.
         """
         noise, clipped = self._noise, 0
         if self.is_counted:
@@ -182,7 +182,7 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
         bound: agreed upper bound on the norm of one site's upload.
 
     Raises:
-        Broken: the norm of a summed difference exceeds its bound.
+        ProtocolBroken: the norm of a summed difference exceeds its bound.
     """
     if isinstance(job.setting.aggregator, SharedMean):
         return
@@ -293,7 +293,7 @@ class ScoreVector:
         """Return every score that at least `MIN_SITES` sites have, as a mean over samples and a number of sites.
 
         Raises:
-            Broken: a sum is out of range.
+            ProtocolBroken: a sum is out of range.
         """
         rows = total.reshape(-1, NUMBERS_PER_SCORE).view(np.int64)
         values, counts = np.ldexp(rows[:, 0].astype(np.float64), -SCORE_BITS), rows[:, 1:]

@@ -217,8 +217,8 @@ class SiteAnalyses:
             rows: digest of the rows that the analysis uses.
 
         Raises:
-            Broken: the step was already answered for a different question or under different terms, or the site has
-                lost its record of answers.
+            ProtocolBroken: the step was already answered for a different question or under different terms, or the site
+                has lost its record of answers.
         """
         assert terms.question is not None
         path, step = self._steps(one.name), terms.question.step
@@ -246,7 +246,7 @@ class SiteAnalyses:
         """Record, in the site's memory of the data, that this experiment requests the analysis.
 
         Raises:
-            Broken: as many experiments as permitted have already requested the analysis.
+            ProtocolBroken: as many experiments as permitted have already requested the analysis.
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
@@ -284,7 +284,7 @@ class SiteAnalyses:
         """Return the site's memory of the data.
 
         Raises:
-            Broken: the file is damaged.
+            ProtocolBroken: the file is damaged.
         """
         path = self._trainer.site.memory_folder / MEMORY_FILE
         record = read_checked(path)

@@ -219,7 +219,7 @@ class Client:
         """Raise an error if a round was not agreed on, or has already ended at this site.
 
         Raises:
-            Rewound: the round is wrong. The message names both rounds.
+            ServerRewound: the round is wrong. The message names both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind in ("hello", "relay"):

@@ -64,7 +64,7 @@ class Ledger:
         """Return the number of entries, including an entry that a crash has cut short.
 
         Raises:
-            Spent: the file is damaged, or entries are missing.
+            BudgetSpent: the file is damaged, or entries are missing.
         """
         return len(self._lines())
 
@@ -116,7 +116,7 @@ class Ledger:
             The number of the release, or 0 without accounting.
 
         Raises:
-            Spent: the limit would be exceeded, or it is unknown how much was spent.
+            BudgetSpent: the limit would be exceeded, or it is unknown how much was spent.
             CheckpointError: the entry cannot be written.
         """
         if self._noise is None and self._limit is None:
@@ -162,7 +162,7 @@ class Ledger:
             spent: epsilon of the ledger's releases.
 
         Raises:
-            Spent: all ledgers together would exceed the limit, or their epsilon is unknown.
+            BudgetSpent: all ledgers together would exceed the limit, or their epsilon is unknown.
         """
         with lock_folder(memory):
             path = memory / SPENT_FILE

@@ -95,7 +95,7 @@ class SiteState:
         accepted state that is available stays on the disk together with its model.
 
         Raises:
-            Rewound: the server went back, but not to the previously accepted round.
+            ServerRewound: the server went back, but not to the previously accepted round.
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
