@@ -94,7 +94,7 @@ def evaluate(
         typer.Option("--importance", help="permute each column in the site's own test part instead of scoring a file"),
     ] = False,
 ) -> None:
-    """Score a site's model, or find out which columns its predictions depend on.
+    """Score a site's model, or show which columns matter to it.
 
     The rows are scaled, and predictions are made, in the same way as for the site's own data.
 

@@ -159,7 +159,7 @@ class AgreedAnalysis:
             CodeError: see `Analysis.check_step`.
         """
         everything = dict.fromkeys(range(self.clients), (1 << self.first + self.flags) - 1)
-        check_order(self.analysis, self.public([EXAMPLE_ROWS] * self.clients, everything, 0))
+        check_order(self.analysis, self.public([EXAMPLE_ROWS] * self.clients, everything, 0), at_sites=True)
 
     def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:
         """Return the question of a step and the bounds of an answer, if the question is allowed at this step.
