@@ -108,7 +108,7 @@ def check_module(path: str, what: str) -> None:
 
     Args:
         path: ``package.module:Name``.
-        what: description of the part and of the file that names it, for use in the message.
+        what: description of the part and of the file that names it, which is used in the message.
 
     Raises:
         ConfigError: the module belongs to the standard library, or its file belongs to a different user and nobody has

@@ -63,8 +63,8 @@ def test_commands_and_options(program: dict[str, str]) -> None:
 
 
 def test_every_method_data_set_and_recipe_is_offered(program: dict[str, str]) -> None:
-    setups = pytest.importorskip("fedloom_studies.map.setups").setups
-    recipes = pytest.importorskip("fedloom_studies.reproduce").recipes
+    setups = pytest.importorskip("fedloom_studies.map.setups").read_setups
+    recipes = pytest.importorskip("fedloom_studies.reproduce").read_recipes
     assert in_bash(program, "fedloom describe ") == list(REGISTRY)
     assert in_bash(program, "fedloom data ") == list(SOURCES)
     assert set(in_bash(program, "fedloom reproduce ")) == set(recipes())

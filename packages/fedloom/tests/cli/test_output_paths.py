@@ -56,7 +56,7 @@ READ = {
     "watch": {"run"},
     "reproduce": {"data_dir"},
     "map": {"space", "data_dir"},
-    "deploy init": {"file", "data_dir", "home", "programs"},  # the last two are of other machines
+    "deploy init": {"file", "data_dir", "home", "programs", "memory"},  # the last three are of other machines
     "deploy analyze": {"file", "data_dir"},
     "deploy check": {"site"},
     "deploy rehearse": {"site"},
@@ -64,7 +64,7 @@ READ = {
     "deploy local": {"directory"},
     "deploy status": {"folder"},
     "deploy renew": {"directory"},  # these change the deployment that they are given
-    "deploy add": {"directory", "home", "programs"},
+    "deploy add": {"directory", "home", "programs", "memory"},
     "deploy upgrade": {"directory"},
     "deploy rotate": {"directory"},
     "deploy approve": {"site", "change"},

@@ -76,7 +76,7 @@ def test_an_empty_word_is_not_the_current_folder(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     said = call(*(file if word == "FILE" else word for word in words), code=2)
-    assert said.startswith("error: an empty word")
+    assert said.startswith("error: there is an empty word")
     assert words[-2] in said or words[-1] in said
     assert not [*Path().iterdir()]
 

@@ -91,7 +91,7 @@ def test_every_name_of_a_kind_is_listed_with_a_line(kind: str) -> None:
     assert found.exit_code == 0
     listed = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in found.stdout.splitlines()]
     if kind == "recipes":
-        studies = pytest.importorskip("fedloom_studies.reproduce.read_recipe")
+        studies = pytest.importorskip("fedloom_studies.reproduce.recipe")
         assert {line[0] for line in listed} == set(studies.recipe_names())
         return
     want = {"metrics": lambda: [name for name, _ in list_parts("metrics")]}

@@ -117,7 +117,7 @@ def test_a_deployed_server_measures_the_change_to_the_model_of_the_cluster(fed: 
     sent[:, 0] += torch.tensor([1.0, 2.0, 3.0, 4.0])
     up = job.upload(sent, choice.to(sent))
     protocol = pytest.importorskip("fedloom_sites.deploy.protocol.lengths")
-    torch.testing.assert_close(protocol.lengths(job, up, down)["w"], torch.tensor([1.0, 2.0, 3.0, 4.0]).double())
+    torch.testing.assert_close(protocol.upload_norms(job, up, down)["w"], torch.tensor([1.0, 2.0, 3.0, 4.0]).double())
     low, high = method.ranges(down, up, job.work(1, torch.arange(4)))["choice"]
     assert ((choice >= low) & (choice <= high)).flatten().tolist() == [True, True, True, False]
 

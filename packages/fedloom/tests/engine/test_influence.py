@@ -264,7 +264,7 @@ def test_a_forged_model_moves_the_server_as_the_paper_says(name: str) -> None:
         assert (moved - wanted).norm() <= 0.01 * wanted.norm() + 1e-7, kind
         if find_spec("fedloom_sites") is not None:
             protocol = import_module("fedloom_sites.deploy.protocol.lengths")
-            refused = protocol.out_of_range(sent[0].upload, result.job.algorithm.ranges(*sent[0].arguments))
+            refused = protocol.values_out_of_range(sent[0].upload, result.job.algorithm.ranges(*sent[0].arguments))
             assert not [*refused], f"{kind}: a deployed server would not take the upload"
 
 

@@ -366,7 +366,7 @@ def test_a_search_and_a_recipe_are_refused_under_torchrun(tmp_path: Path, monkey
     file = written(tmp_path, SHORT)
     commands = (["tune", str(file), "--out", str(tmp_path / "tune")],)
     if find_spec("fedloom_studies") is not None:
-        recipe = next(iter(import_module("fedloom_studies.reproduce").recipes()))
+        recipe = next(iter(import_module("fedloom_studies.reproduce").read_recipes()))
         commands += (["reproduce", recipe, "--out", str(tmp_path / "runs"), "--results", str(tmp_path)],)
     for name in TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "0")

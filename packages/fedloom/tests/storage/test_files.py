@@ -309,7 +309,7 @@ def test_a_disk_without_file_locks_is_named_wherever_a_lock_is_taken(refusal, tm
     if find_spec("fedloom_sites") is not None:
         handover = import_module("fedloom_sites.deploy.site.handover")
         state = tmp_path / "state"
-        places.append((state / "warm.lock", handover._Begin(site, state, os.getpid()).attempt))
+        places.append((state / "warm.lock", handover._ProcessStart(site, state, os.getpid()).attempt))
     for place, take in places:
         with pytest.raises(RunDirError, match=f"^{place} cannot be locked .*not support file locks.*on a local disk"):
             take()

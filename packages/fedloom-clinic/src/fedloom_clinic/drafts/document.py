@@ -121,7 +121,7 @@ def experiment_file_text(roles: ColumnRoles, place: Path, agreement: Path | None
 def _small_step_size(roles: ColumnRoles) -> float:
     """Return a step size that is small enough if features are scaled.
 
-    The loss of a classification has a smaller curvature than that of a regression. The curvature of the loss of a
+    The loss of a classification has a smaller curvature than the loss of a regression. The curvature of the loss of a
     survival task is proportional to the fraction of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
@@ -205,7 +205,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text in a form that fits into a comment."""
+    """Return a text that was converted so that it fits into a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -1,6 +1,6 @@
 """Cox regression computed from sums over sites.
 
-The fit equals that of the pooled rows, but the rows of patients stay at their sites.
+The fit equals the fit to the pooled rows, but the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. The sums over sites are computed as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -100,7 +100,7 @@ class Wald:
 
     @property
     def degrees(self) -> float:
-        """Degrees of freedom of Student's t distribution of the tests. Infinite for the normal distribution."""
+        """Degrees of freedom of the t distribution that the tests use. Infinite for the normal distribution."""
         return math.inf
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
@@ -129,7 +129,7 @@ class CoxFit(Wald):
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
-        ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
+        ridge: ridge penalty, or None if the fit has no penalty. With a ridge, standard errors are computed from the
             penalized information.
     """
 
@@ -232,7 +232,7 @@ def fit_cox(
     Each site first sends counts, the sums of its columns and of their squares, and its event times. With these sums,
     the columns are centered and scaled in the same way at all sites. In each Newton step, a site then sends the sums
     that `risk_sums` returns. With `stratify`, each site has its own baseline hazard, and sends only the gradient and
-    the information of its own likelihood. The result equals that of the pooled fit, or of the stratified pooled fit.
+    the information of its own likelihood. The result equals the pooled fit or the stratified pooled fit.
 
     Args:
         sites: rows of every site.

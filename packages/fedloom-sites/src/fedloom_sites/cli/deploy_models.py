@@ -94,9 +94,9 @@ def evaluate(
         typer.Option("--importance", help="permute each column in the site's own test part instead of scoring a file"),
     ] = False,
 ) -> None:
-    """Score a site's model, or find out which columns its predictions depend on.
+    """Score a site's model, or show which columns matter to it.
 
-    The rows are scaled, and predictions are made, in the same way as for the site's own data.
+    The rows are scaled and the predictions are computed in the same way as for the site's own data.
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """
@@ -139,7 +139,7 @@ def export(
     threshold: ThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Write a site's model in a form for other programs.
+    """Write a site's model in a format that other programs can read.
 
     The file contains an ONNX or torch graph that accepts raw rows and includes the site's scaling.
 

@@ -78,7 +78,7 @@ def recommended_method(j: SetupVerdict) -> MethodStanding | None:
 
 
 def planned_seeds_phrase(j: SetupVerdict) -> str:
-    """Return a phrase about the number of seeds that a setup needs, given the spread that its gains have in common."""
+    """Return a phrase about the number of seeds that a setup needs, given the common spread of its methods' gains."""
     if not j.needed:
         return "too few results for a plan"
     return f"{j.needed} seeds are needed to detect a difference of {WANTED_POINTS} points"
@@ -224,7 +224,10 @@ def signed(difference: Estimate | TestedDifference) -> str:
 
 
 def write_percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Return a mean with the half-width of its confidence interval, in points. Return "-" if there is no mean."""
+    """Return a mean with the half-width of its confidence interval, in points.
+
+    Return "-" if there is no mean to print.
+    """
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")

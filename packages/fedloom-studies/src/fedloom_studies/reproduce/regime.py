@@ -58,7 +58,7 @@ def farthest_anchors(
     """Return each column's anchor that is farthest from the paper's value, or [] if no anchor was run or printed.
 
     Args:
-        references: references that serve as anchors, in the form used for the columns of the recipe.
+        references: references that serve as anchors, written like the columns of the recipe.
         place: name of the recipe that contains the paper's cells.
         recipes: recipes, keyed by name.
         summaries: summaries, keyed by name.

@@ -7,6 +7,7 @@ these two functions only transports questions and sums.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import warnings
@@ -52,7 +53,7 @@ SUM_FORM = {"sum": {"total": 1, "info": 1}}
 
 
 class Answer(NamedTuple):
-    """Answer of a client in the form in which it leaves the client.
+    """Answer of a client, encoded as it leaves the client.
 
     Attributes:
         values: numbers within the bounds, ``[k]`` float64.
@@ -216,11 +217,12 @@ def run_questions(
 
     Raises:
         ConfigError: the analysis asks more questions than were agreed on.
-        CodeError: a question does not have the declared form, or is asked at a step at which no site answers it.
+        CodeError: a question does not have the declared form, or comes after a question that it must precede. Questions
+            may be left out.
         DataError: a number in an answer was outside its bounds.
         CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
     """
-    log = list[SumRecord]()
+    log, place = list[SumRecord](), 0
     kept = SumFolder(folder, analysis, terms) if folder is not None else None
     with attribute_error("analysis", analysis, "its start"):
         state = analysis.start(terms)
@@ -231,7 +233,10 @@ def run_questions(
         if question is None:
             return state, log
         question.check_form(analysis.questions)
-        analysis.check_step(len(log), question)
+        while place < len(analysis.order) - 1 and analysis.order[place] != question.name:
+            place += 1
+        analysis.check_step(place, question)
+        place += 1
         if len(log) == terms.rules.questions:
             raise Refused(
                 f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
@@ -268,17 +273,25 @@ def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None 
         check_order(analysis, terms)
 
 
-def check_order(analysis: Analysis, terms: AnalysisTerms) -> None:
+def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = False) -> None:
     """Raise if an analysis asks its questions in the wrong order when the sums of all answers are zeros.
 
     Zeros are the answer of clients with too few subjects. Another error is left to the run, because zeros may be no
     possible sum.
 
+    Args:
+        analysis: analysis that is computed from sums.
+        terms: public facts about the analysis.
+        at_sites: whether the analysis is for real sites, which do not answer if an earlier question was left out.
+
     Raises:
         CodeError: see `Analysis.check_step`.
     """
+    steps = itertools.count()
 
     def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
+        if at_sites:
+            analysis.check_step(next(steps), question)
         return torch.zeros_like(bounds.low), Info(len(terms.sizes), 0, 0, int(terms.sizes.sum()))
 
     most = analysis.most_questions  # sums of zeros need not converge
@@ -314,11 +327,11 @@ def answer_question(
 
     Args:
         analysis: analysis that is computed from sums.
-        question: question in the form in which the client received it.
+        question: question as the client received it.
         client: rows of the client.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, for use in messages.
+        where: name of the client, which is used in messages.
 
     Raises:
         ConfigError: the analysis does not answer this question.

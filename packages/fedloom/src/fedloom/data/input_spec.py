@@ -152,7 +152,7 @@ class InputSpec(Value):
         """Create a data set from samples with targets. It has the task and vocabulary of the training data.
 
         Raises:
-            DataError: the samples do not form a data set, or are a table instead of a data set.
+            DataError: the samples are not a data set, or are a table instead of a data set.
         """
         if isinstance(data, Dataset):
             return data

@@ -31,7 +31,7 @@ def came_as_integers(data: Dataset) -> bool | None:
 
 
 def span_of(data: Dataset) -> tuple[float, float] | None:
-    """Return the smallest and the largest value of samples that are floats, or None for tables, bytes and tokens."""
+    """Return the smallest and the largest value of float samples, or None if they are tables, bytes or tokens."""
     if data.prepare is not None or data.fitted is not None or data.vocabulary or came_as_bytes(data) or not len(data):
         return None
     return float(data.x.min()), float(data.x.max())

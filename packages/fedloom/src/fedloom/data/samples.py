@@ -46,7 +46,7 @@ class StackedSamples(NamedTuple):
 
     Attributes:
         x: features ``[N, ...]``, bytes or float32.
-        y: targets in their original form.
+        y: targets, before any conversion.
         dtype: numpy name of the type of the first sample.
         pictures: True if samples were pictures. Their channels have been moved to the first axis.
         reader: function that reads samples again and draws new random changes. None if samples do not change.
@@ -191,17 +191,17 @@ def _iterate_user_dataset(obj: TorchDataset[Any], name: str, places: Sequence[in
 def iterate_pairs(
     samples: Iterable[object], name: str, labelled: bool = True, places: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of features and target from samples in any accepted form.
+    """Yield pairs of features and target from samples of any accepted type.
 
     Args:
         samples: tuples (features, target), or dictionaries that contain both under names in `FEATURE_TARGET_NAMES`.
         name: name of the data set in messages.
         labelled: True if every sample must have a target. If it is False, samples that consist of features alone are
             also accepted, and their target is 0.
-        places: numbers by which messages refer to the samples. None stands for 0, 1, ...
+        places: numbers by which messages refer to the samples. If None, the numbers are 0, 1, and so on.
 
     Raises:
-        DataError: a sample has a different form. A list is also rejected, because its two features could be mistaken
+        DataError: a sample has a different shape. A list is also rejected, because its two features could be mistaken
             for features and a target.
     """
     for k, entry in enumerate(samples):
@@ -272,7 +272,7 @@ def stack_unlabelled_samples(rows: Any, name: str) -> tuple[NDArray[Any], str]:
 
     Raises:
         ConfigError: the argument is a tuple, which would contain features and targets, or it has any other unsupported
-            form.
+            type.
         DataError: samples differ in their shape or type.
     """
     if isinstance(rows, tuple):

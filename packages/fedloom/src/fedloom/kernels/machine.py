@@ -25,7 +25,7 @@ MIN_FREE_BYTES = 64 << 20
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop, and store the machine code in the folder of the package or in the user's cache.
+    """Compile a loop and cache the machine code in the package folder or in the user's cache folder.
 
     If there is no home folder, as in some containers, the code is not stored, because numba would create a folder named
     ``~`` in the working folder.

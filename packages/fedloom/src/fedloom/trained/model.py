@@ -150,7 +150,7 @@ class Model:
         If there is a label per position, the shape is ``[N, L]``, and padding positions are included.
 
         Args:
-            rows: unlabeled rows, in any form that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied by
+            rows: unlabeled rows, of any type that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied by
                 the factors in the ``[data]`` table that was used for training. If factors differ between clients, a
                 column must name the client of each row.
 
@@ -243,7 +243,7 @@ class Model:
     def strange(self, x: Tensor) -> list[str]:
         """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
 
-        For other samples, the sentence is that of `InputSpec.note_far`.
+        For other samples, `InputSpec.note_far` provides the sentence.
         """
         table = self.recipe.facts.table
         if table is None:

@@ -17,7 +17,7 @@ from fedloom.errors import WireError
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.identity import new_nonce
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 Kind = Literal[
     "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree",
     "count", "unmask", "relay",
@@ -73,8 +73,8 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
 """Kinds of messages of secure aggregation, in the order in which they are sent.
 
-A session contains ``masked`` or, if only scores are summed, ``tally``. A session contains ``open`` if a site is
-accused, ``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
+A session contains ``masked``, or ``tally`` if only scores are summed. A session contains ``open`` if a site is accused,
+``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
 """
 
 REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {

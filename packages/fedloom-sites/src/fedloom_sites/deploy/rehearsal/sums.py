@@ -35,7 +35,7 @@ def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
     """Return the settings of secure sums on which the sites agreed.
 
     Raises:
-        Inapplicable: the agreement does not include secure sums.
+        InapplicableAttack: the agreement does not include secure sums.
     """
     if site.site.secure is None:
         raise InapplicableAttack(UNMASKED_REASON)
@@ -63,8 +63,8 @@ def play_session(
         download: model from which the sites start to train. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
-        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors have
-            actually arrived.
+        survivors: sites whose vectors have arrived, as claimed by the server. If None, these are the sites whose
+            vectors have actually arrived.
         more: additional fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)

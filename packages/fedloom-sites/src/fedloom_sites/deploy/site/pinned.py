@@ -65,9 +65,9 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 
 def run_network(words: Sequence[str], folder: Path) -> None:
-    """Become a site's network process, and start the process that starts its tasks.
+    """Turn this process into a site's network process, and start the process that starts its tasks.
 
-    The arguments are those of `start_executor`.
+    The arguments are the same as for `start_executor`.
     """
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 

@@ -145,8 +145,8 @@ def check_reread_samples(
         stream: function that restarts the stream.
         name: name of the data set in messages.
         cure: advice to include in messages about random changes of images.
-        frozen: code for use in messages. It stores one random version of each sample of a data set `d`. If empty, this
-            is the usual code for a torch data set or a stream.
+        frozen: code that is shown in messages. It stores one random version of each sample of a data set `d`. If empty,
+            this is the usual code for a torch data set or a stream.
 
     Raises:
         ChangedSamples: a sample was different when it was read again.

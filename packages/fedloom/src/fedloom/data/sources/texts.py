@@ -55,7 +55,9 @@ class Texts(FileSource):
         default="word", description="what counts as a token: a word or punctuation mark, or an individual character"
     )
     length: int = Field(
-        default=64, ge=1, description="maximum number of tokens per text: the first words, or the last characters"
+        default=64,
+        ge=1,
+        description="maximum number of tokens per text (the first words or the last characters are kept)",
     )
     tokens: int = Field(
         default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent tokens"

@@ -22,8 +22,9 @@ MIN_NAMES = 3
 """Minimum number of different given names in a column of names. If there are only two, they may be the names of two
 groups."""
 MIN_GIVEN_NAME_SHARE = 0.3
-"""Minimum fraction of distinct cells that contain a given name. The value was chosen so that columns of names reach it
-even though rare names are not listed, whereas columns of places and products contain few given names."""
+"""Minimum fraction of a column's distinct cells that must contain a first name. The value was
+chosen so that columns of names reach it even though rare names are not listed, whereas columns of places and products
+contain few first names."""
 MAX_PATTERN_CELLS = 2000
 """Maximum number of distinct cells that are matched against a pattern. For 2,000 cells, a fraction is known to within
 2.2 percentage points (with 95 % confidence)."""
@@ -167,7 +168,8 @@ PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
 """Pattern of punctuation that distinguishes phone or insurance numbers from measurements."""
 MIN_PHONE_DIGITS = 7
-"""Minimum number of digits in a phone number. Years such as 1889-90 and dates such as 10/22-25 have fewer digits."""
+"""Minimum number of digits in a phone number. Years such as 1889-90 and dates such as 10/22-25 have fewer digits and
+therefore do not match."""
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")

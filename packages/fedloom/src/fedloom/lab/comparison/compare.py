@@ -118,7 +118,7 @@ def compare(
             seeds only repeat other runs, and these seeds count as one.
         tune: number of trials per method. Settings are chosen on validation data before the runs, with the same compute
             budget for all methods. The table ``[tune]`` of an experiment file is also accepted. If None, the settings
-            are used as given.
+            are used unchanged.
         baseline: label of the method against which the other methods are tested. None: the baseline is local training
             or FedAvg if one of them was run.
         compare_model: which of a method's models is compared. ``best-on-validation`` is the model that a client would

@@ -161,7 +161,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     """Return the setting, and add groups to it if its aggregation weights compare groups of rows.
 
-    The groups are those of the first analysis that defines groups.
+    The groups of the first analysis that defines groups are used.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights

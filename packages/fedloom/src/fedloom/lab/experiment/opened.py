@@ -211,7 +211,7 @@ class RunDirectory:
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read labeled new data, specified as in ``[data] source``, and return them in the form that the models need.
+        """Read labeled new data, specified as in ``[data] source``, and return them as the models need them.
 
         Raises:
             DataError: the data are missing or damaged.

@@ -64,7 +64,7 @@ class Network(Oracle):
     Args:
         module: the network. It is copied, and never modified.
         task: task that defines the loss.
-        fed: clients and their data. The dtype and device of the oracle are those of the data.
+        fed: clients and their data. The oracle uses the data's dtype and device.
         augment: random changes that are applied to the samples when the gradient of a step is computed. They are not
             used for anything else.
 

@@ -91,7 +91,7 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Options that are set, including those of an agreement.
+        """Options that are set, including options of an agreement.
 
         The options of an agreement take precedence over other options.
         """

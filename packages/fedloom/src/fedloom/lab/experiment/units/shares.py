@@ -20,7 +20,7 @@ from fedloom.processes.costs import MeasuredWorkers
 from fedloom.processes.pool import Workers, usable_cores, useful_processes
 
 TRIED_CLIENTS = 8
-"""Number of clients in each of the two rounds by which the cost of a run is measured."""
+"""Number of clients in each of the two rounds that are used to measure the cost of a run."""
 SYNCHRONY_COST = 1.1
 """Factor by which a run with several processes takes longer than if its work were divided perfectly. The processes wait
 for each other at the end of every round."""

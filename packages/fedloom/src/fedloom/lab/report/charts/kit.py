@@ -204,7 +204,7 @@ def panels(
 
 
 def select_filters(rows: Rows) -> list[Spec]:
-    """Return those of the filters `MEAN_FILTER`, `INTERVAL_FILTER` and `SEED_FILTER` that select at least one row."""
+    """Return the filters among `MEAN_FILTER`, `INTERVAL_FILTER` and `SEED_FILTER` that select at least one row."""
     return [
         MEAN_FILTER,
         *([INTERVAL_FILTER] if any(row.get("low") is not None for row in rows) else []),

@@ -131,7 +131,7 @@ def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> di
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
             0. The logarithm is infinite if only one of the two values is 0.
 
-    >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
+    >>> seed_differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
     """
     seeds = sorted(one.finite.keys() & other.finite.keys(), reverse=True)
@@ -160,7 +160,7 @@ def run_family_tests(
     Args:
         members: differences per seed, grouped by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
-            same samples in a new way. 0: no correction is made, and the verdicts apply to these samples.
+            same samples in a new way. 0: no correction is applied, and the verdicts apply to these samples.
         moderate: True to shrink the variances of the members toward a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
@@ -218,7 +218,7 @@ def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
 
 
 def _half_width(values: np.ndarray, level: float, prior: Prior | None) -> float:
-    """Return the half-width of the confidence interval of the mean of ``values [k]``, with coverage ``1 - level``."""
+    """Return the half-width of the confidence interval for the mean of ``values [k]``, with coverage ``1 - level``."""
     if not np.isfinite(values).all():
         return 0.0 if values.max() == values.min() else math.inf
     if prior is None:

@@ -237,7 +237,7 @@ def _no_gain_reason(
 def _span_text(values: tuple[int, ...]) -> str:
     """Return text that gives the smallest and the largest of several counts.
 
-    >>> _span((16, 17, 16)), _span((1, 1)), _span(())
+    >>> _span_text((16, 17, 16)), _span_text((1, 1)), _span_text(())
     ('16 to 17', '1', '–')
     """
     ends = sorted({min(values), max(values)}) if values else []

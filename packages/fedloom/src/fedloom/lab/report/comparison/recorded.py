@@ -77,8 +77,8 @@ class RecordedComparison:
         Return a table with the best method first.
 
         Args:
-            baseline: label of the method against which the others are tested. None stands for the baseline of the
-                comparison.
+            baseline: label of the method against which the others are tested. If None, the comparison's baseline is
+                used.
             figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the
                 primary metric is compared.
             margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
