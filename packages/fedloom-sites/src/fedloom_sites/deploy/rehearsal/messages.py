@@ -36,7 +36,7 @@ from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
 MAX_ROUND_MODELS = int(SharedSettings.model_fields["models_per_round"].default)
-"""Number of models in one round above which differences between answers reveal single samples."""
+"""Number of models in one round above which differences between answers reveal individual samples."""
 TRIED_MODEL_COUNT = 12
 MIN_GROUP_ROWS = int(Groups.model_fields["min_rows"].default)
 """Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
