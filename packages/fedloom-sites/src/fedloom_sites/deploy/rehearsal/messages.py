@@ -337,7 +337,7 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
 
 
 def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a small file that unpacks to a huge table."""
+    """Return the outcome of a small file that expands to a huge table."""
     path, data = _table_of(site, ".csv.gz")
     block = b"1,0\n" * (1 << 18)
     with gzip.open(path, "wb", compresslevel=1) as file:
