@@ -22,9 +22,9 @@ from fedloom.lab.report import (
     FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
     TARGET_SHARE,
+    DifferenceTest,
     Estimate,
     PairVerdict,
-    TestedDifference,
     fit_common_prior,
     pair_verdict,
     required_seeds,
@@ -68,7 +68,7 @@ class MethodStanding:
     method: str
     record: CellRecord
     figures: dict[str, Estimate]
-    gain: TestedDifference | None
+    gain: DifferenceTest | None
     confirmed: bool | None
 
     @property

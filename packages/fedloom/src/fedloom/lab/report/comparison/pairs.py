@@ -19,8 +19,8 @@ from fedloom.lab.report.comparison.contenders import (
 )
 from fedloom.lab.report.comparison.criteria import group_comparable_runs
 from fedloom.lab.report.comparison.family import (
+    DifferenceTest,
     PairVerdict,
-    TestedDifference,
     pair_verdict,
     run_family_tests,
     scope_sentence,
@@ -55,7 +55,7 @@ class Pair(NamedTuple):
     row: Row
     reference: Row
     figure: str
-    comparison: TestedDifference | None
+    comparison: DifferenceTest | None
     margin: float | None = None
     ratio: float = 0.0
 
