@@ -19,7 +19,7 @@ OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
 """Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Word by which a user makes each client its own group."""
+"""Word with which a user makes each client its own group."""
 
 
 class MergedCells(NamedTuple):

@@ -340,7 +340,7 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
         reached: number of clients that have enough subjects in each range, ``[B]``.
         ranges: ranges of bins (see `ranges_of_bins`).
         rules: agreed rules.
-        what: description of the rows, used in messages.
+        what: description of the rows, which is used in messages.
 
     Raises:
         Refused: too few clients have enough subjects in the range that covers all bins.

@@ -1,4 +1,4 @@
-"""Results for a new client: each method is trained without each client in turn, and scored at the client left out."""
+"""Results for a new client: each method is trained without each client in turn, and scored at the excluded client."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     Args:
         result: result of the run without the client.
         fed: federation that includes the client.
-        client: client that was left out.
+        client: client that was excluded.
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()

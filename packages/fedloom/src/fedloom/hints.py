@@ -213,7 +213,7 @@ class KeyPlaces:
         Args:
             key: the key, which may be a name that papers or other libraries use.
             value: value that was given for the key.
-            table: table in which the key was found. Empty for a key outside all tables.
+            table: table in which the key was found. Empty if the key is outside all tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [

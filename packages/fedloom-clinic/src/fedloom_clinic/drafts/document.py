@@ -22,7 +22,7 @@ QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters from which on a list is split into several lines."""
+"""Minimum number of characters for which a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):
@@ -35,7 +35,7 @@ class ColumnRoles(NamedTuple):
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.
-        drop: columns that are left out, each with the reason.
+        drop: columns that are omitted, each with the reason.
         missing: cells that mean missing, in addition to the usual markers.
         impute: True if some cells of feature columns are missing.
         shifts: for each column, the sites whose numbers may be in a different unit.

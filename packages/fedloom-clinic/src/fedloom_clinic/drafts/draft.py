@@ -214,7 +214,7 @@ class ExperimentDraft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """The target or the labels, and the event, as far as they are known. Missing columns are omitted."""
+        """The target or the labels, and the event, if they are known. Missing columns are omitted."""
         return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:

@@ -50,7 +50,7 @@ INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 """Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
 ``censored`` may have the opposite meaning."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Probability from which on the convention is considered confirmed. This is the probability that a censored time is
+"""Minimum probability at which the convention is considered confirmed. This is the probability that a censored time is
 longer than the time of an event.
 
 In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
@@ -111,7 +111,8 @@ the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's
 position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
 `TARGET_WORDS`."""
 MIN_SURE_POINTS = 3
-"""Points from which on the first candidate is chosen if it leads the second by at least `MIN_LEAD_POINTS`."""
+"""Minimum number of points at which the first candidate is chosen if it leads the second by at least
+`MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate over the second, in points.
 

@@ -151,8 +151,8 @@ def risk_sums(
         beta: coefficients, ``[p]``.
         times: event times in ascending order, ``[J]``.
         shift: number subtracted from x beta in each row. This shift leaves the ratios of sums unchanged.
-        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are left
-            out.
+        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are
+            omitted.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -237,8 +237,8 @@ def fit_cox(
     Args:
         sites: rows of every site.
         ties: method for tied event times.
-        stratify: True to give every site a baseline hazard of its own.
-        names: names of the columns, used in messages.
+        stratify: True to give every site its own baseline hazard.
+        names: names of the columns, which are used in messages.
         penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.

@@ -34,7 +34,7 @@ class CoxAgreement(NamedTuple):
 
     Attributes:
         ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin.
-            Empty for a stratified fit.
+            Empty if the fit is stratified.
         low: smallest plausible value of each column, ``[p]``.
         high: largest plausible value of each column, ``[p]``.
         least: minimum number of events that a site must have in a bin, and of rows at risk there, before it sends them.
@@ -80,7 +80,7 @@ class BinningLoss(NamedTuple):
         uncovered: number of events after the last bin, or at times when a site has too few rows at risk.
         rare: number of events in bins in which a site has too few events, or at sites with too few events if the fit is
             stratified.
-        left_out: number of rows left out because of a missing cell or a number outside the agreed range.
+        left_out: number of rows that were excluded because of a missing cell or a number outside the agreed range.
     """
 
     rows: int
@@ -204,7 +204,7 @@ class SiteVectors:
     Args:
         site: the site's rows that are within the agreed ranges.
         terms: agreed terms.
-        left_out: number of rows that the site has left out.
+        left_out: number of rows that the site has excluded.
 
     Attributes:
         losses: the site's losses (see `BinningLoss`).

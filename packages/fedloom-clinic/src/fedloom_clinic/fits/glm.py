@@ -122,7 +122,7 @@ def fit_glm(
         family: name of the regression's family, which is a key of `GLM_FAMILIES`. Targets must be 0 or 1 for
             "logistic", and at least 0 for "poisson".
         names: the columns' names.
-        by_site: names of the sites. If given, each site has an intercept of its own.
+        by_site: names of the sites. If given, each site has its own intercept.
         penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.

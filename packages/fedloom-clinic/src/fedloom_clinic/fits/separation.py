@@ -54,7 +54,7 @@ ROUNDING_SHARE = 1e-9
 MAX_PROGRAM_ROWS = 2000
 """Number of rows with which the linear program starts, and maximum number of violated rows that are added at a time."""
 MIN_SUPPORT_SHARE = 0.1
-"""Fraction of the largest entry from which on a column is named in a direction that is known only from sums."""
+"""Minimum fraction of the largest entry for which a column is named in a direction that is known only from sums."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:

@@ -38,7 +38,7 @@ class Local:
             either a tensor with a row for each sample, or an object or dict whose ``logits`` are a tensor of this
             shape.
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
-            tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
+            tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that returns
             different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
             used. The strategy's ``local`` settings determine how batches are drawn.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function that receives a
@@ -61,7 +61,7 @@ class Local:
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
             and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without any noise.
         norm_bound: maximum L2 norm, above 0, of the difference in every field that leaves the node. A difference whose
-            norm is larger is scaled down, whatever the server's document says. None if there is no limit.
+            norm is larger is scaled down, regardless of what the server's document says. None if there is no limit.
         analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
             answered.
     """

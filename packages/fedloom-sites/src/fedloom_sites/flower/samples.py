@@ -167,10 +167,10 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
     """Read a data set, and return its inputs by name and its targets.
 
     Args:
-        part: name of the part, used in messages.
+        part: name of the part, which is used in messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
-        keys: for samples that are dicts, the names of the inputs, followed by the name of the target. Empty for the
-            default.
+        keys: for samples that are dicts, the names of the inputs, followed by the name of the target. Empty if the
+            default names are used.
         subject: for samples that are dicts, the entry that contains the sample's subject, which is not an input. None
             without subjects.
 

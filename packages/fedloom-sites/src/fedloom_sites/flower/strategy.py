@@ -300,7 +300,7 @@ class Strategy(FlowerStrategy):
         """Return the mean scores, weighted by the nodes' numbers of samples, or None if there was no evaluation.
 
         Returns:
-            The means, keyed by ``model/part/metric``. None in a round in which nothing is evaluated.
+            The means, keyed by ``model/part/metric``. None if nothing is evaluated in the round.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:

@@ -15,7 +15,7 @@ def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool
     Args:
         name: name of the method, which is used in messages.
         setting: the run.
-        party: plural noun for the clients, used in messages.
+        party: plural noun for the clients, which is used in messages.
         streams: True if clients may answer at any time, so that buffered schedules work.
 
     Raises:

@@ -2,10 +2,10 @@
 
 In each setup, every method is compared with the better of local training and FedAvg. All comparisons in a setup form
 one family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way.
-A verdict applies to these samples only, but extends to other splits, cohorts and initial models. Across
-setups, methods are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
-(scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are left out of these
-tests.
+A verdict applies to these samples only, but extends to other splits, cohorts and initial models. Across setups, methods
+are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
+(scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are excluded from
+these tests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fedloom.lab.report import (
     FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
     TARGET_SHARE,
+    DifferenceTest,
     Estimate,
     PairVerdict,
-    TestedDifference,
     fit_common_prior,
     pair_verdict,
     required_seeds,
@@ -68,7 +68,7 @@ class MethodStanding:
     method: str
     record: CellRecord
     figures: dict[str, Estimate]
-    gain: TestedDifference | None
+    gain: DifferenceTest | None
     confirmed: bool | None
 
     @property

@@ -136,7 +136,7 @@ def fill_reused(
 
     Args:
         records: records at equal gradients.
-        first: records at equal rounds. Reused cells without a record at equal rounds are left out.
+        first: records at equal rounds. Reused cells without a record at equal rounds are omitted.
     """
     whole = {}
     for key, record in records.items():
@@ -164,7 +164,7 @@ def stale_reason(cell: Cell, record: CellRecord) -> str:
 def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
     """Read the fields of a record from a run directory: the metric, the model, and the result of each seed.
 
-    Seeds that have no result are left out.
+    Seeds that have no result are omitted.
     """
     kinds = {key.model for key in run.series if key.part == "test"}
     model = next((kind for kind in reversed(MODEL_KINDS) if kind in kinds), "")

@@ -1,4 +1,4 @@
-"""Search, made by `fedloom.lab.tune`, for settings that a recipe leaves open.
+"""Search by `fedloom.lab.tune` for settings that a recipe leaves open.
 
 Every candidate is tried with one or several seeds.
 

@@ -165,7 +165,7 @@ def reproduce(
 
 
 def _claim_folder(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Record in the folder to which documents it belongs. Methods and seeds may still be added or left out later.
+    """Record in the folder to which documents it belongs. Methods and seeds may still be added or removed later.
 
     Raises:
         RunDirError: the folder contains runs or trials of another version of a variant.

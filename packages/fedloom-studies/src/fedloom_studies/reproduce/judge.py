@@ -9,12 +9,12 @@ is clearly ahead. A large lead over one rival therefore cannot make up for a los
 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests
 (looks) whose result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims
 about standard deviations over seeds are judged in the same way, with each value replaced by its distance from the
-median over seeds (Levene's test in the form of Brown and Forsythe). Comparisons with single rivals in single variants
-are tested separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the claim, the
-claim holds only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On this
-logarithmic scale, a single extreme seed cannot dominate a mean. A difference's interval uses the significance level of
-its interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the
-paper's samples, with other seeds.
+median over seeds (Levene's test in the form of Brown and Forsythe). Comparisons with individual rivals in individual
+variants are tested separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the
+claim, the claim holds only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On
+this logarithmic scale, a single extreme seed cannot dominate a mean. A difference's interval uses the significance
+level of its interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts
+apply to the paper's samples, with other seeds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ClaimRival:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim, with tests against each rival, and its single comparisons.
+    """A claim, with tests against each rival, and its individual comparisons.
 
     Attributes:
         claim: claim that the paper makes.

@@ -104,7 +104,7 @@ class Claim(Value):
         False, description="whether the claim is about standard deviations over seeds instead of means"
     )
     construction: bool = Field(
-        False, description="whether the claim is true by construction, whatever the results of the methods are"
+        False, description="whether the claim is true by construction, regardless of the methods' results"
     )
     variants: tuple[str, ...] = Field((), description="variants to which the claim applies (empty: all)")
 

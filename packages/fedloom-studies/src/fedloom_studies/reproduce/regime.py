@@ -2,9 +2,10 @@
 
 Anchors are simple methods whose values the paper also prints.
 
-Local training and FedAvg have hardly any settings of their own. If their results are far from the paper's, the data,
-the network or the length of training differ. A run then says nothing about the paper's method. The file `papers.toml`
-lists the anchors of each paper. The printed values are taken from the cells in its recipes.
+Local training and FedAvg have hardly any settings that are specific to them. If their results are far from the paper's,
+the data, the network or the length of training differ. In this case, a run does not allow conclusions about the paper's
+method. The file `papers.toml` lists the anchors of each paper. The printed values are taken from the cells in its
+recipes.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class Analysis(Value):
 
         Args:
             schema: schema of the data.
-            setting: setting of the run whose models are analyzed, or None without a run.
+            setting: setting of the run whose models are analyzed, or None if there is no run.
 
         Raises:
             ConfigError: the analysis is unsuitable. The message states the problem, its location, and the required

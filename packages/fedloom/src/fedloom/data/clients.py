@@ -24,7 +24,7 @@ CLIENTS_EXAMPLE = (
     "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
 )
 
-"""Examples of valid values of the argument `clients`, as shown in messages."""
+"""Examples of valid values of the argument `clients`, which are shown in messages."""
 
 
 def as_federation(

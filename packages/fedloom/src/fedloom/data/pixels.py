@@ -24,7 +24,7 @@ def came_as_bytes(data: Dataset) -> bool:
 
 
 def came_as_integers(data: Dataset) -> bool | None:
-    """Return True if images were integers other than bytes, False if they were floats, or None without images."""
+    """Return True if images were integers other than bytes, False if they were floats, or None if there are none."""
     if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
         return None
     return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)

@@ -73,7 +73,7 @@ def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> Stacke
 
     Args:
         samples: pairs of features and a target.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
 
     Raises:
         DataError: samples differ in their shape or type, or are not numbers.
@@ -124,7 +124,7 @@ def stack_torch_dataset(obj: TorchDataset[Any], name: str, labelled: bool = True
     Args:
         obj: data set whose samples are pairs (features, target). If ``labelled`` is False, samples may also be features
             alone.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
         labelled: True if every sample must have a target.
 
     Raises:
@@ -195,7 +195,7 @@ def iterate_pairs(
 
     Args:
         samples: tuples (features, target), or dictionaries that contain both under names in `FEATURE_TARGET_NAMES`.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
         labelled: True if every sample must have a target. If it is False, samples that consist of features alone are
             also accepted, and their target is 0.
         places: numbers by which messages refer to the samples. If None, the numbers are 0, 1, and so on.
@@ -231,7 +231,7 @@ def stack_hub_columns(
         x_name: column with the features.
         y_name: name of the target column. None if all targets are 0.
         users: name of the column that contains the client of each row. None if there is no such column.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
 
     Raises:
         DataError: `stack_samples` rejects the samples, or a row changes when it is read again, for example because of

@@ -1,4 +1,4 @@
-"""Printing of tables to standard output so that no content is cut off, whatever the width of the terminal."""
+"""Printing of tables to standard output so that no content is cut off, regardless of the width of the terminal."""
 
 from __future__ import annotations
 

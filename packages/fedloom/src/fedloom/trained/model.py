@@ -101,7 +101,7 @@ class Model:
             normalization.
         fitted: values fitted at the model's client to prepare a table's columns, ``[p, .]``. None if these values are
             unknown.
-        about: method, algorithm, seed, kind, client and round, as far as they are known.
+        about: method, algorithm, seed, kind, client and round, if they are known.
         calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, the logits remain
             unchanged.
     """

@@ -70,7 +70,7 @@ class DeploymentPlan:
         fixed_data: see `Site`.
         code: user code named in the experiment by import path.
         norm_bound: maximum norm of a difference that the server accepts. None if there is no limit.
-        threshold: threshold of secure aggregation. None without secure aggregation.
+        threshold: threshold of secure aggregation. None if secure aggregation is off.
         most_samples: maximum number of samples in any part of a site's data. None if sites have their own data and no
             number is given.
         start: file that contains the initial model. None if the initial model is drawn with the run's seed.

@@ -30,7 +30,7 @@ class ManagedProcess:
     """A process that leads its own process group. Its output is written to a file.
 
     Args:
-        name: name of the process in messages.
+        name: name of the process, which is used in messages.
         command: program and arguments.
         environment: variables that are added to this process's environment.
         log: file of the output.

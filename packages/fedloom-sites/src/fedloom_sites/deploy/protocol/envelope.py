@@ -126,7 +126,7 @@ class SiteRequest(NamedTuple):
 
     Attributes:
         kind: kind of the message.
-        client: number of the site. None in a greeting, which asks for this number.
+        client: number of the site. None if the message is a greeting, which asks for this number.
         arrays: encoded messages for the codec.
         more: additional fields of the header.
         down: message that the client receives, from which the norm of the difference is computed.
@@ -152,7 +152,7 @@ class PendingRequest(NamedTuple):
     Attributes:
         kind: kind of the message.
         round: round of the run.
-        client: number of the site. None in a greeting, which asks for this number.
+        client: number of the site. None if the message is a greeting, which asks for this number.
         node: Flower's number for the node.
         nonce: nonce of this message.
         down: message that the client received, for computing the norm of the difference.

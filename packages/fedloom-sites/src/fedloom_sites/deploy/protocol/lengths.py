@@ -1,4 +1,4 @@
-"""Bounds on the norms of an upload's fields (at the server and at the sites), and ranges of its single numbers."""
+"""Bounds on the norms of an upload's fields (at the server and at the sites), and ranges of its individual numbers."""
 
 from __future__ import annotations
 

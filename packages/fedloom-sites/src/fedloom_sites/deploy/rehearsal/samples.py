@@ -31,7 +31,7 @@ READ_ERROR = 0.01
 MAX_COMPARED_SAMPLES = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""AUROC of guessing the training samples from which on a model is considered to memorize. 0.5 is chance."""
+"""Minimum AUROC of guessing the training samples at which a model is considered to memorize. 0.5 is chance."""
 MAX_REPLACEMENT_SAMPLES = 8
 """Maximum number of samples that are tried in place of the first sample."""
 UNIT_SCALE = 1e-3
@@ -306,7 +306,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
 
 
 def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
-    """Return everything that a server sees of the answer to a model before any sum is opened."""
+    """Return everything that a server can observe of the answer to a model before any sum is opened."""
     before = len(rogue.refused)
     length = ask_upload(site, rogue, 1, download)
     return (tuple(rogue.refused[before:]), length)

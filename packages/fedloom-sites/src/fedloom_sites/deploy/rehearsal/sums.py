@@ -250,7 +250,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of models that hardly change, if this site is left out of every second round (R7)."""
+    """Return the outcome of models that hardly change, if this site is excluded from every second round (R7)."""
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -269,7 +269,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each leave out a different one of the other sites, which isolates this site."""
+    """Return the outcome of sums that each exclude a different one of the other sites, which isolates this site."""
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)

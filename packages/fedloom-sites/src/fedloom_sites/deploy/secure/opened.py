@@ -38,7 +38,7 @@ OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
 """File name ending of the files in which a site records each step of an analysis before it answers the step."""
 ANALYSES_ENTRY = "analyses"
-"""Key of the entry that applies to every analysis that has no entry of its own."""
+"""Key of the entry that applies to every analysis that has no own entry."""
 
 
 class OpenedSums:
@@ -123,7 +123,7 @@ class OpenedSums:
         question: str = "", *, weights: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
         counts: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Record a sum and the end of its session before the site gives a share for the sum.
+        """Record a sum and the end of its session before the site reveals a share for the sum.
 
         Args:
             name: name of the session, in hexadecimal digits.
@@ -284,8 +284,8 @@ class OpenedSums:
 
         The newest round is determined from the existing states, and from the sessions in which the site sent shares
         according to its log of sent data. All steps of analyses are then also treated as summed, unless complete
-        records show that the site has not answered any step. A site records a step before it masks a vector, and gives
-        no shares for a sum without its own vector.
+        records show that the site has not answered any step. A site records a step before it masks a vector, and
+        reveals no shares for a sum that does not include its own vector.
         """
         content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
         if content is not None:

@@ -6,7 +6,7 @@ generated for this one message. A sender that refuses is excluded. A sender that
 share, and only to the accusing receiver. An accusing receiver reveals nothing, so neither a server nor a site gains
 anything from a false accusation.
 
-The commitments to the secrets expose wrong shares: a subset that contains a wrong share gives a secret that does not
+The commitments to the secrets expose wrong shares: a subset that contains a wrong share yields a secret that does not
 match the commitment, so other subsets of the shares are tried for the same fixed set of uploads.
 """
 

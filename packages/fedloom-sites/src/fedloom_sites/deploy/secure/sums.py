@@ -48,7 +48,7 @@ class SessionSum(NamedTuple):
         value: decoded sum. None if the sum stayed closed because of its counters.
         clients: the sites in the sum.
         traffic: number of bytes per site, up and down.
-        counts: sums of the sites' counters (see `counters`). None in a session without counters.
+        counts: sums of the sites' counters (see `counters`). None if the session has no counters.
     """
 
     value: Any

@@ -279,7 +279,7 @@ class ScoreVector:
     ) -> bool:  # fmt: skip
         """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are the same as for `encode`. If a model could make a score constant, or not finite, at single
+        The arguments are the same as for `encode`. If a model could make a score constant, or not finite, at individual
         sites, the sum would reveal the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}

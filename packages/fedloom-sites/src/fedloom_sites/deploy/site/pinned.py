@@ -1,4 +1,4 @@
-"""Program that runs the app installed at a site, whatever app the server sends, and protects its tasks with a secret.
+"""Program that runs a site's installed app, regardless of what the server sends, and protects its tasks with a secret.
 
 On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine could then
 fetch the site's tasks from the port over which its processes communicate. The site's network process and the process
@@ -32,7 +32,7 @@ REFUSED_CONNECTION_HINT = (
     "says that the key is rejected, ask the coordinator. Otherwise end the other node, or wait a "
     "minute."
 )
-"""Line in a site's log that appears next to Flower's exit code, because the exit code gives no reason."""
+"""Line in a site's log that appears next to Flower's exit code, because the exit code does not explain the reason."""
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:

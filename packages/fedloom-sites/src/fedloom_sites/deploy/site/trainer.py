@@ -188,7 +188,7 @@ class Trainer:
             download: message from the server.
             send: function that encodes the upload and the rows that the server keeps.
             weights: further numbers on which the upload depends.
-            stays_neutral: True to send the neutral upload, whatever the training gives.
+            stays_neutral: True to send the neutral upload, regardless of the result of the training.
 
         Raises:
             PublicReason: the download does not belong to this run or is too far from the previous download, the privacy

@@ -84,7 +84,7 @@ def locate(
     """Find the file or folder of a data set.
 
     Args:
-        what: name of the data set in messages.
+        what: name of the data set, which is used in messages.
         path: path given by the user, or None. The path is only checked for existence, because the reader reports
             missing contents.
         data_dir: folder that contains data sets, or None to use FEDLOOM_DATA.

@@ -66,7 +66,7 @@ def make_dataset(
             get a channel axis.
         y: integers, booleans or text [N], or numbers [N, k]. It may also contain integers [N, length] for tokens and
             sequences, or masks [N, height, width] for images, with -1 for positions without a label.
-        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
+        task: meaning of the targets. If None, the task is classification if the targets are integers, text or booleans.
         where: name of the file, which is used in messages. If None, the name of the data set is used.
         split: index of the first sample in the official test set, or None if there is none.
         classes: names of the classes or labels. If empty, classes are named by numbers from 0, or by the sorted texts

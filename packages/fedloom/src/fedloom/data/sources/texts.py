@@ -241,7 +241,7 @@ class Docstrings(Source):
     length: int = Field(default=64, ge=2, description="number of characters per sample")
     max_characters: int = Field(default=4000, ge=2, description="maximum number of characters kept per module")
     min_characters: int = Field(
-        default=1000, ge=2, description="minimum module size in characters. Smaller modules are left out"
+        default=1000, ge=2, description="minimum module size in characters. Smaller modules are omitted"
     )
     modules: Literal["all", "even", "odd"] = Field(
         default="all",

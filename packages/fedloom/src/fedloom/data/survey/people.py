@@ -15,7 +15,7 @@ MIN_PATTERN_SHARE = 0.8
 """Minimum fraction of a column's cells that must match a pattern. It is less than 1, because real columns also contain
 remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
-"""Minimum fraction of distinct cells at which text cannot be a category, as a level would average only two rows."""
+"""Minimum fraction of distinct cells at which text cannot be a category, as a level has only two rows on average."""
 MIN_REPEATED_CELLS = 20
 """Minimum number of distinct cells for checking a column in which cells repeat, as for patients with several visits."""
 MIN_NAMES = 3
@@ -64,7 +64,7 @@ ID_WORD_PATTERN = re.compile(
 )
 """Pattern of a word that means an identifier wherever it occurs in a name."""
 NUMBER_WORDS = words("no nr nbr num number nummer numero identifier barcode key")
-"""Last words of a name that mean an identifier if the word before means a person or record."""
+"""Words at the end of a name that mean an identifier if the preceding word means a person or record."""
 NEUTRAL_WORDS = NUMBER_WORDS | words("id ids name names code codes of the study index label fake hash")
 """Words next to a word for a person or site that leave its meaning unchanged.
 

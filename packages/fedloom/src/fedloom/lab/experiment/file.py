@@ -55,7 +55,7 @@ def read(
     Args:
         path: path of the file. The file may be in a run directory. In this case, its table ``resolved`` records the
             versions that the run used.
-        values: changes to single values, such as ``local.lr=0.1``.
+        values: changes to individual values, such as ``local.lr=0.1``.
         methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
         rounds: number of rounds of every method, which replaces the number in the file.
         trust: True to run code that the file refers to by import path even if another user owns the file.

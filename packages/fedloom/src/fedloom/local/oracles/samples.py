@@ -203,7 +203,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) 
 
     Raises:
         ConfigError: a function fails or does not return a single number, or the loss is a sum, is not finite, has no
-            gradient, has parameters of its own, or pairs every output with every target.
+            gradient, has its own parameters, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -356,7 +356,7 @@ def _tells_pairs(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
 
     The test uses increasing outputs, and half of these outputs have each target.
 
-    If a loss does not depend on the targets at all, or rejects these numbers, the result is also True.
+    If a loss does not depend on the targets, or rejects these numbers, the result is also True.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

@@ -138,8 +138,7 @@ def survival_time_errors(
         times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
         events: name and numbers of the event column, in the same representation.
         first: number of the first row, from which the row numbers in messages are counted.
-        eventless: True if the table may contain no events at all, for example because it is the table of one of several
-            sites.
+        eventless: True if the table may contain no events, for example because it is the table of one of several sites.
     """
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
@@ -251,7 +250,7 @@ def note_doubtful_columns(
         columns: numbers or codes ``[N]``, which are NaN for missing cells, keyed by column name.
         measured: names of the columns that are searched for outliers.
         first: number of the first row, from which the row numbers in messages are counted.
-        arrays: True if the columns come from an array and therefore have no options of their own. In arrays, negative
+        arrays: True if the columns come from an array and therefore do not have their own options. In arrays, negative
             numbers are not reported, even if they are rare.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")

@@ -185,7 +185,10 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield errors in the column that orders the rows. ``first`` is the number of the first row in messages."""
+        """Yield errors in the column that orders the rows.
+
+        ``first`` is the number of the first row, from which the row numbers in messages are counted.
+        """
         if self.order is None:
             return
         if self._odd is not None:

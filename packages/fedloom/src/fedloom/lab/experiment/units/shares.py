@@ -63,7 +63,7 @@ def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = No
     Args:
         loads: costs of the runs, in the order in which the runs start.
         processes: number of processes that may compute simultaneously, at least 1.
-        most: maximum number of simultaneous runs that fit into memory. None: there is no limit.
+        most: maximum number of simultaneous runs that fit into memory. If None, there is no limit.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
     shares = [ProcessShare(runs, processes // runs) for runs in sizes]

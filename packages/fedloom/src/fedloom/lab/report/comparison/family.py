@@ -51,7 +51,7 @@ class PairVerdict(StrEnum):
     UNTESTED = "not tested"
 
 
-class TestedDifference(NamedTuple):
+class DifferenceTest(NamedTuple):
     """Difference between two methods, tested as part of a family.
 
     Attributes:
@@ -76,12 +76,12 @@ class TestedDifference(NamedTuple):
         """True if the number of seeds is sufficient for a test."""
         return self.seeds >= MIN_SEEDS
 
-    def __neg__(self) -> TestedDifference:
+    def __neg__(self) -> DifferenceTest:
         """Return the same comparison with the two methods exchanged."""
         return self._replace(mean=-self.mean)
 
 
-def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
+def pair_verdict(comparison: DifferenceTest | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
     """Return the verdict on a comparison, which is based on the interval that is printed.
 
     Args:
@@ -90,9 +90,9 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
         margin: largest difference that is irrelevant in practice, in the units of the comparison, above 0. If None, no
             comparison is called equivalent.
 
-    >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
+    >>> pair_verdict(DifferenceTest(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
     <PairVerdict.EQUIVALENT: 'equivalent'>
-    >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True)
+    >>> pair_verdict(DifferenceTest(0.5, 1.0, 0.4, 0.4, False, 5), higher=True)
     <PairVerdict.INCONCLUSIVE: 'inconclusive'>
     """
     if comparison is None or not comparison.testable:
@@ -103,7 +103,7 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
     return PairVerdict.EQUIVALENT if within else PairVerdict.INCONCLUSIVE
 
 
-def untested_reason(comparison: TestedDifference | None) -> str:
+def untested_reason(comparison: DifferenceTest | None) -> str:
     """Return the reason why a comparison is not tested. The text is empty if the comparison is tested."""
     if comparison is None:
         return "same models"
@@ -154,7 +154,7 @@ def log_ratio(one: float, other: float) -> float:
 
 def run_family_tests(
     members: Mapping[Name, Mapping[int, float]], *, ratio: float | Mapping[Name, float] = 0.0, moderate: bool = False
-) -> dict[Name, TestedDifference]:
+) -> dict[Name, DifferenceTest]:
     """Test all differences of a family.
 
     Args:
@@ -176,7 +176,7 @@ def run_family_tests(
     rejections = {name: value <= level for name, value in corrected.items()}
     step = {name: min(place, sum(rejections.values())) for place, name in enumerate(sorted(p, key=p.__getitem__))}
     return {
-        name: TestedDifference(
+        name: DifferenceTest(
             sum(one.tolist()) / len(one) if len(one) else math.nan,
             wider[name]
             * (

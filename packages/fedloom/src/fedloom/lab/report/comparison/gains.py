@@ -12,8 +12,8 @@ import numpy as np
 from fedloom.formats import UNKNOWN_DASH, finite, interval, pair
 from fedloom.lab.report.comparison.contenders import best_row, contenders_of, last_points, select_contenders
 from fedloom.lab.report.comparison.family import (
+    DifferenceTest,
     PairVerdict,
-    TestedDifference,
     pair_verdict,
     run_family_tests,
     seed_differences,
@@ -70,7 +70,7 @@ class SiteGain(NamedTuple):
     events: tuple[int, ...]
     alone: Estimate
     together: Estimate
-    comparison: TestedDifference
+    comparison: DifferenceTest
     reason: str
 
     @property
