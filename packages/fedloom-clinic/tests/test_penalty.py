@@ -217,6 +217,21 @@ ROWS = [site._replace(x=site.x.astype(np.float32).astype(float)) for site in SIT
 COX_FORMS: list[dict[str, Any]] = [{}, {"stratify": True}, {"width": 5.0, "min_events": 1}]
 
 
+def test_a_ridge_counts_only_rows_of_clients_with_enough_events() -> None:
+    """As docs/statistics.md has it: a third client with 4 events changes nothing, not even the penalty per row."""
+    few = ROWS[1]._replace(event=np.where(np.cumsum(ROWS[1].event) <= 4, ROWS[1].event, 0.0))
+    frames = [pd.DataFrame(site.x, columns=["x0", "x1", "x2"]).assign(T=site.time, E=site.event) for site in ROWS]
+    frames.append(frames[1].assign(E=few.event))
+    frame = pd.concat([one.assign(site=name) for one, name in zip(frames, "abc", strict=True)])
+    data = fl.Dataset.create(frame, "T", event="E", client_column="site")
+    found = fl.analyze("cox", data, stratify=True, penalty="ridge", strength=0.1).table.to_pandas()
+    wanted = fit_cox(ROWS, stratify=True, penalty="ridge", strength=0.1)
+    np.testing.assert_allclose(found.coefficient, wanted.beta, rtol=0, atol=1e-8)
+    every = fit_cox([*ROWS, few], stratify=True, penalty="ridge", strength=0.1)
+    assert found.rows[0] == wanted.rows < every.rows
+    assert np.abs(every.beta - wanted.beta).max() > 1e-3
+
+
 @pytest.mark.parametrize("ties", TIES_METHODS)
 @pytest.mark.parametrize("form", COX_FORMS, ids=["exact", "strata", "bins"])
 def test_firths_fit_by_sums_is_that_of_the_rows(form: dict[str, Any], ties: str) -> None:
