@@ -200,7 +200,7 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     settings_file.write_text(f'memory = "{home / "state"}"\n{settings_file.read_text()}')
     shutil.copy(table, later / "cohort.csv")
     grow(later / "cohort.csv", 1, 9)
-    with pytest.raises(ConfigError, match="by 1 subject"):
+    with pytest.raises(ConfigError, match="by 1 subject, but it must differ by 0 or at least 5"):
         declare_snapshot(later, "2027-01-01")
     path = Path(second.path)
     assert path.stat().st_mode & 0o222 == 0

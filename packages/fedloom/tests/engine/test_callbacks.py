@@ -94,6 +94,11 @@ def test_an_ended_run_is_evaluated_and_stays_ended(fed: Federation, tmp_path: Pa
     assert again.table().equals(result.table())
 
 
+def test_a_callback_that_should_keep_the_best_round_is_refused(fed: Federation) -> None:
+    with pytest.raises(ConfigError, match="cannot keep the best round"):
+        run(fed, [fl.callbacks.EarlyStop(result="best")])
+
+
 def test_early_stopping_is_the_same_across_a_restart(fed: Federation, tmp_path: Path) -> None:
     stop = fl.callbacks.EarlyStop(metric="accuracy", patience=2, min_delta=0.02)
     whole = run(fed, [stop])

@@ -419,6 +419,10 @@ FAULTS = {
     "server fails": ({"algorithm": (FedAvg, {"server": _fails})}, "method Broken failed in round 1: KeyError"),
     "server of a type": ({"algorithm": (FedAvg, {"server": lambda *_: 5})}, "server must return a Model, got int"),
     "down fails": ({"algorithm": (FedAvg, {"down": _fails})}, "method Broken failed in round 1"),
+    "no client state": (
+        {"algorithm": (FedAvg, {"init": lambda _, x, __: (Model(x), None, None)})},
+        "Broken.init: the client's state is None",
+    ),
     "init fails": ({"algorithm": (FedAvg, {"init": lambda *_: 5})}, "Broken.init must return three values"),
     "init of two": ({"algorithm": (FedAvg, {"init": lambda *_: (1, 2)})}, "got tuple of 2"),
     "init of a number": (

@@ -34,7 +34,8 @@ class EarlyStop(Value):
 
     The monitored value is the mean of the metric over clients. With ``result = "best"``, the result is taken from the
     best evaluated round instead of the last round. To obtain the models, the rounds up to the best round are run again,
-    so the run costs up to twice as much. An EarlyStop that is passed as a callback only ends the run.
+    so the run costs up to twice as much. An EarlyStop that is passed as a callback only ends the run, and ``best``
+    raises an error there.
     """
 
     metric: str = Field("loss", description="metric that should improve, from `fedloom.metrics.METRICS`")

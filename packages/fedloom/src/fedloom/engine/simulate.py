@@ -16,6 +16,7 @@ from fedloom.engine.checks.guard import Guard
 from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
+from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.replay import Replay
@@ -134,6 +135,10 @@ def simulate(
             "fl.Dataset.create, and use fl.partitions.natural()"
         )
     callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")
+    if any(isinstance(call, EarlyStop) and call.result == "best" for call in callbacks):
+        raise ConfigError(
+            "an EarlyStop that is passed as a callback cannot keep the best round. Pass it as early_stop=EarlyStop(...)"
+        )
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(

@@ -268,7 +268,9 @@ def try_out(
         wanted = (pixels or (got[1] if isinstance(got, list) and len(got) == 3 else "length"), outputs)
     if got != [2, *wanted]:
         must, cure = ", ".join(map(str, ("b", *wanted))), ""
-        if isinstance(got, str):
+        if len(shape) == 2 and tokens and not tokens[0] and got == [2, outputs, shape[0]]:
+            must, cure = f"b, {shape[0]}, {outputs}", ". Move the classes to the last dimension"
+        elif isinstance(got, str):
             cure = ". Return only the tensor of the outputs"
         elif wanted[-1] == 1 and got == [2, *wanted[:-1]]:
             cure = ". Use a last dimension of 1"

@@ -356,6 +356,8 @@ def check_initial_states(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Field
             f"{name}.init must return three values, (server, client, kept), where kept is None if no "
             f"upload is kept, got {type(states).__name__}{size}"
         )
+    if states[1] is None:
+        raise CodeError(f"{name}.init: the client's state is None. If clients keep no state, return Nothing()")
     for key, value in states[1]._asdict().items() if hasattr(states[1], "_asdict") else ():
         if isinstance(value, Tensor) and not value.ndim:
             raise CodeError(

@@ -104,8 +104,8 @@ def compare(
         methods: methods to compare, keyed by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)`` or an instance
             of your own class), the name of a method, or a table with ``algorithm``, its options and settings for this
             method only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
-            ``personalized_aggregation``, ``aggregator``, ``upload_transform``. Methods in a list are labeled by their
-            names.
+            ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``, ``schedule``. Methods in a
+            list are labeled by their names.
         data: a federation, which is already split into clients. A data set, the name of a data set, arrays ``(x, y)``,
             and any other input of `fedloom.Dataset.create` are also accepted. A list that contains a pair ``(train,
             test)`` for each client, or any other input of `fedloom.Federation.create`, is treated as a federation.
