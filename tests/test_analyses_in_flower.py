@@ -74,7 +74,7 @@ def test_a_node_with_too_few_samples_ends_the_analysis() -> None:
 
 
 def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:
-    for analyses, sentence in ((None, "no analyses enabled"), ((), "does not answer the analysis 'glm'")):
+    for analyses, sentence in ((None, "no analyses enabled"), ((), "does not allow the analysis 'glm'")):
         with pytest.raises(DataError, match=sentence):
             ff.analyze(app(analyses).grid, GLM_CHOICE, AGREED)
     with pytest.raises(ConfigError, match="'age' has no agreed range. Set range"):

@@ -444,7 +444,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         if changes:
             with pytest.raises(Refused, match="contain no noise"):
                 check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0)
-        with pytest.raises(PublicReason, match="does not answer the analysis 'cox'"):
+        with pytest.raises(PublicReason, match="does not allow the analysis 'cox'"):
             ask(client, 0, (0.0, 0.0, 0.0))
         assert client.answers._analyses.bits == 0
 

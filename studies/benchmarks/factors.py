@@ -32,7 +32,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
-from fedloom.lab.tune.trial import TRIAL_PART, for_scoring, remove_test
+from fedloom.lab.tune.trial import TRIAL_PART, make_scored_setting, remove_test
 from fedloom.metrics import leading
 from fedloom.models import MLP
 
@@ -113,7 +113,7 @@ def setting(case: Case, method: Any) -> Setting:
     local = {"lr": case.lr, "batch_size": 20}
     model = MLP(hidden=case.hidden) if case.hidden else "softmax"
     made = Setting(algorithm=method, model=model, rounds=case.rounds, local=local, client_weights="uniform")
-    return for_scoring(made, 3, every=case.rounds)
+    return make_scored_setting(made, 3, every=case.rounds)
 
 
 def score(result: Result) -> dict[str, float]:

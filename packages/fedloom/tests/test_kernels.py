@@ -188,3 +188,17 @@ def test_a_client_does_not_depend_on_who_shares_its_chunk() -> None:
         some = [np.ascontiguousarray(a[mine]) for a in arguments]
         kernels.add_gradient(alone[mine], 3, layer.bias, *some, np.float32(-0.1), layer.steady[mine])
     np.testing.assert_array_equal(whole, alone)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only systems with fork have forked workers")
+def test_a_forked_worker_compiles_after_its_parent(tmp_path: Path) -> None:
+    with machine._lock_folder(str(tmp_path)):
+        pass
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            with machine._lock_folder(str(tmp_path)):
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -19,7 +19,7 @@ OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
 """Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Word by which a user makes each client its own group."""
+"""Word with which a user makes each client its own group."""
 
 
 class MergedCells(NamedTuple):
@@ -62,7 +62,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
     If the groups are the levels of a feature, the last group contains the rows in which the feature is missing.
 
     Raises:
-        ConfigError: the table has no column of this name, or the column has no levels.
+        ConfigError: the table has no column with this name, or the column has no levels.
     """
     if group is None:
         return ("all",)
@@ -161,7 +161,8 @@ def merge_bins(filled: Tensor, rules: Rules) -> Tensor:
     The bins after the last merged bin are added to this bin.
 
     Args:
-        filled: 1 where a client has at least the minimum number of rows in a bin, for each group, ``[n, G, B]``.
+        filled: 1 where a client has at least the minimum number of rows in a bin, otherwise 0, for each group, ``[n, G,
+            B]``.
         rules: agreed rules.
 
     Raises:

@@ -29,7 +29,7 @@ class DesignColumns(NamedTuple):
     Attributes:
         x: columns of the regression, ``[N, p]``.
         y: targets, ``[N, k]``.
-        left_out: number of rows left out because of a missing cell or a number outside the agreed range.
+        left_out: number of rows that were excluded because of a missing cell or a number outside the agreed range.
         rows: positions of the used rows among all rows of the client, ``[N]``.
     """
 
@@ -71,7 +71,7 @@ def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
     """Return flags ``[p]`` of the columns in which enough subjects have a value that is not the most frequent one.
 
     In a column with two values, each value must occur in enough subjects. Therefore, a level that few subjects have
-    does not get a column of its own. These flags are the last of the numbers that a client publishes for an analysis.
+    does not get its own column. These flags are the last of the numbers that a client publishes for an analysis.
     """
     design = design_of(client, terms, flagged=False)
     return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))

@@ -268,7 +268,7 @@ class Conformal(Analysis):
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
     def _draws(self, client: ClientRows) -> Tensor:
-        """Return numbers in [0, 1) ``[N]`` that depend only on ``draw`` and the cells of a row, not on its position."""
+        """Return numbers in [0, 1) ``[N]`` that depend only on ``draw`` and a row's cells, not on its position."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
@@ -313,8 +313,8 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
     if not bool(possible.all()) or wrong:
         low, high = ranges[wrong[0] if possible.all() else 0]
         raise Refused(
-            f"`reached` in a question is not a sum of flags: the number for bins {low} to {high} "
-            "contradicts the numbers for its halves"
+            f"invalid `reached` in the server's request: the number of clients for bins {low} to {high} "
+            "contradicts the numbers for the two halves of this range"
         )
 
 
@@ -340,7 +340,7 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
         reached: number of clients that have enough subjects in each range, ``[B]``.
         ranges: ranges of bins (see `ranges_of_bins`).
         rules: agreed rules.
-        what: description of the rows, used in messages.
+        what: description of the rows, which is used in messages.
 
     Raises:
         Refused: too few clients have enough subjects in the range that covers all bins.

@@ -364,7 +364,7 @@ class Glm(Penalized):
 
     @staticmethod
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
-        """Return the largest distance of the coefficients from those of exact sums, for a given error in each sum.
+        """Return the largest error of the coefficients, compared with exact sums, for a given error in each sum.
 
         The third derivative of the likelihood is at most R times the second, where R is the length of a row, or 0 in a
         linear regression: F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.

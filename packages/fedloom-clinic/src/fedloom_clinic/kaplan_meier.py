@@ -3,9 +3,10 @@
 References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
 (log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
-A time is treated as if it were the end of its bin, so the curve and the test are those of the binned times. In the
-curve for the exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c)
-and 1 - d / n, in whatever order they occur. These limits determine the maximum error of each curve and each mean.
+A time is treated as if it were the end of its bin, so the curve and the test apply to the binned times. In the curve
+for the exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c) and 1
+- d / n, regardless of the order in which they occur. These limits determine the maximum error of each curve and each
+mean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results for a new client: each method is trained without each client in turn, and scored at the client left out."""
+"""Results for a new client: each method is trained without each client in turn, and scored at the excluded client."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def remove_client(fed: Federation, client: int) -> Federation:
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """Return the scores of a run's global model, trained without a client, on all samples of this client.
 
-    The columns of a table are scaled by the other clients' medians, as they are when a new client uses the model. As an
-    alternative, they are scaled by the client's own rows, which is possible for a client that has rows.
+    The columns of a table are scaled by the other clients' medians, as they are when a new client uses the model.
+    Alternatively, they are scaled by the client's own rows, which is possible for a client that has rows.
 
     Args:
         result: result of the run without the client.
         fed: federation that includes the client.
-        client: client left out.
+        client: client that was excluded.
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()

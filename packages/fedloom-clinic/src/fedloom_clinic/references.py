@@ -53,7 +53,7 @@ def check_references(fed: Federation) -> None:
 def references(result: Result) -> pa.Table:
     """Return the metrics of the reference models on the test part of each client: client, model, metric and value.
 
-    The models are fitted to the features of the client's training part, in the form in which networks receive them. If
+    The models are fitted to the features of the client's training part, in the representation that networks receive. If
     a client's training part contains a single class, no logistic regression and no forest are fitted for it.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
@@ -81,7 +81,7 @@ def _fit_reference_models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _network_outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return the outputs in the form that a network for this task produces: logits of classes, or values."""
+    """Return the outputs as a network for this task produces them: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

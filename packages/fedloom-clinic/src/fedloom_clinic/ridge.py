@@ -2,9 +2,9 @@
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
-The inputs are those of a model, taken from training rows. Clients send first their means, then sums of squares around
-the overall means, and finally the Gram matrix of standardized inputs and targets. A column's scale therefore costs the
-coefficients no digits.
+The inputs are the inputs of a model, taken from training rows. Clients send first their means, then sums of squares
+around the overall means, and finally the Gram matrix of standardized inputs and targets. A column's scale therefore
+costs the coefficients no digits.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SummaryColumn:
     Args:
         name: name of the column.
         place: the column's position in the rows.
-        edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
+        edges: edges of the bins of a numeric column, ``[bins + 1]``. None if the column is coded.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
         of: merged bin to which each agreed bin belongs, ``[bins]``.

@@ -1,7 +1,8 @@
 """Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, with tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). The tests are those of SciPy, but are computed from the same sums.
+standardized difference of levels). The tests are the same as in SciPy, but are computed from the same sums as the
+table.
 
 Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed with a second question, around the means
 from the first.
@@ -323,7 +324,7 @@ def _scale_column(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Te
 
 
 def _rows_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
-    """Return the number of rows in every cell of a coded column."""
+    """Return the number of rows in each cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 

@@ -200,7 +200,7 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     settings_file.write_text(f'memory = "{home / "state"}"\n{settings_file.read_text()}')
     shutil.copy(table, later / "cohort.csv")
     grow(later / "cohort.csv", 1, 9)
-    with pytest.raises(ConfigError, match="in 1 subject"):
+    with pytest.raises(ConfigError, match="by 1 subject"):
         declare_snapshot(later, "2027-01-01")
     path = Path(second.path)
     assert path.stat().st_mode & 0o222 == 0
@@ -239,7 +239,7 @@ def test_a_folder_of_images_that_grows_becomes_a_snapshot(tmp_path: Path) -> Non
     photograph(pictures, 0, 40)
     assert declare_snapshot(home, "2026-12-01").subjects == 40
     photograph(pictures, 40, 2)
-    with pytest.raises(ConfigError, match="differs from the snapshot of 2026-12-01 in 2 subjects"):
+    with pytest.raises(ConfigError, match="differs from the snapshot of 2026-12-01 by 2 subjects"):
         declare_snapshot(home, "2026-12-02")
     photograph(pictures, 42, 8)
     second = declare_snapshot(home, "2026-12-03")

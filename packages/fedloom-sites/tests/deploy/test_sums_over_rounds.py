@@ -495,6 +495,29 @@ def test_a_finished_round_can_be_repeated_after_a_site_has_returned(tmp_path: Pa
     assert record["sites"]["changes"] == {"e": 2, "d": 1}
 
 
+def test_uploads_are_summed_again_without_the_scores_that_were_given_up(tmp_path: Path) -> None:
+    """The site that lost its last state has no change left; the second sum of the round is no further change."""
+    opened, ones = opened_sums(tmp_path, 1), {f"{c}": (1.0,) for c in range(5)}
+    for t, sums in ((1, {"uploads": 1}), (2, {"uploads": 2, "scores": 1}), (2, {"uploads": 2})):
+        bases = {**dict.fromkeys(ones, t - 1), "4": 0}
+        asked, weights = {what: f"{what} {r}" for what, r in sums.items()}, dict.fromkeys(sums, ones)
+        opened.check_change(sums, asked, bases, "", weights)
+        opened.reveal(os.urandom(4).hex(), sums, asked, bases, 3, weights=weights)
+    assert (read_checked(tmp_path / "state" / "data-data" / "opened.json") or {})["sites"]["changes"] == {"e": 1}
+
+
+def test_sites_whose_names_are_numbers_stay_in_the_sums(tmp_path: Path) -> None:
+    """Site 1 is client 0, and client 1 is site 2."""
+    ones = {"uploads": {f"{c}": (1.0,) for c in range(3)}}
+    opened = OpenedSums(tmp_path / "one", None, "123", MAX_CHANGES, 3, 0)
+    for t in range(1, 4):
+        asked = ({"uploads": t}, {"uploads": f"model {t}"}, dict.fromkeys(ones["uploads"], t - 1))
+        opened.check_change(*asked, "", ones)
+        opened.reveal(os.urandom(4).hex(), *asked, 3, weights=ones)
+    record = read_checked(tmp_path / "one" / "session" / "opened.json") or {}
+    assert (record["sites"]["sites"], record["sites"]["changes"]) == (["1", "2", "3"], {})
+
+
 def test_sums_over_other_data_are_no_lost_record(tmp_path: Path) -> None:
     """The folder of the second data exists before the first sum over them, as after `fedloom deploy snapshot`."""
     first, second = opened_sums(tmp_path, 4), opened_sums(tmp_path, 4, "others")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,20 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from fedloom.data import Federation
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
+from fedloom.engine.state import initial_state
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom_sites.deploy import relay
+from fedloom_sites.deploy import replay as replays
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
+from fedloom_sites.deploy.ops import amend
 from fedloom_sites.deploy.ops.plan import plan_deployment
-from fedloom_sites.deploy.replay import ModelReplay
+from fedloom_sites.deploy.replay import ModelReplay, make_server_job
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import sites as server_sites
 from fedloom_sites.deploy.secure import sums
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
+from fedloom_sites.deploy.secure.opened import write_checked
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, ProtocolBroken
 from fedloom_sites.deploy.secure.terms import read_terms
 from fedloom_sites.deploy.server import run as server_run
@@ -245,6 +251,59 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
             one.shares(2, new, everyone)
 
 
+def test_a_server_cannot_choose_among_the_opened_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No older model in a later round, no session whose models the memory of sums would not see, no reordered round."""
+    here, records = secured(tmp_path, "fedavg", agreed=VERIFIED, rounds=1, evaluate={"every": 1}), dict[str, Any]()
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        if kind_of(message) in ("relay", "masked"):
+            records[kind_of(message)] = bytes(message.content["head"]["session"]), arrays_of(message)
+        return reply
+
+    assert here.serve(here.grid(look)) is Stop.DONE
+    nonce, parts = records["relay"]
+    trains, (download, _, _, *before) = read_terms(parts[0]), records["masked"][1]
+    replay = ModelReplay(here.sites[0], lambda: here.experiment, lambda _line: None)
+    link, first = relay.Relays(here.server, here.experiment.methods[0].setting, 0).find_link(1).hex(), trains.download
+    assert replay.compute_messages(trains, download, before) == (download, before)
+    alone = trains.with_(models=(), scored=-1)
+    scores = alone.with_(trains=False, download="", scored=1, common=True)
+    model = replay.compute_messages(scores.with_(models=(link,)), None, before)[1]
+    assert len(model) == len(before) == 1
+    assert model != before
+    for terms, sent, scored in (
+        (scores.with_(models=(first,)), None, model),  # the model before the round, as the model after it
+        (scores, None, model),
+        (scores, None, []),
+        (trains.with_(download=""), download, before),
+        (trains.with_(models=()), download, before),
+        (trains.with_(scored=1), download, before),
+        (alone.with_(round=2), download, []),  # which leaves out round 1
+        (alone.with_(download=link), download, []),
+    ):
+        with pytest.raises(ProtocolBroken, match="the terms must"):
+            replay.compute_messages(terms, sent, scored)
+    unopened, states = here.sites[0].with_(state=tmp_path / "unopened"), list[Any]()
+
+    def begin(*args: Any) -> Any:
+        states.append(initial_state(*args))
+        return states[-1]
+
+    monkeypatch.setattr(replays, "initial_state", begin)
+    other = ModelReplay(unopened, lambda: here.experiment, lambda _line: None)
+    for sizes in (trains.sizes, (trains.sizes[0], *trains.sizes[:-1])):  # whose initial state is never the other's
+        other.compute_messages(alone.with_(sizes=sizes), download, [])
+    assert len(states) == 2
+    links = here.sites[0].folder / "verified" / relay.LINKS_FILE
+    write_checked(links, {"links": {"2": first}})
+    with pytest.raises(ProtocolBroken, match="which is already opened"):
+        replay.add(1, nonce, parts)
+    monkeypatch.setattr(amend, "server_file", lambda folder: folder)
+    monkeypatch.setattr(amend, "read_server", lambda _folder: here.server)
+    with pytest.raises(ConfigError, match="no site could open these rounds"):
+        amend.rotate(tmp_path, "site-1")
+
+
 # ------------------------------------------------------------------------------------------------ faults and absence
 
 
@@ -259,14 +318,23 @@ def kill(node: int, message: Message, reply: Message, *, stop: tuple[str, int, i
     return reply
 
 
-def test_a_server_that_is_killed_goes_on(tmp_path: Path, honest: Scene) -> None:
+def test_a_server_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, honest: Scene) -> None:
     """Killed before and after each kind of message of round 2, server and sites continue with the same bits."""
-    here = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT)
+    here, discard = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT), relay.delete_files
+
+    def cut(*paths: Path) -> None:
+        discard(*paths[:1])
+        if paths:
+            raise Killed
 
     for kind, t in (("relay", 1), ("keys", 2), ("masked", 2), ("count", 2), ("unmask", 2)):
         for client in (1, 4):
             with pytest.raises(Killed):
                 here.serve(here.grid(partial(kill, stop=(kind, t, client))))
+    with monkeypatch.context() as patch:  # after the first of two deletions
+        patch.setattr(relay, "delete_files", cut)
+        with pytest.raises(Killed):
+            here.serve()
     assert here.serve() is Stop.DONE
     check_equal(honest, here)
     assert not any(alarms_of(here, c) for c in range(5))
@@ -328,7 +396,9 @@ def test_a_site_that_has_lost_its_chain_is_refused_and_the_others_go_on(tmp_path
     assert "without site-0" in line["reason"]
 
 
-def test_what_cannot_be_verified_is_refused_before_the_first_round(tmp_path: Path) -> None:
+def test_what_cannot_be_verified_is_refused_before_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noisy = secured(tmp_path, "fedavg", aggregator={"kind": "private-mean", "clip": 1.0, "sigma": 1.0, "delta": 1e-5})
     setting = noisy.experiment.methods[0].setting
     check_maskable(setting)
@@ -351,6 +421,14 @@ def test_what_cannot_be_verified_is_refused_before_the_first_round(tmp_path: Pat
     with pytest.raises(Refused, match="Raise message_limit"):
         small.serve(message_limit=20_000)
     assert not small.audit("accepted", kind="keys")
+
+    def make(*args: Any) -> Any:
+        job, *rest = make_server_job(*args)
+        return replace(job, notes=(GLOBAL_DRAWS_NOTE,)), *rest
+
+    monkeypatch.setattr(server_run, "make_server_job", make)
+    with pytest.raises(Refused, match="every site repeats the server's step, but code at the server draws"):
+        small.serve()
 
 
 def test_experiments_with_the_same_initial_model_have_the_same_first_link(tmp_path: Path) -> None:

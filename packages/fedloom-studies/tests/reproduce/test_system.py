@@ -206,7 +206,7 @@ def test_the_page_states_what_other_libraries_find_in_the_records(system: Any, t
 
 
 def test_the_page_is_that_of_its_records(system: Any) -> None:
-    records = [record for record in system.records(system.RECORDS) if record["scale"] == "full"]
+    records = [record for record in system.read_records_of_file(system.RECORDS) if record["scale"] == "full"]
     text = system.PAGE.read_text()
     assert text == system.page(records)
     if records:

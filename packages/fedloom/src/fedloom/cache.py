@@ -53,7 +53,7 @@ def fingerprint_sources(places: Iterable[Path]) -> str:
     """Return a digest of the software versions and of each file's name, size and modification time under some paths.
 
     Args:
-        places: paths of files or folders. A folder stands for all files in it and in its subfolders. A path that does
+        places: paths of files or folders. A folder represents all files in it and in its subfolders. A path that does
             not exist is treated as an empty folder.
     """
     digest = hashlib.blake2b(digest_size=16)

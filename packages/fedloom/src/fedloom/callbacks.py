@@ -65,7 +65,7 @@ class History:
             self._show(self)
 
     def table(self) -> pa.Table:
-        """Return the measurements as a tidy table, in the same form as `fedloom.engine.result.Result.table`."""
+        """Return the measurements as a tidy table with the same columns as `fedloom.engine.result.Result.table`."""
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:

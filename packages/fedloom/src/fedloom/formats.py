@@ -42,7 +42,7 @@ def rounded(value: float, digits: int = 5) -> float | None:
 
 
 def finite(value: float) -> float | None:
-    """Return a number in the form in which it is written to a file, or None if it is not finite."""
+    """Return a number as it is written to a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -163,7 +163,7 @@ def fold_repeated_notes(notes: Iterable[str]) -> list[str]:
 
     Notes that differ only in a round number are merged.
 
-    >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
+    >>> fold_repeated_notes(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
     ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
     """
     rounds = dict[tuple[bool, str], list[str]]()

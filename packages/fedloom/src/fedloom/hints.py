@@ -60,9 +60,10 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
         "--least": "--min-events", "--gate-port": "--proxy-port",
     },
 }  # fmt: skip
-"""Old names of keys, keyed by location. A location is a table (with the new name of its kind if only this kind contains
-the key), a call in Python, or the command line. Recorded documents may contain the old name. A new file with an old
-name is rejected with a message that states the new name.
+"""Old names of keys, keyed by location. A location is a table of the experiment file, a Python call, or the command
+line. If only one kind of a table contains the key, the location also states the current name of this kind, as in
+"partition dirichlet". Recorded documents may contain the old name. A new file with an old name is rejected with a
+message that states the new name.
 """
 RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("partition", "kind"): {
@@ -193,7 +194,7 @@ class KeyPlaces:
         return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
 
     def name_table(self, table: str) -> str:
-        """Return the name of a table in the form in which messages use it."""
+        """Return the name of a table as messages use it."""
         return f"[{table}]" if self.file and not self.method else table
 
     def select_method(self, *keys: str) -> KeyPlaces:
@@ -212,7 +213,7 @@ class KeyPlaces:
         Args:
             key: the key, which may be a name that papers or other libraries use.
             value: value that was given for the key.
-            table: table in which the key was found. Empty for a key outside all tables.
+            table: table in which the key was found. Empty if the key is outside all tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [

@@ -58,8 +58,8 @@ def import_object(path: str, what: str, where: str = "") -> Any:
 
     Args:
         path: ``package.module:Name``.
-        what: description of the expected object, for use in the message.
-        where: file and table that contain the path, for use in the message.
+        what: description of the expected object, which is used in the message.
+        where: file and table that contain the path, which are named in the message.
 
     Raises:
         ConfigError: the module cannot be imported, does not contain the name, or is rejected by `fedloom.trust`.
@@ -256,7 +256,7 @@ def function(choice: Any, what: str) -> UserFunction:
 
 
 def path_of(definition: Any) -> str | None:
-    """Return the import path of a user-written class, or None for a class of this distribution."""
+    """Return the import path of a user-written class, or None if the class belongs to this distribution."""
     if definition.__module__.partition(".")[0] in OWN_PACKAGES:
         return None
     return f"{definition.__module__}:{definition.__qualname__}"

@@ -146,8 +146,8 @@ TASK_ROLES = {
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""Metrics used for decisions, keyed by task. "imbalanced" stands for tasks with several classes for which balanced
-accuracy is measured. If the metric on which a decision is based was not measured, the loss is used instead."""
+"""Metrics used for decisions, keyed by task ("imbalanced": several classes, evaluated by balanced accuracy). If the
+metric on which a decision is based was not measured, the loss is used instead."""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
@@ -181,7 +181,7 @@ def class_metric_name(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """Return the properties of a metric of a client or of the federation.
+    """Return the properties of a metric that is computed for clients or for the federation.
 
     If a metric was not declared, its name is used as its title, and the metric is not rated.
     """

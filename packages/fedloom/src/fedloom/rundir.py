@@ -59,7 +59,7 @@ EXPERIMENT_TABLES = (
 
 _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
-"""Placeholder that stands for a file's digest while the digest is computed."""
+"""Placeholder for a file's digest while the digest is computed."""
 
 REPAIR_HINT = "Run the experiment again, or put the file back"
 """Advice that is shown for a damaged file."""
@@ -84,12 +84,12 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
     Args:
         path: the given value.
-        what: name of the argument, for use in the message.
+        what: name of the argument, which is used in the message.
         otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would otherwise stand
-            for the current folder.
+        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would otherwise mean
+            the current folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
@@ -179,7 +179,7 @@ class RunRecord(_Recorded):
     last round.
 
     ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). In older run directories, the role is
-    None. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand for
+    None. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that represent
     them in the metrics.
     """
 

@@ -147,7 +147,7 @@ def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
 
     The global generators are restored after the block.
 
-    The generators of numpy and Python are seeded with a hash of the state of ``gen``.
+    The generators of numpy and Python are seeded with a hash of the state that ``gen`` has.
 
     Args:
         gen: a CPU generator. If ``device`` is the CPU, the state of the generator does not advance.

@@ -67,7 +67,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _fit(
         self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
     ) -> None:
-        """Train on features [N, p] and on targets in the form that `Dataset` expects."""
+        """Train on features [N, p] and on targets of a type that `Dataset` accepts."""
         state = self.random_state
         if self.settings is not None and not isinstance(self.settings, Mapping):
             raise ConfigError(

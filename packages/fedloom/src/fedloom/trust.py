@@ -108,7 +108,7 @@ def check_module(path: str, what: str) -> None:
 
     Args:
         path: ``package.module:Name``.
-        what: description of the part and of the file that names it, for use in the message.
+        what: description of the part and of the file that names it, which is used in the message.
 
     Raises:
         ConfigError: the module belongs to the standard library, or its file belongs to a different user and nobody has
@@ -139,7 +139,7 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Raise if an object is a module, class, function or method of Python itself, whatever path was used to reach it.
+    """Raise if an object is a module, class, function or method of Python itself, whichever path was used to reach it.
 
     Raises:
         ConfigError: the object belongs to Python itself.

@@ -145,10 +145,10 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
     """Return an entry of a registry by its name, or a user-defined class by its import path.
 
     Args:
-        what: kind of choice, such as a sampler, for use in the message.
+        what: kind of choice, such as a sampler, which is named in the message.
         registry: entries, keyed by name.
         name: key in the registry, or ``package.module:Class`` if a base class is given.
-        where: file and table that contain the name, for use in the message.
+        where: file and table that contain the name, which are named in the message.
         base: base class from which a user-defined class must be derived. If None, only names in the registry are
             allowed.
 
@@ -165,7 +165,7 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
 
 
 TYPE_NAMES: Mapping[type, str] = {bool: "True or False", str: "text", type(None): "None"}
-"""Names of types in the form in which messages show them."""
+"""Names of types as messages show them."""
 
 
 def has_type(value: object, *kinds: type) -> bool:
@@ -237,7 +237,7 @@ def make(
     Args:
         make_value: class of the value, or function that returns a preset.
         options: keys and values of the table.
-        where: file and table that contain the options, for use in the message.
+        where: file and table that contain the options, which are named in the message.
         fields: keys that are allowed.
         hint: function that states where a key belongs if the key is not allowed here.
 
@@ -365,7 +365,7 @@ def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 def factor_of(value: object) -> float | None:
-    """Return the number in a text such as "2x", or None for anything else."""
+    """Return the number in a text such as "2x", or None if the text has any other format."""
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR_PATTERN, value) else None
 
 
@@ -398,7 +398,7 @@ def _error_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _describe_expected_value(
     choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
 ) -> str:
-    """Return a description of the value that is expected at a location and of the value that was given.
+    """Return a description of the value that is expected at a location and of the value that was given there.
 
     For a union type, pydantic reports one error for each alternative.
     """

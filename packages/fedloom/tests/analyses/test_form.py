@@ -153,6 +153,20 @@ def test_the_budget_of_questions_is_kept():
         fl.analyze(Endless(column="x0"), CLIENTS, rules={"questions": 3})
 
 
+def test_an_analysis_that_does_not_converge_on_zeros_is_checked_without_warnings(recwarn):
+    """Before a run, all sums are zeros, which also divides by a total of zero."""
+
+    class Repeated(Quantiles):
+        retried = ("histogram",)
+
+        def step(self, state, total, info):
+            mean = np.float64(total[-1]) / np.float64(total[:-1].sum())
+            return state if np.isnan(mean) else state._replace(total=total)
+
+    run.check_analysis(Repeated(column="x0"), fl.Federation.create(CLIENTS))
+    assert not recwarn.list
+
+
 def test_a_client_of_fewer_subjects_than_agreed_answers_zeros():
     found = fl.analyze(TOY, CLIENTS, rules=Rules(min_subjects=30))
     (log,) = found.log

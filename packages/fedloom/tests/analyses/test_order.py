@@ -68,7 +68,7 @@ CLIENTS = [([[1.0], [2.0]], [0, 1]), ([[3.0], [6.0]], [1, 0])]
 
 
 @pytest.mark.parametrize(
-    "names", [("first", "more", "more"), ("more",), ("first", "first"), ("first", "more", "first")]
+    "names", [("first", "more", "more"), ("more", "first"), ("first", "first"), ("first", "more", "first")]
 )
 def test_a_question_out_of_order_is_an_error_before_and_in_a_simulation(names: tuple[str, ...]) -> None:
     """What real sites would refuse; the check before a run answers with zeros, at which an analysis may end."""

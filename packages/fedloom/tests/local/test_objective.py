@@ -17,6 +17,7 @@ from fedloom.errors import CodeError, ConfigError
 from fedloom.imports import function
 from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import Objective, task_of
 from fedloom.tasks.chosen import compute_user_number
 
@@ -205,6 +206,29 @@ def test_what_cannot_work_is_a_sentence_before_work_starts(objective: dict[str, 
     problem = Problem(CASES["softmax"])
     with pytest.raises(ConfigError, match=sentence):
         make_oracle(problem.module, task_of(problem.fed.data, Objective(**objective)), problem.fed)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        torch.tanh,
+        torch.sigmoid,
+        functional.normalize,
+        functional.logsigmoid,
+        lambda output: output.softmax(-1),
+        lambda output: output.log_softmax(-1),
+        lambda output: -output.square(),
+    ],
+)
+def test_a_falling_loss_is_taken_if_the_outputs_of_the_model_are_bounded(end: Callable[[Tensor], Tensor]) -> None:
+    class Ended(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return end(super().forward(x))
+
+    fed, objective = Problem(CASES["softmax"]).fed, Objective(loss=functional.nll_loss)
+    with as_global(generator(0, purpose="test"), torch.device("cpu")):
+        module = Ended(fed.data.shape[0], 4)
+    make_oracle(module, task_of(fed.data, objective), fed)
 
 
 def test_a_loss_may_have_constants() -> None:

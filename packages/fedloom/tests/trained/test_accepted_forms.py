@@ -21,6 +21,8 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import fedloom as fl
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
@@ -313,6 +315,18 @@ def test_samples_in_another_range_than_the_training_samples_have_a_warning(of_fl
     for ordinary in (FLOATS, FLOATS[:1], FLOATS / 2, FLOATS * 0, FLOATS * 0 + 1, (1.4 * FLOATS).clip(0, 1.4)):
         of_floats.predict(ordinary)
         large.predict(255 * ordinary)
+    skewed = torch.from_numpy(np.geomspace(1e-6, 1, 96, dtype=np.float32).reshape(48, 2))
+    spec = InputSpec.create(fl.Dataset.create((skewed, torch.from_numpy(Y))))
+    assert not spec.note_far(skewed) + spec.note_far(skewed[:1]) + spec.note_far(skewed[:9])
+    assert spec.note_far(skewed / 255)
+
+
+def test_a_rare_level_of_a_column_of_a_table_is_not_far_away() -> None:
+    table, x, owner = Table.numeric(1), torch.zeros(1000, 1, dtype=torch.float64), torch.zeros(1000, dtype=torch.long)
+    x[::200] = 1
+    fitted = table.fit(x, owner, owner == 0)[0]
+    assert table.find_far(x[:1], fitted) == [] == table.strange(x[:1], fitted)
+    assert table.find_far(1000 * x[:1], fitted) == ["x0"]
 
 
 def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:

@@ -1,6 +1,6 @@
 """Command ``fedloom glm``: linear, logistic and Poisson regression computed from sums over sites.
 
-The result equals that of the fit to the pooled rows.
+The result equals the fit to the pooled rows.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ PLACE_WORDS = words("ward region country county state city province district tow
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
 """Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
-"""Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
+"""Words that, next to a word in `AMBIGUOUS_WORDS`, show that this word means an organization."""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Pattern of the names of columns that contain a number of sites."""
+"""Pattern that matches the names of columns that contain site numbers."""
 
 
 class TableSurvey:
@@ -126,7 +126,7 @@ class TableSurvey:
         return sure, doubtful
 
     def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the column that names the subject of a row, and other columns that may name it.
+        """Return the column that identifies the subject of a row, and other columns that may identify it.
 
         If a table has both patients and stays, the subject is the patient, because one patient can have several stays.
 

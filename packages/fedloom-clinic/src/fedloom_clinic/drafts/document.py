@@ -22,7 +22,7 @@ QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters from which on a list is split into several lines."""
+"""Minimum number of characters for which a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):
@@ -35,7 +35,7 @@ class ColumnRoles(NamedTuple):
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.
-        drop: columns that are left out, each with the reason.
+        drop: columns that are omitted, each with the reason.
         missing: cells that mean missing, in addition to the usual markers.
         impute: True if some cells of feature columns are missing.
         shifts: for each column, the sites whose numbers may be in a different unit.
@@ -121,7 +121,7 @@ def experiment_file_text(roles: ColumnRoles, place: Path, agreement: Path | None
 def _small_step_size(roles: ColumnRoles) -> float:
     """Return a step size that is small enough if features are scaled.
 
-    The loss of a classification has a smaller curvature than that of a regression. The curvature of the loss of a
+    The loss of a classification has a smaller curvature than the loss of a regression. The curvature of the loss of a
     survival task is proportional to the fraction of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
@@ -205,7 +205,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text in a form that fits into a comment."""
+    """Return a text that was converted so that it fits into a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -38,7 +38,7 @@ from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, Colum
 MIN_FEDERATION_ROWS = 10
 """Minimum number of rows in a federation, and in a class that is not considered rare."""
 SUSPICIOUS_SCORE = 0.95
-"""AUROC or R2 of a single column from which on the report mentions the column.
+"""Minimum AUROC or R2 of a single column that makes the report mention the column.
 
 If the column's name matches `LATER_NAME_PATTERN`, the limit is `LATER_COLUMN_SCORE` instead.
 """
@@ -188,7 +188,7 @@ class ExperimentDraft:
                 )
 
     def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
-        """Add a question about classes that may stand for missing cells or for a row of totals."""
+        """Add a question about classes that may represent missing cells or a row of totals."""
         if target.kind != "number" or len(classes) < 3:
             return
         numbers = dict(sorted((float(name), name) for name in classes))
@@ -214,7 +214,7 @@ class ExperimentDraft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """The target or the labels, and the event, as far as they are known. Missing columns are omitted."""
+        """The target or the labels, and the event, if they are known. Missing columns are omitted."""
         return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
@@ -454,7 +454,7 @@ class ExperimentDraft:
         return "classification" if self._labels or column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:
-        """Report the levels of a column that may stand for a missing value."""
+        """Report the levels of a column that may represent a missing value."""
         if missing := [level for level in c.levels if level.strip().lower() in POSSIBLE_LEVEL_TOKENS]:
             self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 

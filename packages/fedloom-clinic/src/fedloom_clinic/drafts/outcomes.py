@@ -26,12 +26,13 @@ TIME_PATTERN = re.compile(
 )
 """Pattern of names that mean the time to an event."""
 OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
-"""Pattern of names of times that are over when a row is recorded, so that they are never times to an event."""
+"""Pattern of names of times that have already passed when a row is recorded, so that they are never times to an
+event."""
 FOLLOW_UP_PATTERN = re.compile(
     r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration)$|^([opedr]?fs|os)([_\W]|$)",
     re.IGNORECASE,
 )
-"""Pattern of names that mean the time under observation, as opposed to other times such as the time from diagnosis to
+"""Pattern of names that mean the observation time, as opposed to other times such as the time from diagnosis to
 treatment."""
 WHOLE_NAME_PATTERN = re.compile(r"^(days|weeks|months|t?stop)$", re.IGNORECASE)
 """Pattern of names that mean the time under observation if no other column contains a time."""
@@ -42,14 +43,14 @@ EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
 )
-"""Pattern of names of columns that are 1 for an event. A column with `cens` in its name may have either meaning, so the
-user must state the meaning."""
+"""Pattern of names of columns that are 1 for an event. A column with `cens` in its name may mark either censored rows
+or events, so the user must state the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 """Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
 ``censored`` may have the opposite meaning."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Probability from which on the convention is considered confirmed. This is the probability that a censored time is
+"""Minimum probability at which the convention is considered confirmed. This is the probability that a censored time is
 longer than the time of an event.
 
 In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
@@ -94,7 +95,7 @@ RESULT_WORDS = words(
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words that occur in the names of outcomes, but also in those of features."""
+"""Words that occur in the names of outcomes, but also in the names of features."""
 
 (
     TARGET_NAME_POINTS,
@@ -110,9 +111,10 @@ the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's
 position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
 `TARGET_WORDS`."""
 MIN_SURE_POINTS = 3
-"""Points from which on the first candidate is chosen if it leads the second by at least `MIN_LEAD_POINTS`."""
+"""Minimum number of points at which the first candidate is chosen if it leads the second by at least
+`MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
-"""Minimum lead of the first candidate in points.
+"""Minimum lead of the first candidate over the second, in points.
 
 With both limits, 21 of the 31 public tables whose correct roles were written down beforehand are drafted correctly, 10
 lead to a question, and no draft is wrong.
@@ -126,8 +128,8 @@ class TableOutcome(NamedTuple):
 
     Attributes:
         target: column to be predicted. If None, the draft asks the user for the target.
-        event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None for
-            other tasks.
+        event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None if
+            the target is not a time.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
         note: sentence about a different possible choice, or "" if there is none.
         alternatives: names of other columns that could be the target.
@@ -348,7 +350,7 @@ def _lasts_longer(time: ColumnProfile, column: ColumnProfile) -> bool:
 
 
 def _target_points(survey: TableSurvey) -> tuple[dict[str, int], set[str]]:
-    """Return the points of possible targets in the order of the header, and the names of columns that need an answer.
+    """Return the points of possible targets in header order, and the names of columns that the user must clarify.
 
     A name that has other meanings inside a table, or that is common for features, is regarded as evidence only at the
     usual position.

@@ -1,6 +1,6 @@
 """Cox regression computed from sums over sites.
 
-The fit equals that of the pooled rows, but the rows of patients stay at their sites.
+The fit equals the fit to the pooled rows, but the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. The sums over sites are computed as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -100,7 +100,7 @@ class Wald:
 
     @property
     def degrees(self) -> float:
-        """Degrees of freedom of Student's t distribution of the tests. Infinite for the normal distribution."""
+        """Degrees of freedom of the t distribution that the tests use. Infinite for the normal distribution."""
         return math.inf
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
@@ -129,7 +129,7 @@ class CoxFit(Wald):
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
-        ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
+        ridge: ridge penalty, or None if the fit has no penalty. With a ridge, standard errors are computed from the
             penalized information.
     """
 
@@ -151,8 +151,8 @@ def risk_sums(
         beta: coefficients, ``[p]``.
         times: event times in ascending order, ``[J]``.
         shift: number subtracted from x beta in each row. This shift leaves the ratios of sums unchanged.
-        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are left
-            out.
+        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are
+            omitted.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -232,13 +232,13 @@ def fit_cox(
     Each site first sends counts, the sums of its columns and of their squares, and its event times. With these sums,
     the columns are centered and scaled in the same way at all sites. In each Newton step, a site then sends the sums
     that `risk_sums` returns. With `stratify`, each site has its own baseline hazard, and sends only the gradient and
-    the information of its own likelihood. The result equals that of the pooled fit, or of the stratified pooled fit.
+    the information of its own likelihood. The result equals the pooled fit or the stratified pooled fit.
 
     Args:
         sites: rows of every site.
         ties: method for tied event times.
-        stratify: True to give every site a baseline hazard of its own.
-        names: names of the columns, used in messages.
+        stratify: True to give every site its own baseline hazard.
+        names: names of the columns, which are used in messages.
         penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.

@@ -34,13 +34,13 @@ class CoxAgreement(NamedTuple):
 
     Attributes:
         ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin.
-            Empty for a stratified fit.
+            Empty if the fit is stratified.
         low: smallest plausible value of each column, ``[p]``.
         high: largest plausible value of each column, ``[p]``.
         least: minimum number of events that a site must have in a bin, and of rows at risk there, before it sends them.
         step: rounding step. Sums are rounded to multiples of this value.
         ties: method for events in the same bin or at the same time.
-        stratify: True if each site has a baseline hazard of its own, with exact times.
+        stratify: True if each site has its own baseline hazard, with exact times.
         ridge: strength of the ridge (see `fedloom_clinic.fits.penalty`). If this strength is given, sites also send the
             sums of the columns and of their squares.
         firth: True if sites also send the sums that Firth's penalty needs for a given metric.
@@ -80,7 +80,7 @@ class BinningLoss(NamedTuple):
         uncovered: number of events after the last bin, or at times when a site has too few rows at risk.
         rare: number of events in bins in which a site has too few events, or at sites with too few events if the fit is
             stratified.
-        left_out: number of rows left out because of a missing cell or a number outside the agreed range.
+        left_out: number of rows that were excluded because of a missing cell or a number outside the agreed range.
     """
 
     rows: int
@@ -113,7 +113,7 @@ def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
 
 
 def bin_ends(width: float, last: float) -> Floats:
-    """Return the ends ``[J]`` of bins of equal width. The last end is not before `last`.
+    """Return the ends ``[J]`` of bins of equal width. The end of the last bin is not before `last`.
 
     Raises:
         ConfigError: the width is not above 0, or it would give too many bins.
@@ -204,7 +204,7 @@ class SiteVectors:
     Args:
         site: the site's rows that are within the agreed ranges.
         terms: agreed terms.
-        left_out: number of rows that the site has left out.
+        left_out: number of rows that the site has excluded.
 
     Attributes:
         losses: the site's losses (see `BinningLoss`).
@@ -218,7 +218,7 @@ class SiteVectors:
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats, rows: Mask | slice = slice(None), metric: Floats | None = None) -> float:
-        """Return the heaviest row's share of the total weight of some rows. Without rows, return 0.
+        """Return the heaviest row's share of the total weight of some rows. If there are no rows, return 0.
 
         If a metric is given, also consider the weights times the lengths of rows in this metric, and return the larger
         share.
@@ -286,7 +286,7 @@ class OpenedCoxSums(NamedTuple):
 
     Attributes:
         likelihood: likelihood at these coefficients.
-        sums: sums over the rows at risk. None for a stratified fit.
+        sums: sums over the rows at risk. None if the fit is stratified.
         losses: losses of all sites together (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no

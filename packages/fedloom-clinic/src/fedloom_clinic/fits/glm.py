@@ -1,6 +1,6 @@
 """Linear, logistic and Poisson regression computed from sums over sites.
 
-The results and their confidence intervals are those of the pooled fit.
+The results and their confidence intervals are the same as for the pooled fit.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2 (canonical links, for which
 Newton's method equals Fisher scoring). Sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.
@@ -48,7 +48,7 @@ GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
     ),
     "poisson": (np.exp, np.exp, np.exp, np.exp),
 }
-"""Cumulant as a function of the linear predictor eta, followed by its derivatives: mean, variance and third central
+"""Cumulant as a function of the linear predictor eta, together with its derivatives: mean, variance and third central
 moment."""
 
 
@@ -69,10 +69,10 @@ class GlmFit(Wald):
         beta: coefficients, ``[q]``.
         se: standard errors of the coefficients, ``[q]``.
         rows: number of rows.
-        ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
+        ridge: ridge penalty, or None if the fit has no penalty. With a ridge, standard errors are computed from the
             penalized information.
-        residual_degrees: degrees of freedom of the residuals of a linear regression, which its intervals and tests use.
-            None for other regressions.
+        residual_degrees: residual degrees of freedom of a linear regression, which its intervals and tests use. None if
+            the regression is not linear.
     """
 
     names: list[str]
@@ -113,16 +113,16 @@ def fit_glm(
 ) -> GlmFit:
     """Return the regression of the rows of all sites together, fitted from sums that the sites send.
 
-    The result equals that of the pooled fit. Each site first sends counts and the sums of its columns, of its targets
-    and of their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each
-    Newton step, a site then sends the sums that `glm_sums` returns.
+    The result equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of
+    their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each Newton
+    step, a site then sends the sums that `glm_sums` returns.
 
     Args:
         sites: rows of every site.
         family: name of the regression's family, which is a key of `GLM_FAMILIES`. Targets must be 0 or 1 for
             "logistic", and at least 0 for "poisson".
         names: the columns' names.
-        by_site: names of the sites. If given, each site has an intercept of its own.
+        by_site: names of the sites. If given, each site has its own intercept.
         penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.

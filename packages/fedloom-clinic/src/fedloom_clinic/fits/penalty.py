@@ -122,8 +122,8 @@ def add_firth_penalty(at: At, slope: Callable[[Floats, Floats], Floats | None]) 
 
     Args:
         at: function that returns the likelihood without the penalty.
-        slope: function of the coefficients and of the inverse V of the information matrix. The function returns the
-            vector ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
+        slope: function that takes the coefficients and the inverse V of the information matrix. The function returns
+            the vector ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -179,7 +179,7 @@ def find_ridge(
     """Return the given strength, or the strength with the largest held-out likelihood.
 
     The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
-    coefficients were fitted. For a partial likelihood, this definition is that of Verweij and van Houwelingen. For a
+    coefficients were fitted. For a partial likelihood, this is the definition of Verweij and van Houwelingen. For a
     regression, it equals the likelihood of the held-out rows.
 
     Args:
@@ -213,7 +213,7 @@ class FoldSums(NamedTuple):
     For each of S strengths, there is a fit without each of the F folds, and then a fit of all rows.
 
     Attributes:
-        rows: number of rows in each of these sets of rows, ``[F + 1]``.
+        rows: number of rows in each of these row sets, ``[F + 1]``.
         values: log-likelihood of the rows that a fit uses, ``[K]``.
         everywhere: log-likelihood of all rows at the coefficients of a fit, ``[K]``.
         gradients: gradients for the rows that a fit uses, ``[K, q]``.
@@ -232,9 +232,9 @@ def find_ridge_by_sums(
 ) -> tuple[Ridge, Floats, Likelihood, Likelihood]:
     """Return the strength with the largest held-out likelihood, and its fit of all rows with and without the ridge.
 
-    The fits for all strengths take their Newton steps together, so that one sum serves all of them. The strength is the
-    same as that which `find_ridge` chooses. If clients cannot answer, the strengths are dropped one after the other,
-    beginning with the weakest.
+    The fits for all strengths perform their Newton steps together, so that one sum serves all of them. `find_ridge`
+    chooses the same strength. If clients cannot answer, the strengths are dropped one after the other, beginning with
+    the weakest.
 
     Args:
         ask: function that returns the sums for the coefficients of all fits ``[K, q]``, or None if clients cannot

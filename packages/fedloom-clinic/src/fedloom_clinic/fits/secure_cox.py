@@ -2,8 +2,8 @@
 
 Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that the secure sum is exact.
 The server never receives the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no statistics
-of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends the
-likelihood for its own baseline hazard, with the gradient and the information.
+of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins. Each site sends the
+likelihood for its own baseline hazard, with its gradient and information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two are used as in K.
 Bonawitz et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron.
@@ -47,8 +47,8 @@ class SecureCoxFit(NamedTuple):
 
     Attributes:
         fit: coefficients and standard errors for the original (unscaled) columns.
-        bound: largest distance, due to rounding and to stopping, between a coefficient and that of the fit to the
-            pooled binned rows, ``[p]``.
+        bound: largest distance, due to rounding and to stopping, between a coefficient and the coefficient of the fit
+            to the pooled binned rows, ``[p]``.
         losses: losses of all sites together (see `BinningLoss`).
     """
 
@@ -73,7 +73,7 @@ def fit_secure_cox(
     Args:
         sites: rows of every site.
         terms: terms on which the sites agree.
-        names: names of the columns, for use in messages.
+        names: names of the columns, which are used in messages.
         total: function that computes the secure sum.
 
     Raises:
@@ -119,14 +119,14 @@ def fit_of_sums(
     """Return the Cox regression that is fitted from the sums of the sites' vectors. Each sum is requested only once.
 
     Args:
-        total: function of the coefficients ``[p]`` of columns scaled to [-1, 1] and of a metric for Firth's penalty.
-            The function returns the sum of the vectors, or None if sites cannot answer, which must not happen if all
-            coefficients are 0. If the result is None, Newton's step is halved.
+        total: function that takes the coefficients ``[p]`` (for columns scaled to [-1, 1]) and a metric for Firth's
+            penalty. The function returns the sum of the vectors, or None if sites cannot answer, which must not happen
+            if all coefficients are 0. If the result is None, Newton's step is halved.
         terms: terms on which the sites agree.
-        names: names of the columns, for use in messages.
+        names: names of the columns, which are used in messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
-            None, the strength of a ridge is that in the terms.
+            None, the ridge strength in the terms is used.
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
 """Condition number of the information above which columns are regarded as dependent. This condition number corresponds
-to a correlation above 1 - 1e-12, of which double precision leaves no digit."""
+to a correlation above 1 - 1e-12, at which double precision retains no correct digit."""
 MIN_LOADING = 1e-4
 """Minimum weight of a column in a dependence. A column with a smaller weight is not considered part of the dependence.
 
@@ -37,7 +37,7 @@ COLLAPSED_SHARE = 1e-6
 separated, Newton's method ends with a fraction near 1e-12. If a cell of a column is 1e6 spreads away from all others, a
 regression that has a fit may also end with a fraction of 1e-11. The fraction alone is therefore insufficient."""
 MIN_LIKELIHOOD_RISE = 1e-6
-"""Increase of the log-likelihood in a step below which the likelihood is regarded as close to its limit. No test of a
+"""Increase of the log-likelihood in one step below which the likelihood is regarded as close to its limit. No test of a
 coefficient detects such a small increase."""
 MIN_STEP_RATIO = 0.5
 """If rows are separated, the last step is at least this fraction of the length of the step before it. In this case, the
@@ -54,7 +54,7 @@ ROUNDING_SHARE = 1e-9
 MAX_PROGRAM_ROWS = 2000
 """Number of rows with which the linear program starts, and maximum number of violated rows that are added at a time."""
 MIN_SUPPORT_SHARE = 0.1
-"""Fraction of the largest entry from which on a column is named in a direction that is known only from sums."""
+"""Minimum fraction of the largest entry for which a column is named in a direction that is known only from sums."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
@@ -108,7 +108,7 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 def find_recession_direction(
     first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float
 ) -> Floats | None:
-    """Return a direction in which the likelihood increases without information, found from sums alone, or None.
+    """Return a direction in which the likelihood rises without information, from sums alone, or None if none is found.
 
     In such a direction, the likelihood still rises although its information has vanished.
 
@@ -240,5 +240,5 @@ def no_finite_fit_error(
 
 
 def _join(words: Sequence[str]) -> str:
-    """Return words in the form of an English list."""
+    """Return words as an English list."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

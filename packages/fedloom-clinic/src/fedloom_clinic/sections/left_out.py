@@ -35,13 +35,13 @@ LEFT_OUT_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on clients left out in some runs, or None if no client was left out in any run."""
+    """Return the section on excluded clients in some runs, or None if no client was excluded in any run."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 
 
 def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Return HTML with a table of the methods with a global model, for each run that left out every site in turn."""
+    """Return HTML with a table of the methods with a global model, for each run that excluded every site in turn."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
@@ -79,7 +79,7 @@ def _table_of_left_out(run: Run, table: pa.Table, row: Row, alone: Row | None, l
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
-    """Return a table with each metric of each site that was left out, by seed and without rounding."""
+    """Return a table with each metric of each excluded site, by seed and without rounding."""
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs

@@ -96,7 +96,7 @@ def evaluate(
 ) -> None:
     """Score a site's model, or show which columns matter to it.
 
-    The rows are scaled, and predictions are made, in the same way as for the site's own data.
+    The rows are scaled and the predictions are computed in the same way as for the site's own data.
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """
@@ -139,7 +139,7 @@ def export(
     threshold: ThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Write a site's model in a form for other programs.
+    """Write a site's model in a format that other programs can read.
 
     The file contains an ONNX or torch graph that accepts raw rows and includes the site's scaling.
 

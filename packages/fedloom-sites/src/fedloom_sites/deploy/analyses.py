@@ -205,7 +205,7 @@ class AnswerForm:
         sites: maximum number of sites in a sum.
 
     Raises:
-        TooLarge: the range of a number is too large for its step.
+        SumTooLarge: the range of a number is too large for its step.
     """
 
     def __init__(self, bounds: Bounds, sites: int) -> None:
@@ -250,7 +250,7 @@ class AnswerForm:
         """Decode the sum ``[k]`` of some sites' answers, and return it with the numbers of clipped values and of rows.
 
         Raises:
-            Broken: this sum is impossible for this number of sites if their answers are within the bounds.
+            ProtocolBroken: this sum is impossible for this number of sites if their answers are within the bounds.
         """
         if len(total) != self.length:
             raise ProtocolBroken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
@@ -462,7 +462,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     Args:
         agreement: agreement that people have signed.
         name: name of the site's data.
-        kept: columns whose levels are kept in addition to those of the models' columns.
+        kept: columns whose levels are kept in addition to the levels of the models' columns.
     """
     outputs = len(agreement.classes) if agreement.task == "classification" else 1
     ranges = (agreement.target_range, *((None,) if agreement.task == "survival" else ()))
@@ -471,7 +471,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
 
 
 def file_stem_of(name: str) -> str:
-    """Return the name of an analysis in a form that is suitable for file names."""
+    """Return the name of an analysis, converted so that it can be used in file names."""
     return analysis_file(name).rpartition(".")[0]
 
 

@@ -32,7 +32,7 @@ class LogEnd(NamedTuple):
 
     Attributes:
         lines: number of lines, including those that a crash has truncated.
-        digest: SHA-256 of the last line. Empty for an empty log.
+        digest: SHA-256 of the last line. Empty if the log is empty.
     """
 
     lines: int

@@ -147,7 +147,7 @@ class _Finder:
     code: tuple[tuple[str, str], ...]
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """Return the module spec of an agreed module, or None for any other module."""
+        """Return the module spec of an agreed module, or None if the module has not been agreed on."""
         stem, wanted = name.replace(".", "/"), dict(self.code)
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
             if path in wanted:

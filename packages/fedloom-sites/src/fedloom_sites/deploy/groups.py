@@ -222,7 +222,7 @@ class GroupSums:
         """Return the scores by group, over all sites together.
 
         Raises:
-            Broken: a sum is out of range.
+            ProtocolBroken: a sum is out of range.
         """
         if not self.length:
             return []

@@ -16,8 +16,8 @@ Under secure aggregation, no single party adds the noise of a sum: each site add
 sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
 Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) +
 tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). Because s is
-at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most that of the central noise. If
-more than T sites remain, more noise is added. A party that knows the shares of c sites still faces the noise of the
+at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
+If more than T sites remain, more noise is added. A party that knows the shares of c sites still faces the noise of the
 other T - c sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
@@ -52,7 +52,7 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
     """Return the sum of clipped rows plus discrete Gaussian noise with standard deviation ``sigma * clip``.
 
     Args:
-        rows: ``[m, D]``. A row that is not finite is treated as zero, so that there is always a result.
+        rows: ``[m, D]``. A row that is not finite is treated as zero, so that a result always exists.
         clip: maximum norm of a row, above 0.
         sigma: noise multiplier, above 0.
 

@@ -33,6 +33,7 @@ from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Int
 from fedloom_sites.deploy.secure.terms import SessionTerms, read_terms
 from fedloom_sites.deploy.settings import SecureSettings, Server, SharedSettings
 
+RELAYED_FOLDER = "relayed"
 LINKS_FILE = "links.json"
 RECORD_PARTS = ("terms", "adverts", "signed", "vectors", "shares")
 """Arrays of a relayed sum: the terms, the advertisements, the survivors with their consent, every survivor's signature
@@ -97,7 +98,7 @@ def open_relayed(
         parts: arrays of the record, in the order of `RECORD_PARTS`.
 
     Raises:
-        Broken: a signature, a vector, a share or the list of sites is wrong. The message states which.
+        ProtocolBroken: a signature, a vector, a share or the list of sites is wrong. The message states which.
         WireError: the arrays cannot be read.
     """
     if len(parts) != len(RECORD_PARTS):
@@ -133,7 +134,7 @@ def _read_answers(message: bytes, session: Session) -> dict[int, dict[int, bytes
     """Return the shares from each site, keyed by the owner of the secret.
 
     Raises:
-        Broken: the sites have sent shares of different secrets.
+        ProtocolBroken: the sites have sent shares of different secrets.
     """
     count = int.from_bytes(message[:2], "little")
     answers = {
@@ -152,7 +153,7 @@ def _add_vectors(
     """Check every survivor's signature on its masked vector, and return the sum of the vectors.
 
     Raises:
-        Broken: a vector is missing, or its site has not signed it.
+        ProtocolBroken: a vector is missing, or its site has not signed it.
     """
     width = len(message) // max(1, len(survivors)) - 4
     vectors = secure.split_parts(message, width) if width > SIGNATURE_BYTES and not width % 8 else {}
@@ -182,7 +183,7 @@ class Relays:
     """
 
     def __init__(self, settings: Server, setting: Setting, length: int) -> None:
-        self._folder, self._length = settings.checkpoints / "relayed", length
+        self._folder, self._length = settings.checkpoints / RELAYED_FOLDER, length
         self._first = compute_first_link(settings, setting)
         self._members, self._holders = len(settings.sites), dict[int, set[int]]()
         links = (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"]
@@ -239,7 +240,7 @@ class Relays:
             return False
         self._holders.setdefault(t, set()).add(client)
         done = [r for r, holders in self._holders.items() if len(holders) == self._members and r < max(self._links)]
-        delete_files(*(self._path(r, kind) for r in done for kind in ("vectors", "shares")))
+        delete_files(*(self._path(r, kind) for r in done for kind in ("shares", "vectors")))
         return True
 
     def _path(self, t: int, kind: str) -> Path:

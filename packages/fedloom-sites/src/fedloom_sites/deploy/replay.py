@@ -49,7 +49,7 @@ def make_server_job(
 ) -> tuple[Job, Any, Forms]:
     """Return a run without samples and client state, with its initial state and its message formats.
 
-    Rounds of this run use the quorum in the server's settings, not that of the engine.
+    Rounds of this run use the quorum in the server's settings instead of the engine's quorum.
 
     Args:
         settings: settings of the server, or of a site that replays the server's steps.
@@ -84,7 +84,7 @@ def decode_sum(
         bound: agreed norm bound.
 
     Raises:
-        Broken: the sum is out of range, or a norm exceeds its bound.
+        ProtocolBroken: the sum is out of range, or a norm exceeds its bound.
     """
     scale = max(map(abs, shares.values()), default=0.0) or 1.0
     sums, work, clipped = form.decode(total[: form.length], count, scale)
@@ -137,13 +137,17 @@ class ModelReplay:
         """Open the relayed sum of a round, replay the server's step, and return the link after the round.
 
         Raises:
-            Broken: the sum does not continue this site's chain, or a part of it is wrong.
+            ProtocolBroken: the sum does not continue this site's chain, or a part of it is wrong.
             WireError: the arrays cannot be read.
         """
         with self.watch(f"round {round}"):
             links = self._links()
             if round in links:
                 return bytes.fromhex(links[round])
+            if round < max(links, default=0):
+                raise ProtocolBroken(
+                    f"the relayed sum of round {round} comes after round {max(links)}, which is already opened"
+                )
             before = bytes.fromhex(links[max(links)] if links else self._first)
             opened = open_relayed(self._agreed, self._agreement, self._public, round, nonce, before, parts)
             _, _, _, _, form = self._make(opened.terms.sizes)
@@ -166,7 +170,7 @@ class ModelReplay:
         The state before it is accepted up to the round that has led to the newest state.
 
         Raises:
-            Broken: the link is another one.
+            ProtocolBroken: the link is another one.
         """
         links = self._links()
         recent = [self._first, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
@@ -191,15 +195,20 @@ class ModelReplay:
             models: models from the server that the site scores.
 
         Raises:
-            Broken: the terms contain no link, or another number of models.
+            ProtocolBroken: the terms name another link than the newest link before the round, or other models to score.
         """
-        named = {terms.download, *terms.models} - {""}
-        if not named and download is None and not models:
+        if download is None and not models and {terms.download, *terms.models} <= {""} and terms.scored < 0:
             return None, []
-        if len(named) != 1:
-            raise ProtocolBroken("the terms must name the chain of opened sums once, and no other model")
-        state = self._state(named.pop(), terms.sizes)
+        links, newest = self._links(), terms.round - terms.trains
+        link = links[max(known)] if (known := [t for t in links if t <= newest]) else self._first
+        if (terms.download, terms.models) != (link * (download is not None), (link,) if models else ()):
+            raise ProtocolBroken(
+                f"the terms must name this site's chain of opened sums up to round {newest}, and no other model"
+            )
+        if terms.scored > newest or (terms.scored >= 0 and not models):
+            raise ProtocolBroken(f"the terms must score the model after the sums up to round {newest}")
         _, job, _, forms, _ = self._make(terms.sizes)
+        state = self._state(link, terms.sizes)
         message, computed_models, place = None, list[bytes](), f"round {terms.round}"
         if download is not None:
             ids = _sort_cohort(job, terms.cohort)
@@ -246,7 +255,7 @@ class ModelReplay:
         """Return the server's run for these numbers of samples, which never change during a run.
 
         Raises:
-            Broken: the numbers of samples differ from the numbers in earlier rounds.
+            ProtocolBroken: the numbers of samples differ from the numbers in earlier rounds.
         """
         facts = [[*one] for one in sizes]
         if (read_checked(self._folder / LINKS_FILE) or {}).get("sizes", facts) != facts:
@@ -254,13 +263,14 @@ class ModelReplay:
         if self._prepared is None or self._prepared[0] != facts:
             job, server, forms = make_server_job(self._site, self._experiment(), torch.tensor(facts), self._folder)
             self._prepared = facts, job, server, forms, UploadVector(job, forms.idle)
+            self._states.clear()  # the initial state depends on the numbers of samples
         return self._prepared
 
     def _state(self, link: str, sizes: Sequence[Sequence[int]]) -> State:
         """Return the state of the server after the sums of a link.
 
         Raises:
-            Broken: the site does not know the link.
+            ProtocolBroken: the site does not know the link.
             CheckpointError: the file with the state is damaged.
         """
         if link not in self._states:

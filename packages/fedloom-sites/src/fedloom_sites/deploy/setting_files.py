@@ -24,7 +24,7 @@ SNAPSHOTS_FOLDER = "snapshots"
 
 
 def read_site(path: Path, *, live: bool = False) -> Site:
-    """Read a site's TOML file, and return the settings with absolute paths, including those of its data.
+    """Read a site's TOML file, and return the settings with absolute paths, including paths in its data settings.
 
     Args:
         path: the file.

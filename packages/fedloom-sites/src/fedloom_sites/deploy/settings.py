@@ -23,12 +23,10 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_thres
 
 
 def _check_public_key(text: str) -> str:
-    """Check a public key in OpenSSH form, and return it without its comment."""
+    """Check a public key in OpenSSH format, and return it without its comment."""
     kind, _, rest = text.strip().partition(" ")
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
-        raise ValueError(
-            f"must be a public key in one line of OpenSSH format (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}"
-        )
+        raise ValueError(f"must be a single-line OpenSSH public key (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
     return f"{kind} {rest.split()[0]}"
 
 

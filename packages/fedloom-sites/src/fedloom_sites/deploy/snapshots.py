@@ -55,12 +55,12 @@ def declare_snapshot(folder: Path, day: str | None = None) -> DeclaredSnapshot:
 
     Args:
         folder: folder of the site.
-        day: date of the data, such as 2026-12-01. None stands for today (UTC).
+        day: date of the data, such as 2026-12-01. If None, the date is today (UTC).
 
     Raises:
         ConfigError: the data are neither a file nor a folder, the date is not later than that of the last snapshot, or
             the snapshot differs from an earlier one in too few subjects.
-        DataError: the data cannot be read, or do not fit the agreement.
+        DataError: the data cannot be read or do not match the agreement.
     """
     file, day = folder / "site.toml", day or datetime.now(UTC).date().isoformat()
     site, live = read_site(file), read_site(file, live=True)

@@ -72,7 +72,7 @@ class Analyses:
     analyses: Sequence[Any]
 
     def find(self, name: str, clients: int) -> AgreedAnalysis:
-        """Return an analysis by its name, in the form that was agreed on for this number of nodes.
+        """Return an analysis by its name, as it was agreed on for this number of nodes.
 
         Raises:
             ConfigError: the analysis was not agreed on, or cannot be applied to these columns.
@@ -81,13 +81,11 @@ class Analyses:
             analysis = analysis_of(given, {})
             if name_of(analysis) == name:
                 return agreed_analysis(analysis, self.agreement, clients)
-        raise ConfigError(
-            f"this node does not answer the analysis {name!r}. Name the analysis in Local(analyses=Analyses(...))"
-        )
+        raise ConfigError(f"this node does not allow the analysis {name!r}. Add it to Local(analyses=Analyses(...))")
 
 
 def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:
-    """Return an analysis in the form that the server and the nodes have agreed on.
+    """Return an analysis as the server and the nodes have agreed on it.
 
     Raises:
         ConfigError: the analysis cannot be applied to these columns.
@@ -179,7 +177,7 @@ def _record_step(state: RecordDict, name: str, step: int, question: str, course:
 
 
 def _are_apart(state: RecordDict, one: AgreedAnalysis, sets: Sequence[ClientRows]) -> bool:
-    """Return True if the row sets may be summed in addition to those of other analyses, and record the decision."""
+    """Return True if the row sets may be summed in addition to other analyses' row sets, and record the decision."""
     kept = state.get(SETS_RECORD)
     memory = json.loads(str(kept["memory"])) if isinstance(kept, ConfigRecord) else {"salt": secrets.token_hex(16)}
     salt, name = bytes.fromhex(memory["salt"]), f"{one.name} {one.analysis.model_dump_json()}"

@@ -35,9 +35,10 @@ class Local:
 
     Args:
         model: the module, which must be the same as at the server. The server sends its parameters. The output is
-            either a tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
+            either a tensor with a row for each sample, or an object or dict whose ``logits`` are a tensor of this
+            shape.
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
-            tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
+            tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that returns
             different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
             used. The strategy's ``local`` settings determine how batches are drawn.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function that receives a
@@ -46,8 +47,8 @@ class Local:
             there is a label for each position (``[n, L]``) and outputs are ``[n, L, C]``, the loss is called with the
             outputs and labels of the labelled positions, ``[k, C]`` and ``[k]``. The value -100, or the
             ``ignore_index`` of ``nn.CrossEntropyLoss``, marks a position without a label.
-        testset: test samples, in any of these forms.
-        valset: validation samples, in any of these forms.
+        testset: test samples, of any of these types.
+        valset: validation samples, of any of these types.
         device: device on which the node computes.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
             the node's state. None if no files are to be written.
@@ -58,9 +59,9 @@ class Local:
             number. The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
-            and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without noise.
+            and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without any noise.
         norm_bound: maximum L2 norm, above 0, of the difference in every field that leaves the node. A difference whose
-            norm is larger is scaled down, whatever the server's document says. None for no limit.
+            norm is larger is scaled down, regardless of what the server's document says. None if there is no limit.
         analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
             answered.
     """
@@ -221,7 +222,7 @@ class NodeProblem(NamedTuple):
         model: model that receives one row for each sample and returns ``[b, k]``.
         signature: call signature of the app's module.
         fed: samples, as a federation with one client.
-        objective: the node's loss, or None for the task's loss.
+        objective: the node's loss, or None to use the task's loss.
     """
 
     model: nn.Module
@@ -231,7 +232,7 @@ class NodeProblem(NamedTuple):
 
 
 def _subject_design(parts: Mapping[str, NodeSamples]) -> Design | None:
-    """Return the subject of each sample, part by part in the order of `DATA_PARTS`, or None without any subjects."""
+    """Return the subject of each sample, part by part as in `DATA_PARTS`, or None if there are no subjects."""
     owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None
 

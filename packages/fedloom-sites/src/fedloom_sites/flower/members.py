@@ -58,7 +58,7 @@ class RunMembers(NamedTuple):
 
 
 class NodeIntroduction(NamedTuple):
-    """A node's description of its samples: their form, their number per part, and the module's call signature."""
+    """A node's description of its samples: their shape, their number per part, and the module's call signature."""
 
     schema: InputSpec
     signature: Signature
@@ -141,7 +141,7 @@ def collect_introductions(
     Args:
         grid: Flower's connection to the nodes.
         parameters: parameters of the server's model.
-        saved: the run to resume. None stands for a new run.
+        saved: the run to resume. If None, a new run starts.
         min_nodes: minimum number of nodes.
         wait: number of seconds to wait for the nodes.
         timeout: number of seconds to wait for their answers.
@@ -182,7 +182,7 @@ def collect_introductions(
 
 
 def _commonest_samples(introduced: list[NodeIntroduction]) -> NodeIntroduction | None:
-    """Return the most frequent form of samples (the earliest node's if tied), or None if there are no nodes."""
+    """Return the most frequent shape of samples (the earliest node's if tied), or None if there are no nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 

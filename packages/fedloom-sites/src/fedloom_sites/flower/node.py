@@ -178,7 +178,7 @@ class _Node:
         return handler
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the form and the number of the node's samples."""
+        """Return the shape of the node's samples, and how many samples the node has."""
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(
@@ -302,7 +302,7 @@ class _Node:
         return node, job
 
     def _keep(self, context: Context, run: str) -> None:
-        """Write the node's states to its folder if the run can be resumed."""
+        """Write the node's states to its folder, provided that the run can be resumed."""
         folder = self._run(context).local.folder
         if not run or folder is None:
             return

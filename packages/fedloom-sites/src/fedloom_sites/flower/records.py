@@ -133,7 +133,7 @@ def check_alike(node: str, server: str) -> None:
     """Raise an error if a model differs from the server's model.
 
     Raises:
-        Refused: the two models differ. The message shows the first parameter that differs, as it is on each side.
+        Refused: the two models differ. The message shows the first parameter that differs, with both its values.
     """
     facts, expected = json.loads(node), json.loads(server)
     for name in [*facts, *expected]:

@@ -167,9 +167,10 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
     """Read a data set, and return its inputs by name and its targets.
 
     Args:
-        part: name of the part, used in messages.
+        part: name of the part, which is used in messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
-        keys: for samples that are dicts, the names of the inputs followed by that of the target. Empty for the default.
+        keys: for samples that are dicts, the names of the inputs, followed by the name of the target. Empty if the
+            default names are used.
         subject: for samples that are dicts, the entry that contains the sample's subject, which is not an input. None
             without subjects.
 
@@ -293,7 +294,7 @@ def _input_and_target_keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ..
 
 
 def fit_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
-    """Convert inputs to a form that a module accepts, and determine its signature by calling it on two samples.
+    """Convert inputs to a type that a module accepts, and determine its signature by calling it on two samples.
 
     Args:
         module: the app's.
@@ -303,7 +304,7 @@ def fit_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor,
         A row or array for each sample ``[n, ...]``, and the signature.
 
     Raises:
-        ConfigError: the module does not accept the inputs in any form.
+        ConfigError: the module accepts none of the possible representations of the inputs.
     """
     names, values = [*inputs], [*inputs.values()]
     if len(values) == 1:

@@ -48,7 +48,7 @@ from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
-"""Key that stands for the round in the configs of Flower's strategies."""
+"""Key that represents the round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
@@ -59,7 +59,7 @@ LONG_RUN_ROUNDS = 1000
 
 
 class Strategy(FlowerStrategy):
-    """The server's side of a fedloom method in a Flower app whose nodes use `fedloom_sites.flower.client`.
+    """The server part of a fedloom method in a Flower app whose nodes use `fedloom_sites.flower.client`.
 
     Args:
         algorithm: the method's name in ``fl.algorithms.REGISTRY``.
@@ -297,10 +297,10 @@ class Strategy(FlowerStrategy):
 
     @isolate_torch_settings()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the mean scores, weighted by the nodes' numbers of samples, or None without an evaluation.
+        """Return the mean scores, weighted by the nodes' numbers of samples, or None if there was no evaluation.
 
         Returns:
-            The means, keyed by ``model/part/metric``. None in a round in which nothing is evaluated.
+            The means, keyed by ``model/part/metric``. None if nothing is evaluated in the round.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
@@ -411,7 +411,7 @@ class Strategy(FlowerStrategy):
         Args:
             grid: Flower's connection to the nodes.
             parameters: parameters of the server's model.
-            saved: the run to resume. None stands for a new run.
+            saved: the run to resume. If None, a new run starts.
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.

@@ -35,8 +35,8 @@ class Forms:
         job: the run, either at the server or at a site.
         server: the server's state before the first round.
         client: number of an arbitrary client.
-        dense: True to encode all numbers of an upload individually, whatever the channel, because a node of a Flower
-            app may change its upload after the channel.
+        dense: True to encode all numbers of an upload individually, regardless of the channel, because a node of a
+            Flower app may change its upload after the channel.
 
     Attributes:
         idle: upload of a client that takes no training steps.

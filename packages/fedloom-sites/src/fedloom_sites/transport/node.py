@@ -1,4 +1,4 @@
-"""A run at the place of one client's samples, which is a deployment's site or a node of a Flower app."""
+"""Run at the location of one client's samples, which is a deployment's site or a node of a Flower app."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Node:
 
         Args:
             job: this run, possibly with shares of the objective.
-            tensors: ``<store>.<field>`` ``[.]``. None for the state before the first round.
+            tensors: ``<store>.<field>`` ``[.]``. If None, the state is the state before the first round.
         """
         for name, store in job.state_stores.items():
             store.reset()

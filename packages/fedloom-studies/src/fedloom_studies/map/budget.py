@@ -15,7 +15,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
-"""Relative difference up to which a number of gradients is considered equal to that of FedAvg."""
+"""Relative difference up to which a number of gradients is considered equal to FedAvg's number."""
 
 
 class GradientBudget:
@@ -35,7 +35,7 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the number of rounds in which a method's total number of gradients comes closest to that of FedAvg.
+        """Return the number of rounds for which a method's total number of gradients comes closest to FedAvg's total.
 
         Args:
             cell: the method in the given setup.

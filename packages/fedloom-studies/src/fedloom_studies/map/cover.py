@@ -2,10 +2,10 @@
 
 The selected methods form the portfolio that `fedloom advise` compares in a race.
 
-The regret of a selection in a setup is the difference between the best of all methods and the best of the selected
-methods, by mean test scores at equal gradients. Local training and FedAvg are always selected. A greedy algorithm then
-repeatedly adds the method that most reduces the mean regret over the setups. Ties are broken by smaller maximum regret,
-and then by name.
+The regret of a selection in a setup is the difference between the best of all methods and the best selected method, by
+mean test score at equal gradients. Local training and FedAvg are always selected. A greedy algorithm then repeatedly
+adds the method that most reduces the mean regret over the setups. Ties are broken by smaller maximum regret, and then
+by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord
 from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 
 FIRST_METHODS = REFERENCE_METHODS[:2]
-"""Methods that belong to every portfolio."""
+"""Methods that every portfolio contains."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
 """Methods that are never selected. These methods train after the last round; in a race, this training would be repeated
 at each comparison."""
@@ -64,7 +64,7 @@ def selection_regrets(figures: Figures, methods: Sequence[str]) -> dict[str, flo
 def greedy_cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
     """Return the methods selected by the greedy algorithm.
 
-    >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
+    >>> greedy_cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')
     """
     chosen = list(FIRST_METHODS)

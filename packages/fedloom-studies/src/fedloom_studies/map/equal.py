@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.formats import fixed, options, significant
-from fedloom.lab.report import TestedDifference, run_family_tests, seed_differences
+from fedloom.lab.report import DifferenceTest, run_family_tests, seed_differences
 from fedloom_studies.map.budget import EQUAL_GRADIENTS_TOLERANCE
 from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.records import DONE_STATUS, REUSED_STATUS, CellRecord, fill_reused, stale_reason
@@ -53,7 +53,7 @@ class BothProtocols(NamedTuple):
     rounds: SetupVerdict
     gradients: SetupVerdict
     records: Mapping[str, CellRecord]
-    changes: dict[str, TestedDifference]
+    changes: dict[str, DifferenceTest]
 
     @property
     def repeated(self) -> list[str]:

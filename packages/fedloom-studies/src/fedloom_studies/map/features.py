@@ -1,6 +1,6 @@
 """Features of photos, computed with statistics of other photos.
 
-These features are used instead of those of a pretrained network.
+These features are used instead of the features of a pretrained network.
 
 The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
 quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches, the

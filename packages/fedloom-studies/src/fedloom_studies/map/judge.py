@@ -2,10 +2,10 @@
 
 In each setup, every method is compared with the better of local training and FedAvg. All comparisons in a setup form
 one family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way.
-A verdict applies to these samples only. A verdict extends to other splits, cohorts and initial models. Across setups,
-methods are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
-(scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are left out of these
-tests.
+A verdict applies to these samples only, but extends to other splits, cohorts and initial models. Across setups, methods
+are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
+(scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are excluded from
+these tests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fedloom.lab.report import (
     FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
     TARGET_SHARE,
+    DifferenceTest,
     Estimate,
     PairVerdict,
-    TestedDifference,
     fit_common_prior,
     pair_verdict,
     required_seeds,
@@ -36,7 +36,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Setup
 
 MIN_SETUPS = 3
-"""Minimum number of setups, and of methods, for a statement about all setups together."""
+"""Minimum number of setups, and minimum number of methods, for a statement about all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
 """First and last positions of every group of adjacent methods that the test does not distinguish."""
@@ -59,8 +59,8 @@ class MethodStanding:
             round by which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
             ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
             evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
-        gain: gain in ``mean`` over the better of local training and FedAvg. None for this baseline itself, and if
-            either of the two has no result.
+        gain: gain in ``mean`` over the better of local training and FedAvg. None if the method is this baseline itself,
+            or if either of the two has no result.
         confirmed: True if the gain is also significant, with the same sign, for the seeds of a second run. None if
             there was no second run.
     """
@@ -68,7 +68,7 @@ class MethodStanding:
     method: str
     record: CellRecord
     figures: dict[str, Estimate]
-    gain: TestedDifference | None
+    gain: DifferenceTest | None
     confirmed: bool | None
 
     @property
@@ -92,8 +92,8 @@ class SetupVerdict:
     """Verdicts on all methods in a setup, with their records.
 
     Attributes:
-        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if either of the
-            two has no result.
+        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if one of the two
+            has no result.
         spread: standard deviation of gains over seeds that all methods are assumed to share, from the prior of the
             moderated test. NaN if too few gains were tested.
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
@@ -208,7 +208,7 @@ def _standing_figures(record: CellRecord, done: Mapping[str, CellRecord], best: 
 def indistinct_groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     """Return the longest ranges of positions in which the first method does not differ from the others.
 
-    >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
+    >>> indistinct_groups(4, lambda i, k: k - i > 1), indistinct_groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
     """
     longest: Groups = []

@@ -137,7 +137,7 @@ def hide_progress(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Li
 
 
 class _CellMeasurement(NamedTuple):
-    """What is needed to measure cells, and the file with their records (see `measure_all`)."""
+    """Everything that is needed to measure cells, and the file with their records (see `measure_all`)."""
 
     records: Mapping[tuple[str, str], CellRecord]
     results: Path
@@ -246,7 +246,7 @@ class CellWork(NamedTuple):
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
         """Return the record of a cell at equal gradients if its runs would be the same as those at equal rounds.
 
-        Return None for cells of any other kind.
+        Return None if a cell is of any other kind.
         """
         if self.gradients is None:
             return None
@@ -367,7 +367,7 @@ class CellWork(NamedTuple):
 
         Return the fields of a record, or None if the work was interrupted.
 
-        If the cost of the run differs too much from the budget, the run is planned and performed again.
+        If the cost of the run differs too much from the budget, the run is planned anew and performed again.
         """
         try:
             rounds = budget.rounds(self.cell, chosen, seed)

@@ -32,11 +32,11 @@ class Series(NamedTuple):
     """Result of a run with one seed, for the model that a client would use.
 
     Attributes:
-        clients: metric on each client's test part after the last round, ``[n]``. None for a value that is unknown, such
-            as that of an attacker.
+        clients: metric on each client's test part after the last round, ``[n]``. A value is None if it is unknown, as
+            for an attacker.
         rounds: numbers of the evaluated rounds, ``[k]``.
         mean: mean over clients in each of these rounds.
-        gradients: number of samples whose gradients were computed by the end of each of these rounds.
+        gradients: number of per-sample gradients that were computed by the end of each of these rounds.
         bytes: number of bytes that had been sent in both directions by each of these rounds.
     """
 
@@ -52,7 +52,8 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: what the runs have in common with FedAvg's runs: either the number of rounds or that of gradients.
+        protocol: what the runs have in common with FedAvg's runs: either the number of rounds or the number of
+            gradients.
         digest: digest of the inputs (see `Cell.digest`).
         source: digest of the code that was run (see `Cell.source`).
         space: search space given for the method's settings.
@@ -92,7 +93,7 @@ class CellRecord:
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
-    """Return a new record of a cell, made with the current commit on this machine."""
+    """Return a new record of a cell, created with the current commit on this machine."""
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
@@ -135,7 +136,7 @@ def fill_reused(
 
     Args:
         records: records at equal gradients.
-        first: records at equal rounds. Reused cells without a record at equal rounds are left out.
+        first: records at equal rounds. Reused cells without a record at equal rounds are omitted.
     """
     whole = {}
     for key, record in records.items():
@@ -163,7 +164,7 @@ def stale_reason(cell: Cell, record: CellRecord) -> str:
 def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
     """Read the fields of a record from a run directory: the metric, the model, and the result of each seed.
 
-    Seeds that have no result are left out.
+    Seeds that have no result are omitted.
     """
     kinds = {key.model for key in run.series if key.part == "test"}
     model = next((kind for kind in reversed(MODEL_KINDS) if kind in kinds), "")

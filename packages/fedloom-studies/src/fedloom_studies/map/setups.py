@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Seeds for the results at equal rounds: first those of every setup, then those of each stage of the plan."""
+        """Seeds for the results at equal rounds: first every setup's seeds, then each planned stage's seeds."""
         return tuple((*self.seeds, *self.further)[:count] for count in (len(self.seeds), *self.plan))
 
     @property
@@ -111,7 +111,7 @@ def read_setups(scale: Scale) -> dict[str, Setup]:
 
 
 def rule_cells() -> Iterator[tuple[str, Cell]]:
-    """Yield the name and the cell of each method with each aggregation rule under each attack.
+    """Yield the name and the cell of each method for every combination of aggregation rule and attack.
 
     The setup of an attacked cell is named after the attack. A method that uses the plain mean keeps its own name.
     """
@@ -157,7 +157,7 @@ class Cell:
     Attributes:
         method: name of a registered method, or import path.
         space: search space for the method's settings, added to the default spaces.
-        protocol: basis on which its trials and runs are compared with those of FedAvg.
+        protocol: basis on which its trials and runs are compared with FedAvg's trials and runs.
     """
 
     setup: Setup
@@ -183,7 +183,7 @@ class Cell:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Content of the experiment file with the seeds for the results, before settings are chosen."""
+        """Content of the experiment file with the seeds for the results, before the settings have been chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
         if parts := parts_of_networks().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}

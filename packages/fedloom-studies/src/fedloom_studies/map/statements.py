@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fedloom.formats import fixed, pair, percent, significant
-from fedloom.lab.report import Estimate, TestedDifference, pair_verdict, seed_differences
+from fedloom.lab.report import DifferenceTest, Estimate, pair_verdict, seed_differences
 from fedloom.metrics import metric
 from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, MethodStanding, SetupVerdict
 from fedloom_studies.map.references import References, models_alone
@@ -15,7 +15,7 @@ from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 MAP_FOLDER = "map"
 """Folder for each setup's page and pictures, and for the table of all runs."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
-NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
+NO_DIFFERENCE = DifferenceTest(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """Comparison that represents a method without a result."""
 
 
@@ -78,7 +78,7 @@ def recommended_method(j: SetupVerdict) -> MethodStanding | None:
 
 
 def planned_seeds_phrase(j: SetupVerdict) -> str:
-    """Return a phrase about the number of seeds that a setup needs, given the spread that its gains have in common."""
+    """Return a phrase about the number of seeds that a setup needs, given the common spread of its methods' gains."""
     if not j.needed:
         return "too few results for a plan"
     return f"{j.needed} seeds are needed to detect a difference of {WANTED_POINTS} points"
@@ -218,13 +218,16 @@ def share_of_cells(run: int, cells: int) -> str:
     return f"all {cells} results" if run == cells else f"{run} of {cells} results so far"
 
 
-def signed(difference: Estimate | TestedDifference) -> str:
+def signed(difference: Estimate | DifferenceTest) -> str:
     """Return a signed mean with the half-width of its confidence interval, in points."""
     return ("+" if difference.mean > 0 else "") + write_percent(difference)
 
 
-def write_percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Return a mean with the half-width of its confidence interval, in points. Return "-" if there is no mean."""
+def write_percent(estimate: Estimate | DifferenceTest | None) -> str:
+    """Return a mean with the half-width of its confidence interval, in points.
+
+    Return "-" if there is no mean to print.
+    """
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")

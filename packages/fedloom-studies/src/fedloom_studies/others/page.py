@@ -1,8 +1,8 @@
 """Page about tables of other programs: every printed value next to fedloom's value, and verdicts of fair tests.
 
-A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
-table. A value beyond this limit is explained either by the spread over seeds, if it lies within two standard errors, or
-by a sentence in the recipe.
+A value is exact if fedloom's mean has the printed digits, and close if it differs from the printed value by at most the
+table's limit. A value beyond this limit is explained either by the spread over seeds, if it lies within two standard
+errors, or by a sentence in the recipe.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, be
 
 
 def _split_by_mode(group: list[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
-    """Return the recipes of a table that repeat it as published, and those that test it fairly."""
+    """Return the recipes that repeat a table as published, and those that test it fairly."""
     return [one for one in group if one.paper.mode == "published"], [one for one in group if one.paper.mode == "fair"]
 
 
@@ -245,7 +245,7 @@ def _cell_value_text(recipe: Recipe, cell: TableCell) -> str:
 
 
 def _loops_table(loops: Figures) -> Iterator[str]:
-    """Yield the lines about results of the loops of the public code."""
+    """Yield the lines about the results of running the public code's loops."""
     parts = list(next(iter(loops.values())))
     yield from ("**The public code's loops.** `studies/scripts/afl_adult` reproduces these loops in numpy, with five "
                 "seeds.", "")  # fmt: skip

@@ -58,7 +58,7 @@ class SeededLinear(ModelSpec):
 class FlambyHeart(Source):
     """Fed-Heart-Disease from FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without missing values.
 
-    Columns 10 to 12 are left out first, and then all patients with a missing value. Two thirds of the patients of each
+    Columns 10 to 12 are dropped first, and then all patients with a missing value. Two thirds of the patients of each
     hospital are used for training. The training patients are drawn by scikit-learn with seed 43. The features are
     scaled using each hospital's training part.
     """
@@ -89,7 +89,7 @@ class FlambyHeart(Source):
 
 
 def _heart_rows(file: Path) -> Floats:
-    """Return the patients of a hospital without missing values, ``[N, 11]``. The target is in the last column."""
+    """Return the patients of a hospital that have no missing values, ``[N, 11]``. The target is in the last column."""
     try:
         table = np.genfromtxt(file, delimiter=",", missing_values="?", dtype=np.float64)
         rows = np.delete(table, (10, 11, 12), axis=1)
@@ -122,7 +122,7 @@ class FlambyBrca(Source):
         """Read the table and the split, and return the data set.
 
         Raises:
-            DataError: a file is missing, or differs from that of FLamby.
+            DataError: a file is missing, or differs from the file that FLamby uses.
         """
         wanted = {"table": ("brca.csv",), "split": ("train_test_split.csv", "split.csv")}
         places = _find_files("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,

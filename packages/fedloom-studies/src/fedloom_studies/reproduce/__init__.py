@@ -1,4 +1,4 @@
-"""Tables and figures of papers as recipes. Each recipe is run by a single command and gives verdicts."""
+"""Tables and figures of papers as recipes. Each recipe is run by a single command and produces verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search, made by `fedloom.lab.tune`, for settings that a recipe leaves open.
+"""Search by `fedloom.lab.tune` for settings that a recipe leaves open.
 
 Every candidate is tried with one or several seeds.
 
@@ -64,7 +64,7 @@ def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) 
 
 
 def iterate_searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield, on demand, the folder and the document of the search for settings, and then those of each extension."""
+    """Yield, on demand, the folder and the document of the search for settings, then the same for each extension."""
     yield folder, dict(document)
     choices = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
@@ -124,7 +124,7 @@ def _next_edge_values(
 def _chosen_values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chosen values, in the order of the method's grid.
 
-    If no trial was completed, the values are those of the first candidate.
+    If no trial was completed, the values of the first candidate are used.
     """
     by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
     return {key: by_key[key] for key in method["choose"]}
@@ -151,7 +151,7 @@ def edge_keys(chosen: str, scores: Iterable[str]) -> list[str]:
 
 
 def _value_size(value: Any) -> float | None:
-    """Return the size of a number or of a multiple such as ``0.5x``, or None for any other value."""
+    """Return the size of a number or of a multiple such as ``0.5x``, or None if the value is neither."""
     if isinstance(value, str):
         return float(value[:-1]) if re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?x", value) else None
     return None if value is None or isinstance(value, bool) else float(value)
@@ -263,7 +263,7 @@ def chosen_experiment(document: Mapping[str, Any], choices: Mapping[str, Mapping
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the choices that a search has stored in a folder: each method's winner, and the scores of all candidates.
 
-    Methods whose candidates have changed since then are left out.
+    Methods whose candidates have changed since then are omitted.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
     candidates_by_label = {label_of(m): {text for text, _ in method_candidates(m)} for m in document["method"]}

@@ -135,7 +135,7 @@ def _try_gradients(algorithm: object, local: LocalSGD, samples: int) -> float:
 def _seconds_per_gradient(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
     """Return the processor time in seconds per sample gradient.
 
-    The measured time is that of the second of two rounds with two steps each.
+    The measured time is the time of the second of two rounds with two steps each.
     """
     data = _random_federation(shape, classes, clients * 2 * batch)
     fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)

@@ -110,9 +110,9 @@ def reproduce(
         recipe: recipe to run.
         scale: scale at which the recipe is run.
         out: folder for the recipe's results. Each variant has its own run directory in this folder.
-        results: folder in which summaries are stored. None: the summary is not written.
+        results: folder in which summaries are stored. None if the summary is not to be written.
         data_dir: folder with the data sets.
-        seeds: seeds to use instead of those of the recipe.
+        seeds: seeds that replace the recipe's seeds.
         only: labels of the methods to run. All methods are run if no labels are given.
         workers: number of processes.
         device: device for the runs and trials, as in ``[engine]``.
@@ -165,7 +165,7 @@ def reproduce(
 
 
 def _claim_folder(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Record in the folder to which documents it belongs. Methods and seeds may still be added or left out later.
+    """Record in the folder to which documents it belongs. Methods and seeds may still be added or removed later.
 
     Raises:
         RunDirError: the folder contains runs or trials of another version of a variant.
@@ -222,7 +222,7 @@ def _count_samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | 
 
 @dataclass(frozen=True)
 class Difference:
-    """Value in a summary, and the value of the same run on this machine."""
+    """Value in a summary, and the value that the same run produces on this machine."""
 
     reference: str
     was: float | None

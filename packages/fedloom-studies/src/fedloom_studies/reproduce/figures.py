@@ -3,11 +3,11 @@
 A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``.
 The model is global, personal, hybrid (as the run chose it), hybrid-validation (chosen on validation data in every run),
 or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
-train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. By
-default, WHEN is the last round. WHEN may also be ``validation`` (the best round on validation data), ``mean`` (the mean
-over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which is used
-for claims about work, is the first evaluated round whose validation score reaches the value. If a model never reaches
-the value, the work of the last round is used, which is a lower bound.
+train, validation or common is stated. The statistic ``client-K`` is the value of client number K alone. By default,
+WHEN is the last round. WHEN may also be ``validation`` (the best round on validation data), ``mean`` (the mean over the
+evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which is used for claims
+about work, is the first evaluated round whose validation score reaches the value. If a model never reaches the value,
+the work of the last round is used, which is a lower bound.
 
 The function `unit` determines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
 """
@@ -35,7 +35,7 @@ UNSCALED_STATISTICS = ("variance", "jain")
 
 
 class Reference(NamedTuple):
-    """Reference that identifies a value by its variant ("" stands for every variant), method, model and figure."""
+    """Reference that identifies a value by its variant ("" means every variant), method, model and figure."""
 
     variant: str
     method: str
@@ -47,7 +47,7 @@ class Reference(NamedTuple):
         """Parse a reference of the form ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
         Raises:
-            ConfigError: the text does not have this form.
+            ConfigError: the text does not have this format.
         """
         variant, bar, rest = text.rpartition("|")
         parts = [part.strip() for part in rest.split(":")]

@@ -1,20 +1,20 @@
 """Verdicts on the claims of papers, based on tests against each rival.
 
-A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
-seed: the difference in the claimed direction, averaged over variants and paired by seed (with the same seed, data,
-cohorts, initial model and batches are the same). The differences are tested by t-tests with Holm's correction over the
-claim's rivals. If a claim is about each variant (such as every attack), a side counts as a separate rival in each
-variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if at least one rival is
-clearly ahead. A large lead over one rival therefore cannot make up for a loss to another. A claim is tested after 5, 10
-and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks)
-whose result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about
-standard deviations over seeds are judged in the same way, with each value replaced by its distance from the median over
-seeds (Levene's test in the form of Brown and Forsythe). Comparisons with single rivals in single variants are tested
-separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the claim, the claim holds
-only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On this logarithmic scale, a
-single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its interim test
-and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the paper's samples,
-with other seeds.
+A rival is one of the methods or variants that the subject of the claim is compared with. For each rival, there is one
+number per seed: the difference in the claimed direction, averaged over variants and paired by seed (with the same seed,
+data, cohorts, initial model and batches are the same). The differences are tested by t-tests with Holm's correction
+over the claim's rivals. If a claim is about each variant (such as every attack), a method counts as a separate rival in
+each variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if at least one rival
+is clearly ahead. A large lead over one rival therefore cannot make up for a loss to another. A claim is tested after 5,
+10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests
+(looks) whose result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims
+about standard deviations over seeds are judged in the same way, with each value replaced by its distance from the
+median over seeds (Levene's test in the form of Brown and Forsythe). Comparisons with individual rivals in individual
+variants are tested separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the
+claim, the claim holds only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On
+this logarithmic scale, a single extreme seed cannot dominate a mean. A difference's interval uses the significance
+level of its interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts
+apply to the paper's samples, with other seeds.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class ClaimRival:
-    """Side with which the subject of a claim is compared.
+    """Method or variant that the subject of a claim is compared with.
 
     Attributes:
-        name: name of the side. The name includes the variant only if variants differ or the claim refers to each
+        name: name of the rival. The name includes the variant only if variants differ or the claim refers to each
             variant.
         look: test of its differences (one per seed) at the interim look that settles the claim.
         clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
@@ -83,15 +83,15 @@ class ClaimRival:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim, with tests against each rival, and its single comparisons.
+    """A claim, with tests against each rival, and its individual comparisons.
 
     Attributes:
         claim: claim that the paper makes.
         figure: figure to which the claim refers.
         rivals: rivals that were run at least once.
-        comparisons: all single comparisons, one for each side and variant.
+        comparisons: all individual comparisons, one for each rival and variant.
         planned: number of comparisons that the recipe plans.
-        lost: number of comparisons that were run but have no result on one of the sides.
+        lost: number of comparisons that were run but in which one of the two methods has no result.
     """
 
     claim: Claim
@@ -260,7 +260,7 @@ def compare_references(
 
 
 def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
-    """Return the verdict at the round that is best on validation data, or None if the claim specifies a round."""
+    """Return the verdict at the round that is best on validation data, or None if the claim specifies the round."""
     figure = recipe.paper.figure
 
     def chosen(side: str | float) -> str | float:
@@ -320,7 +320,7 @@ def _claim_pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[R
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
-    """Return True if a side was run, but has no value for any seed."""
+    """Return True if a method was run, but has no value for any seed."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite_by_seed(by_seed)
 
@@ -344,7 +344,7 @@ def _rival_name(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads_by_seed(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Return the difference for each seed that both sides have (positive in the claimed direction).
+    """Return the difference for each seed that both methods have (positive in the claimed direction).
 
     If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """

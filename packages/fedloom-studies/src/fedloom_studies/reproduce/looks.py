@@ -46,10 +46,10 @@ class Untested(StrEnum):
         UNASKED: no recipe contains a test of the claim.
         NOT_RUN: the current version of the recipe has not been run.
         LOST: every run of a required method diverged or failed.
-        REGIME: the run is not comparable to that of the paper, as shown by values that both report.
+        REGIME: the run is not comparable to the paper's run, as shown by values that both report.
         STAND_IN: the recipe uses other data, features or networks than the paper. The verdicts on it are shown on its
             own page.
-        GPU: the run is so much smaller than that of the paper that more seeds would not help.
+        GPU: the run is so much smaller than the paper's run that more seeds would not help.
     """
 
     UNASKED = "not covered"
@@ -69,9 +69,9 @@ class InterimTest:
     Attributes:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
-        level: significance level at which the test is decided. This level is that of the interim look or, with several
-            rivals, that of the step in Holm's procedure. NaN if no test was made.
-        error: standard error of ``difference``. NaN if no test was made.
+        level: significance level at which the test is decided. This level is the level of the interim look or, with
+            several rivals, the level of the step in Holm's procedure. NaN if no test was performed.
+        error: standard error of ``difference``. NaN if no test was performed.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
         verdict: "holds", "does not hold" or "undecided", at the level of the interim look.
     """
@@ -85,12 +85,12 @@ class InterimTest:
 
     @property
     def half(self) -> float:
-        """Half-width of the interval on which the test is based. NaN if no test was made."""
+        """Half-width of the interval on which the test is based. NaN if no test was performed."""
         return self._quantile * self.error
 
     @property
     def detectable(self) -> float:
-        """Difference that this number of seeds would detect with a probability of `DETECTION_PROBABILITY`."""
+        """Smallest difference that this number of seeds would detect with a probability of `DETECTION_PROBABILITY`."""
         return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
 
     @property
@@ -112,7 +112,7 @@ def first_deciding_look(claim: Claim, order: Sequence[str], lead: Mapping[str, f
 def look_at(claim: Claim, values: list[float], level: float) -> InterimTest:
     """Test a claim's differences, one per seed, at the given significance level.
 
-    No test is made if the level is NaN.
+    No test is performed if the level is NaN.
     """
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:

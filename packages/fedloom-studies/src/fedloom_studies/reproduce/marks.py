@@ -28,11 +28,11 @@ MARK_SHAPES = {
     "fails": ("#cf222e", "M5.2 5.2l5.6 5.6M10.8 5.2l-5.6 5.6"),
     "open": ("#6e7781", "M8 4.6v4M8 11.2v.2"),
 }
-"""Color of the disc, and path of the line on it, for each mark."""
+"""Color of the disc, and path of the line drawn on it, for each mark."""
 
 
 def mark_name(verdict: ClaimVerdict) -> str:
-    """Return the name of the mark that stands for a verdict."""
+    """Return the name of the mark that represents a verdict."""
     names = {HOLDS: "holds", PARTLY: "partly", FAILS: "fails"}
     return f"mark-{names.get(verdict, 'open')}"
 

@@ -66,7 +66,7 @@ def recipe_state_phrase(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def is_earlier_version(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a summary was made with an earlier version of the recipe."""
+    """Return True if a summary was created with an earlier version of the recipe."""
     return summary.protocol != recipe.protocol(summary.scale)
 
 
@@ -170,7 +170,7 @@ SINGLE_COMPARISON_TEXT = (
     "single comparison is clear."
 )
 ESCAPED_BAR = "\\|"
-"""Escaped vertical bar, for use inside a cell of a table."""
+"""Escaped vertical bar, which can be used inside a table cell."""
 TURNS_TEXT = (
     "Some comparisons change direction between the last round, which is reported, and the round that is best on "
     "validation data:",

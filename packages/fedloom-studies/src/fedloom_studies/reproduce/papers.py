@@ -62,7 +62,7 @@ CORRECTED_TEXT = (
     "hand."
 )
 NO_ANCHOR_TEXT = "no anchor"
-"""Text for a claim whose recipe has no anchor, because the paper prints no value for one."""
+"""Text for a claim whose recipe has no anchor, because the paper prints no value that could serve as one."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
 """File with the rules for judging claims, which is inserted at the end of the page."""
 
@@ -78,7 +78,7 @@ class HeadlineClaim(Value):
 
 
 class CorrectedVerdict(Value):
-    """Verdict on the page that was published and has changed since."""
+    """Verdict on the version of the page that was published, which has changed since then."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="verdict that the page stated before")
@@ -99,7 +99,7 @@ class PaperSection(Value):
     )
     beside: str = Field("", description="other places that report measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes that were made after a table of results was first seen")
-    anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's run")
+    anchor: tuple[str, ...] = Field((), description="columns that show how much a run deviates from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict,
         description="for each recipe without printed results to compare with: the nearest recipe that has them",
@@ -250,7 +250,7 @@ def _objections_text(
 def _reduced_runs_sentence(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than those of the papers."""
+    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than the papers' runs."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
@@ -423,7 +423,7 @@ def _open_claim_commands(
     papers: list[tuple[PaperSection, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe],
     summaries: Summaries, needed: Mapping[str, RecipeNeed],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield commands and estimates for claims that are still open, because they need a GPU, a run, or more seeds."""
+    """Yield commands and time estimates for claims that are open because they need a GPU, a run, or more seeds."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}

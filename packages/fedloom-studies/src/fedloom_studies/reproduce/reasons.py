@@ -2,7 +2,7 @@
 
 The sentences may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references
 ``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]``, expressed in words, ``{A}`` for the mean of one reference, and
-``{RECIPE}`` for a link to a recipe. A sentence is left out if the current version of its recipe has no result. A
+``{RECIPE}`` for a link to a recipe. A sentence is omitted if the current version of its recipe has no result. A
 sentence whose difference is not significant raises an error.
 """
 

@@ -2,8 +2,9 @@
 
 A recipe is an experiment file with these additional keys and tables:
 
-- ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. A table whose ``kind`` or
-  ``source`` differs replaces that of the base, and values that are not tables always replace those of the base. Columns
+- ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. If the ``kind`` or
+  ``source`` of a table differs, the table replaces the base's table. Values that are not tables always replace the
+  base's values. Columns
   and cells are replaced as a whole, and new columns also remove the previous cells. ``[scale.laptop]``,
   ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
@@ -41,7 +42,7 @@ RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
 """Key of a scale under which a sentence states how the scale differs from the protocol."""
 SINGLE_VARIANT = "all"
-"""Name of the only variant of a recipe that declares no variants."""
+"""Name of the only variant if a recipe declares no variants."""
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
     "partition": {"min_size": 1, "max_train_per_client": 20},
@@ -103,7 +104,7 @@ class Claim(Value):
         False, description="whether the claim is about standard deviations over seeds instead of means"
     )
     construction: bool = Field(
-        False, description="whether the claim is true by construction, whatever the results of the methods are"
+        False, description="whether the claim is true by construction, regardless of the methods' results"
     )
     variants: tuple[str, ...] = Field((), description="variants to which the claim applies (empty: all)")
 
@@ -255,12 +256,12 @@ class Recipe:
         return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
 
     def ordered(self, seeds: Iterable[str]) -> list[str]:
-        """Return the seeds in the order in which claims use them: those of the recipe, then all others by size."""
+        """Return the seeds in the order in which claims use them: the recipe's seeds, then all others, ascending."""
         places = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
         return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
     def seeds(self, count: int) -> list[int]:
-        """Return at least ``count`` seeds: those of the recipe, and then the smallest unused numbers."""
+        """Return at least ``count`` seeds: the recipe's seeds, followed by the smallest unused numbers."""
         seeds_of_recipe = list(self.document["seeds"])
         return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
             : max(count, len(seeds_of_recipe))

@@ -2,9 +2,10 @@
 
 Anchors are simple methods whose values the paper also prints.
 
-Local training and FedAvg have hardly any settings of their own. If their results are far from the paper's, the data,
-the network or the length of training differ. A run then says nothing about the paper's method. The file `papers.toml`
-lists the anchors of each paper. The printed values are taken from the cells in its recipes.
+Local training and FedAvg have hardly any settings that are specific to them. If their results are far from the paper's,
+the data, the network or the length of training differ. In this case, a run does not allow conclusions about the paper's
+method. The file `papers.toml` lists the anchors of each paper. The printed values are taken from the cells in its
+recipes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def farthest_anchors(
     """Return each column's anchor that is farthest from the paper's value, or [] if no anchor was run or printed.
 
     Args:
-        references: references that serve as anchors, in the form used for the columns of the recipe.
+        references: references that serve as anchors, written like the columns of the recipe.
         place: name of the recipe that contains the paper's cells.
         recipes: recipes, keyed by name.
         summaries: summaries, keyed by name.

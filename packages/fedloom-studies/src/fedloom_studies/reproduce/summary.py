@@ -219,7 +219,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted_references(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references kept in a summary: those of columns and claims, also at the chosen round, and costs."""
+    """Return the references that a summary keeps: columns and claims, also at the chosen round, and costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -263,7 +263,7 @@ def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
 
 
 def _processor_seconds() -> float:
-    """Return the processor time used so far in seconds, including that of child processes that have ended."""
+    """Return the processor time used so far in seconds, including the time of child processes that have ended."""
     return sum(os.times()[:4])
 
 

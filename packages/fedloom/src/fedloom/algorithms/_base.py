@@ -152,7 +152,7 @@ class Algorithm(Value, ABC):
         return {}
 
     def derive_options(self, ctx: Ctx) -> Self:
-        """Set the derived options of the method, and return it in the form in which simulations and deployments run it.
+        """Set the derived options of the method, and return it as simulations and deployments run it.
 
         Raises:
             ConfigError: a derived value is out of range, so the option must be set.
@@ -306,8 +306,8 @@ class Algorithm(Value, ABC):
 
         By default, None is returned. The primary field is then the model minus the field's base. If this base is a
         state field, it is set to the model. All other fields are the same as for a client that takes no step. A method
-        overrides this function if its upload contains the model in a different form, or if other fields of the upload
-        depend on the model.
+        overrides this function if its upload represents the model differently, or if other fields of the upload depend
+        on the model.
 
         Args:
             model: models that an attack produces. They do not need to be close to any trained model.

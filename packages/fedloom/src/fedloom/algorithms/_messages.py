@@ -101,9 +101,9 @@ class Sent:
     field without this annotation is sent as a dense vector.
 
     Attributes:
-        encoding: shortest form in which the field can be sent, given its content.
-        prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the form that the prox
-            ``makes`` is used instead of ``encoding``.
+        encoding: shortest encoding in which the field can be sent, given its content.
+        prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the encoding that the
+            prox ``makes`` is used instead of ``encoding``.
         ranks: name of the field in the server's state that contains the ranks of the matrices in the download,
             ``[matrices]`` in the order of `Layout.matrix_shapes`. If None, the ranks are measured.
         part: name of one of the algorithm's masks (`Algorithm.part`). A download sets this name if clients already know
@@ -261,7 +261,9 @@ def check_declaration(algorithm: type[Value]) -> None:
 
 
 def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """Return the encoding of every field of a message. Each ``prox`` is replaced by the form that it produces.
+    """Return the encoding of every field of a message.
+
+    Each ``prox`` is replaced by the encoding of the vectors that it produces.
 
     Raises:
         ConfigError: a field refers to a prox that the method does not have.

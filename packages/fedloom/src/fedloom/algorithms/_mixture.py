@@ -1,4 +1,4 @@
-"""Messages and states of methods in which each client receives a mixture of the last models of all clients."""
+"""Messages and states of methods in which each client receives a mixture of all clients' last models."""
 
 from __future__ import annotations
 

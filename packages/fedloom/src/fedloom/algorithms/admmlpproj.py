@@ -27,7 +27,7 @@ overwrites theta.
 
 Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), and rho =
 lam/n, which is the mean of lam alpha_i. Only ten of the model's many directions are coupled between clients. Unless dim
-is increased, the models therefore stay close to those of local training, and a warning is issued.
+is increased, the models therefore stay close to the models of local training, and a warning is issued.
 
 Use this method like Lp-Proj with p = 2. Unlike Lp-Proj, it has no step size for w_i. The method has no global model.
 """

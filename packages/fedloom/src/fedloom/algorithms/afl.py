@@ -16,19 +16,20 @@ losses of individual clients.
 
 Deviations: a client takes several local steps instead of one, and within the cohort, the server weights a client's
 change in proportion to lam_i. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i.
-With all clients and one full-batch step, a round equals one step in the paper. The losses of a cohort, multiplied by
-n/m, are an unbiased estimate of the losses of all clients. The result is the last iterate instead of the mean of all
-iterates. Uploads contain the change multiplied by share. For weighers and samplers, a client's model is therefore x +
-dw.
+With all clients and one full-batch step, a round equals one step in the paper. The vector of a cohort's losses,
+multiplied by n/m, is an unbiased estimate of the vector of all clients' losses. The result is the last iterate instead
+of the mean of all iterates. Uploads contain the change multiplied by share. For weighers and samplers, a client's model
+is therefore x + dw.
 
 Defaults: gamma_lambda is a radius divided by the square root of the sum of all squared gradient norms so far (step
-"adaptive"). This step size is that of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi,
-Hazan, Singer, JMLR 2011). With this step size, scaling all losses by the same factor does not change the mixtures. A
-gradient consists of the losses of a cohort, multiplied by n/m. The radius 1/sqrt(n) covers all mixtures in which each
-client's weight is between 0 and twice the mean weight. If lambda_lr is set, it is the step size itself (step "fixed"),
-as in the paper. If only step = "fixed" is set, the step size is 1/(n sqrt(rounds)), which assumes losses of order one.
-If no model can reduce the loss of a client, for instance because its targets are noisy, this client eventually receives
-most of the weight, at the expense of the other clients. This is not a defect: it is the solution of the stated problem.
+"adaptive"). This step size is the step size of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862;
+Duchi, Hazan, Singer, JMLR 2011). With this step size, scaling all losses by the same factor does not change the
+mixtures. A gradient consists of the losses of a cohort, multiplied by n/m. The radius 1/sqrt(n) covers all mixtures in
+which each client's weight is between 0 and twice the mean weight. If lambda_lr is set, it is the step size itself (step
+"fixed"), as in the paper. If only step = "fixed" is set, the step size is 1/(n sqrt(rounds)), which assumes losses of
+order one. If no model can reduce the loss of a client, for instance because its targets are noisy, this client
+eventually receives most of the weight, at the expense of the other clients. This is not a defect: it is the solution of
+the stated problem.
 
 Replayed: the projection in litian96/fair_flearn (f097971), used in that code's AFL loop, produces the same x and lambda
 to within 1e-15, with one full step and a fixed step size for lambda. The final model in their code is the mean of all

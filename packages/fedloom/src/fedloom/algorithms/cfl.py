@@ -31,7 +31,7 @@ the rounds.
 
 Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) produce the same models and clusters to
 within 1e-15, with the thresholds, splits and means used here. The authors' notebook confuses positions in a cluster
-with client ids, so a second split gives wrong results there.
+with client ids, so a second split produces wrong results there.
 
 Use this method if clients fall into groups and the number of groups is unknown. If ratio = 0, or if clients do not form
 groups, the method equals FedAvg, and a warning is issued.

@@ -1,6 +1,6 @@
 """Composite FedADMM (Wang et al.): ADMM with partial participation, in which the server applies a prox.
 
-The prox is that of the regularizer.
+The prox is the prox of the regularizer.
 
 Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 

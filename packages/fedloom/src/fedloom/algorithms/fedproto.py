@@ -22,8 +22,8 @@ not pulled.
 
 Replayed: given the same prototypes, the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15.
 
-Attackers: attackers forge prototypes instead of a model. A forged upload shifts the prototype of a class in proportion
-to the attacker's share of the samples of this class (Eq. 6).
+Attackers: attackers forge prototypes instead of a model. A forged upload shifts the prototype of a class. The shift is
+proportional to the attacker's share of the class's samples (Eq. 6).
 
 Use this method if models must not leave the clients, or if traffic is expensive. With lam = 0, the method equals Local.
 If the whole model is the head, the method also equals Local, and a warning is issued.

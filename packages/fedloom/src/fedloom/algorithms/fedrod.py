@@ -24,7 +24,7 @@ Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to wi
 zero. In their code, personal heads start as copies of the generic head.
 
 Use this method if labels are skewed, and if both a generic model and personal models are needed. With gamma = 0, the
-generic model equals that of FedAvg. The method needs a classification task and a head that has a bias.
+generic model equals FedAvg's model. The method needs a classification task and a head that has a bias.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Kept by a client: d (its model). Sent: nothing.
 Deviations: none. A client trains only in the rounds for which it is sampled, so the amount of work is the same as with
 other methods.
 
-Use this method to find out whether federation helps at all. If clients have enough data and labels are strongly skewed,
-this baseline is hard to beat.
+Use this method to find out whether federation has any benefit. If clients have enough data and labels are strongly
+skewed, this baseline is hard to beat.
 """
 
 from __future__ import annotations

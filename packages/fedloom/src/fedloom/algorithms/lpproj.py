@@ -23,7 +23,7 @@ both are the same. A local round consists of the run's local steps of theta (20 
 step of w_i. Only sampled clients train. In the public code, all clients train.
 
 Replayed: clients and server of desternylin/perfed (33c68d77) produce the same theta and w to within 1e-15, for p = 1
-(``lp_proj``), for p = 2 (``proj``), and for other p once the norm is left out of the step of w_i. In ``lp_proj``,
+(``lp_proj``), for p = 2 (``proj``), and for other p once the norm is omitted from the step of w_i. In ``lp_proj``,
 weight decay has no effect. If P is the identity, w starts at the model of the server.
 
 Defaults: lam = 1/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of

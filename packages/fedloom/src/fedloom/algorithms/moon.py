@@ -23,7 +23,8 @@ a pool of one model.
 Replayed: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models to within 1e-15.
 
 Defaults: mu = 0.5, which is between the paper's two smallest values. With mu of 1 or more, the term ties
-representations to those of the received model so strongly that a network barely moves in a few rounds of small steps.
+representations to the received model's representations so strongly that a network barely moves in a few rounds of small
+steps.
 
 Use this method if labels are skewed and networks are deep enough to have representations. Each sample needs two
 additional forward passes. With mu = 0, the method equals FedAvg. If the whole model is the head, the method also equals

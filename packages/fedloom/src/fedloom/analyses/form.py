@@ -59,7 +59,7 @@ class Question:
             forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            CodeError: the question has a different form, or a number is not finite.
+            CodeError: the question has a different structure, or a number is not finite.
         """
         got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
         if form is None or [*got.items()] != [*form.items()]:
@@ -86,7 +86,7 @@ class Question:
             forms: fields of each question, with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            WireError: the bytes do not encode a question in one of these forms.
+            WireError: the bytes do not encode a question in one of these formats.
         """
         try:
             if len(content) > MAX_QUESTION_BYTES:
@@ -287,7 +287,7 @@ class Analysis(Value):
 
         Args:
             schema: schema of the data.
-            setting: setting of the run whose models are analyzed, or None without a run.
+            setting: setting of the run whose models are analyzed, or None if there is no run.
 
         Raises:
             ConfigError: the analysis is unsuitable. The message states the problem, its location, and the required
@@ -436,9 +436,9 @@ class Analysis(Value):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return a client's answer, float64 ``[k]``, which is a sum over its rows.
 
-        If there are no rows, the answer consists of zeros. None also stands for zeros. An analysis returns None if a
-        client should not answer because of its rows, for instance because a single row would determine the sum. The
-        server learns only how many clients did not answer, but not which ones.
+        If there are no rows, the answer consists of zeros. None also means zeros. An analysis returns None if a client
+        should not answer because of its rows, for instance because a single row would determine the sum. The server
+        learns only how many clients did not answer, but not which ones.
         """
         raise NotImplementedError
 
@@ -466,7 +466,8 @@ class Analysis(Value):
     def model(self, state: State) -> nn.Module | None:
         """Return the predictor that a finished analysis has computed, or None if the analysis does not compute one.
 
-        The predictor maps inputs ``[b, *shape]``, in the form that the federation's models use, to outputs ``[b, c]``.
+        The predictor maps inputs ``[b, *shape]``, in the representation that the federation's models use, to outputs
+        ``[b, c]``.
         """
         return None
 

@@ -49,7 +49,7 @@ class KeptPredictions(Analysis):
 
 
 class Groups(Analysis):
-    """Scores of groups of rows within the test part of each client, after the last round."""
+    """Scores of groups of rows in each client's test part, after the last round."""
 
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
@@ -160,5 +160,5 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
 
 def group_table(rows: Sequence[GroupScore]) -> pa.Table:
-    """Return scores of groups in the form of a table."""
+    """Return scores of groups as a table."""
     return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, subgroup=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)

@@ -1,4 +1,4 @@
-"""Rows of a client in the form that analyses use, and the schema that all clients share."""
+"""Rows of a client as analyses use them, and the schema that all clients share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ClientRows:
         part: part to which each row belongs, ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
         subjects: numbers of the persons or things that the rows describe, ``[N]`` int64.
         columns: codes of each column that the schema keeps, ``[N]`` int64.
-        fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the form that models use.
+        fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the representation that models use.
         place: index of the client in the sizes of the terms.
         models: models of a run by kind ("global", "personal", "hybrid"). Each of these models is a function of inputs.
             Empty if there is no run.
@@ -79,7 +79,7 @@ class ClientRows:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """Inputs of all rows ``[N, *shape]`` in the form that models use."""
+        """Inputs of all rows ``[N, *shape]`` in the representation that models use."""
         rows = torch.arange(len(self))
         return self.x if self.fetch is None else self.fetch(rows)
 

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ SUM_FORM = {"sum": {"total": 1, "info": 1}}
 
 
 class Answer(NamedTuple):
-    """Answer of a client in the form in which it leaves the client.
+    """Answer of a client, encoded as it leaves the client.
 
     Attributes:
         values: numbers within the bounds, ``[k]`` float64.
@@ -293,8 +294,11 @@ def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = Fa
             analysis.check_step(next(steps), question)
         return torch.zeros_like(bounds.low), Info(len(terms.sizes), 0, 0, int(terms.sizes.sum()))
 
+    most = analysis.most_questions  # sums of zeros need not converge
+    rules = terms.rules.with_(questions=min(terms.rules.questions or most, most))
     try:
-        run_questions(analysis, terms, ask)
+        with warnings.catch_warnings(action="ignore"):  # such as divisions by a total of zero
+            run_questions(analysis, replace(terms, rules=rules), ask)
     except QuestionOrderError:
         raise
     except Exception:
@@ -323,11 +327,11 @@ def answer_question(
 
     Args:
         analysis: analysis that is computed from sums.
-        question: question in the form in which the client received it.
+        question: question as the client received it.
         client: rows of the client.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, for use in messages.
+        where: name of the client, which is used in messages.
 
     Raises:
         ConfigError: the analysis does not answer this question.

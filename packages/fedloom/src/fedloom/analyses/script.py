@@ -1,6 +1,6 @@
 """Analyses written as a single function that asks questions, which is suitable for Newton's method, for example.
 
-The state of such an analysis consists of the list of sums so far.
+The state of such an analysis is the list of all previous sums.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Masses(NamedTuple):
 
 
 class FairFedWeigher(Weigher):
-    """Weigher that reduces the weight of clients whose metric differs more than others' from the global metric.
+    """Weigher that down-weights clients whose metric deviates more from the global metric than other clients' do.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
     Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eqs. 6 and 7: Delta_i is |F - F_i| for a metric F that compares

@@ -1,4 +1,4 @@
-"""Statistics of a table: how well each column by itself predicts the target, and how sites differ."""
+"""Statistics of a table: how well each individual column predicts the target, and how sites differ."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CLIENTS_EXAMPLE = (
     "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
 )
 
-"""Examples of valid values of the argument `clients`, as shown in messages."""
+"""Examples of valid values of the argument `clients`, which are shown in messages."""
 
 
 def as_federation(
@@ -41,8 +41,8 @@ def as_federation(
         clients: list of clients, or a mapping from names to clients. A client is a tuple (training set, test set), in
             which each set is a tuple (x, y) or any other argument of `Dataset.create`. A client may also be a single
             set, from which a test part is drawn.
-        test: fraction of a client's samples that form its test part, unless the client has a test set.
-        validation: fraction of the samples that form the validation part. It is a fraction of the client's training
+        test: fraction of a client's samples that are held out for testing, unless the client has a test set.
+        validation: fraction of the samples that are held out for validation. It is a fraction of the client's training
             set, or of all its samples if the client has no test set.
         seed: seed of the splits.
         options: options of the data set, which are ``task``, ``name``, ``classes``, ``mean``, ``std``,

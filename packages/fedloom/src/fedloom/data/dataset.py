@@ -51,7 +51,7 @@ class Prepare(Protocol):
     """Preparation that is fitted to the training part of each client, such as imputation and scaling of tables."""
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Return features in the form that a model accepts.
+        """Return features in the representation that a model accepts.
 
         Args:
             x: raw features [N, p]. Missing values are NaN.

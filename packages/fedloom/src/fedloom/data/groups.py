@@ -119,7 +119,7 @@ def publishable_groups(members: Tensor, choice: Sequence[int], counts: Tensor, l
         members: bool mask of the rows in each group, ``[G, N]``.
         choice: index of the choice to which each group belongs. Groups that belong to the same choice must not share
             rows.
-        counts: ``[N, q]``. The first column is 1 for every row. Each other column stands for a kind that needs a
+        counts: ``[N, q]``. The first column is 1 for every row. Each other column represents a kind that needs a
             minimum number of rows, such as a class, and is 1 for the rows of this kind.
         least: minimum number of rows of each kind in a set.
     """
@@ -162,8 +162,9 @@ def row_kind_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = N
     If subjects are known, each row has the weight of its share among the subject's rows of that kind, so that a sum
     over rows is at most the number of subjects.
 
-    The published results of a group contain the numbers of rows and of correct predictions per class. A class without
-    rows in the group is also a kind, because the results would show that no patient in the group belongs to it.
+    The published results of a group contain the number of rows and the number of correct predictions, per class. A
+    class without rows in the group is also a kind, because the results would show that no patient in the group belongs
+    to it.
 
     Args:
         task: task of the data.

@@ -33,6 +33,8 @@ NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 SMALL_SPAN_SHARE = 0.01
 """Share of the training range below which the range of new samples shows that they are in another unit. Bytes and
 numbers from 0 to 1 differ by a factor of 255."""
+MIN_SPAN_SAMPLES = 10
+"""Minimum number of samples other than images for this conclusion."""
 
 
 def comparable_facts(data: InputSpec | Dataset) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class InputSpec(Value):
         """Create a data set from samples with targets. It has the task and vocabulary of the training data.
 
         Raises:
-            DataError: the samples do not form a data set, or are a table instead of a data set.
+            DataError: the samples are not a data set, or are a table instead of a data set.
         """
         if isinstance(data, Dataset):
             return data
@@ -246,13 +248,15 @@ class InputSpec(Value):
 
         A value is far outside if it exceeds the range by more than half its width. The share is 1 if the values of all
         samples together cover less than `SMALL_SPAN_SHARE` of the range, but differ, as numbers from 0 to 1 do for a
-        model of numbers from 0 to 255. It is 0 if the range is unknown.
+        model of numbers from 0 to 255. A few samples other than images may do so by chance, as a silent recording
+        does. It is 0 if the range is unknown.
         """
         if self.span is None or not len(x):
             return 0.0
         (low, high), values = self.span, x.flatten(1).double()
         reach, least, most = MAX_RANGE_WIDTHS * (high - low), values.amin(1), values.amax(1)
-        if 0 < float(most.max() - least.min()) < SMALL_SPAN_SHARE * (high - low):
+        enough = len(x) >= MIN_SPAN_SAMPLES or x.ndim == 4
+        if enough and 0 < float(most.max() - least.min()) < SMALL_SPAN_SHARE * (high - low):
             return 1.0
         return float(((least < low - reach) | (most > high + reach)).double().mean())
 

@@ -65,7 +65,7 @@ class NewData(NamedTuple):
         return factors
 
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read labeled new data. The columns are matched by name to those of the training data.
+        """Read labeled new data. The columns are matched by name to the columns of the training data.
 
         Args:
             facts: description of the data on which the models were trained.

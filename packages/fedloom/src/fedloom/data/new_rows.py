@@ -1,4 +1,4 @@
-"""Unlabeled rows in the form of a model's training data."""
+"""Unlabeled rows in the same representation as a model's training data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def new_rows(
     keep: Sequence[str] = (),
     days_since: Mapping[str, str] | None = None,
 ) -> NewRows:
-    """Return unlabeled rows in the form that a model needs: columns are matched by name, and levels become codes.
+    """Return unlabeled rows as a model needs them: columns are matched by name, and levels become codes.
 
     Args:
         facts: description of the model's training data.

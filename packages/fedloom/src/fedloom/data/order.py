@@ -21,7 +21,7 @@ def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Gener
 
     Args:
         size: number of the client's samples, at least 1.
-        batch_size: number of samples per step, at least 1. None for full batches, whose samples are in order.
+        batch_size: number of samples per step, at least 1. If None, each batch contains all samples, in order.
         steps: number of steps, at least 0.
         gen: random generator that belongs to (seed, round, client, purpose). Full-batch training needs no generator.
 
@@ -29,7 +29,7 @@ def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Gener
         Positions [steps, batch_size] (int64) from 0 to size - 1. Short batches are padded with -1.
 
     >>> from fedloom.seeds import generator
-    >>> plan(3, 2, 3, generator(0)).shape
+    >>> plan_batches(3, 2, 3, generator(0)).shape
     torch.Size([3, 2])
     """
     assert min(size, batch_size or 1) >= 1, (size, batch_size)

@@ -24,14 +24,14 @@ def came_as_bytes(data: Dataset) -> bool:
 
 
 def came_as_integers(data: Dataset) -> bool | None:
-    """Return True if images were integers other than bytes, False if they were floats, or None without images."""
+    """Return True if images were integers other than bytes, False if they were floats, or None if there are none."""
     if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
         return None
     return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)
 
 
 def span_of(data: Dataset) -> tuple[float, float] | None:
-    """Return the smallest and the largest value of samples that are floats, or None for tables, bytes and tokens."""
+    """Return the smallest and the largest value of float samples, or None if they are tables, bytes or tokens."""
     if data.prepare is not None or data.fitted is not None or data.vocabulary or came_as_bytes(data) or not len(data):
         return None
     return float(data.x.min()), float(data.x.max())

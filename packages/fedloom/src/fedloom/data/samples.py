@@ -46,7 +46,7 @@ class StackedSamples(NamedTuple):
 
     Attributes:
         x: features ``[N, ...]``, bytes or float32.
-        y: targets in their original form.
+        y: targets, before any conversion.
         dtype: numpy name of the type of the first sample.
         pictures: True if samples were pictures. Their channels have been moved to the first axis.
         reader: function that reads samples again and draws new random changes. None if samples do not change.
@@ -73,7 +73,7 @@ def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> Stacke
 
     Args:
         samples: pairs of features and a target.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
 
     Raises:
         DataError: samples differ in their shape or type, or are not numbers.
@@ -124,7 +124,7 @@ def stack_torch_dataset(obj: TorchDataset[Any], name: str, labelled: bool = True
     Args:
         obj: data set whose samples are pairs (features, target). If ``labelled`` is False, samples may also be features
             alone.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
         labelled: True if every sample must have a target.
 
     Raises:
@@ -191,17 +191,17 @@ def _iterate_user_dataset(obj: TorchDataset[Any], name: str, places: Sequence[in
 def iterate_pairs(
     samples: Iterable[object], name: str, labelled: bool = True, places: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of features and target from samples in any accepted form.
+    """Yield pairs of features and target from samples of any accepted type.
 
     Args:
         samples: tuples (features, target), or dictionaries that contain both under names in `FEATURE_TARGET_NAMES`.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
         labelled: True if every sample must have a target. If it is False, samples that consist of features alone are
             also accepted, and their target is 0.
-        places: numbers by which messages refer to the samples. None stands for 0, 1, ...
+        places: numbers by which messages refer to the samples. If None, the numbers are 0, 1, and so on.
 
     Raises:
-        DataError: a sample has a different form. A list is also rejected, because its two features could be mistaken
+        DataError: a sample has a different shape. A list is also rejected, because its two features could be mistaken
             for features and a target.
     """
     for k, entry in enumerate(samples):
@@ -231,7 +231,7 @@ def stack_hub_columns(
         x_name: column with the features.
         y_name: name of the target column. None if all targets are 0.
         users: name of the column that contains the client of each row. None if there is no such column.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
 
     Raises:
         DataError: `stack_samples` rejects the samples, or a row changes when it is read again, for example because of
@@ -272,7 +272,7 @@ def stack_unlabelled_samples(rows: Any, name: str) -> tuple[NDArray[Any], str]:
 
     Raises:
         ConfigError: the argument is a tuple, which would contain features and targets, or it has any other unsupported
-            form.
+            type.
         DataError: samples differ in their shape or type.
     """
     if isinstance(rows, tuple):

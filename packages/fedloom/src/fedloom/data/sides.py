@@ -112,7 +112,7 @@ def refuse_unlike(name: str, sides: Mapping[str, SampleSet], tokens: bool = Fals
 
     Args:
         name: name of the data set.
-        sides: sets, keyed by the names that messages use for them.
+        sides: sets of samples, keyed by the names that messages use for them.
         tokens: True if features are tokens, which may also be stored as bytes.
 
     Raises:
@@ -157,7 +157,7 @@ def refuse_unlike(name: str, sides: Mapping[str, SampleSet], tokens: bool = Fals
 
 
 def refuse_order(x: object, y: object, name: str) -> None:
-    """Raise an error if the order of the pandas index of the targets differs from the order of the features."""
+    """Raise an error if the targets and the features are pandas objects whose indexes are in different orders."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
@@ -288,7 +288,7 @@ def _note_unread_entries(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _count_samples(values: object) -> int | None:
-    """Return the number of samples in an array, tensor, table or list, or None for any other object."""
+    """Return the number of samples in an array, tensor, table or list, or None if the object is of any other type."""
     shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
     return shape[0] if shape else None
 

@@ -136,8 +136,8 @@ def survival_rows(
 
     Args:
         source: table, as in `rows_by_site`. Its target is not used as a column of the regression.
-        time: name of the column that contains the times. None for the target of the source.
-        event: column that contains 1 for an event and 0 for no event. None for the source's event column.
+        time: name of the column that contains the times. If None, the target of the source is used.
+        event: column that contains 1 for an event and 0 for no event. If None, the source's event column is used.
         data_dir: folder of data sets.
         test: column and value that mark test rows, as in `rows_by_site`.
 

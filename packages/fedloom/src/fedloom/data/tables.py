@@ -20,7 +20,7 @@ MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Texts that mark missing cells in every table, in addition to the table's own: those of pandas except None, and "?".
+"""Texts that mark missing cells in every table, in addition to the table's own: pandas' texts except None, and "?".
 
 In many tables, None is a level, for example the level of a treatment. A table may declare None as one of its own
 missing-value codes.
@@ -36,7 +36,7 @@ TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 def level_name(cell: object) -> str:
     """Return the name of a level, which is the same for all file types: 1, 1.0, "1", "1.0" and " 1" become "1".
 
-    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
+    >>> [level_name(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
     ['1', '1', '1', '1', '01', 'True', 'b']
     """
     if isinstance(cell, float) and cell.is_integer():
@@ -108,6 +108,8 @@ MAX_RANGE_WIDTHS = 0.5
 """Distance from the training range, as a multiple of its width, beyond which even a single number is reported."""
 FAR_ROW_SHARE = 0.5
 """Fraction of a column's rows outside the training range above which predict ends with a different exit code."""
+MAX_RARE_DEVIATIONS = 100
+"""Largest distance, in standard deviations, of a value that differs from all others in one of 10,000 rows."""
 NOTED_ROW_SHARE = 0.1
 """Minimum fraction of a column's rows outside the training range at which a note is added."""
 
@@ -170,7 +172,7 @@ class Table(Value):
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
     def unmarked(self, x: Tensor) -> Tensor:
-        """Replace numbers that stand for missing values in raw columns ``[N, p]`` by NaN."""
+        """Replace numbers that represent missing values in raw columns ``[N, p]`` by NaN."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
@@ -289,6 +291,8 @@ class Table(Value):
             return None
         _, _, scale, low, high = fitted.tolist()
         margin = scale if column.scale else (high - low) / 2
+        if column.scale and low == high and scale != 1:  # few rows differ, as where a rare disease is present
+            margin *= MAX_RARE_DEVIATIONS
         return low - margin, high + margin
 
     def _check(self, x: Tensor) -> None:

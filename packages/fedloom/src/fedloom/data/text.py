@@ -25,7 +25,7 @@ _WORD_PATTERN = re.compile(r"[\w']+|[^\w\s]")
 def tokenize_text(text: str, level: Level) -> Sequence[str]:
     """Return the tokens of a text. They are either characters, or words and punctuation marks in lower case.
 
-    >>> tokenised("Don't go!", "word")
+    >>> tokenize_text("Don't go!", "word")
     ["don't", 'go', '!']
     """
     return text if level == "character" else _WORD_PATTERN.findall(text.lower())

@@ -57,8 +57,8 @@ class RunCheckpoints:
     Args:
         job: the run.
         folder: checkpoint folder.
-        mark: fingerprint that a checkpoint must have so that it can be resumed. None stands for the job's own
-            fingerprint.
+        mark: fingerprint that a checkpoint must have so that it can be resumed. If None, the job's own fingerprint is
+            used.
         every_round: True to save after every round, regardless of how recent the last checkpoint is.
     """
 

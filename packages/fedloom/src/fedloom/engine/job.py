@@ -106,7 +106,7 @@ class Job(JobFacts):
         return row.to(self.oracle.device)
 
     def down(self, server: Fields, round: int, ids: Tensor | None = None) -> Fields:
-        """Return the download of the clients ``ids``. None stands for all clients."""
+        """Return the download of the clients ``ids``. If ``ids`` is None, all clients are included."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):

@@ -36,8 +36,8 @@ class JobFacts:
         attackers: ids of the attackers ``[b]``.
         alpha: weights ``[n, 1]`` of the clients in the objective, before round 1 or after `Job.replace_shares`.
         chunk: maximum number of clients per chunk.
-        memory: form in which the clients' optimizer states are stored. None if optimizers start every round without a
-            state.
+        memory: layout in which the clients' optimizer states are stored. None if optimizers start every round
+            without a state.
         notes: notes that are already known before the first round.
         replay: given values that replace the run's own random draws.
         spent: work and traffic before round 1 ``[7]`` (see `CLIENT_COUNTS`), or None.
@@ -206,7 +206,10 @@ class JobFacts:
         return torch.arange(self.n)
 
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
-        """Return the server's context in a round with the cohort ``ids``. None stands for all clients."""
+        """Return the server's context in a round with the cohort ``ids``.
+
+        If ``ids`` is None, all clients are included.
+        """
         ids = self.everyone if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds

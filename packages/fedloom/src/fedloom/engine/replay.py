@@ -171,8 +171,8 @@ def _convert_to_tensor(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
-        ConfigError: the value does not consist of numbers. ``rule`` describes which value is required, for use in the
-            message.
+        ConfigError: the value does not consist of numbers. ``rule`` describes which value is required. The message
+            contains this description.
     """
     try:
         return torch.as_tensor(value)

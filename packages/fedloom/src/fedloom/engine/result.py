@@ -75,10 +75,10 @@ class Result:
         """Return the last value of a metric for each evaluated client (see `Job.scored_ids`), float64 ``[s]``.
 
         Args:
-            model: "global", "personal" or "hybrid". None for the model that a client would use: the hybrid model if it
-                was measured, or else the personal model, or else the global model.
-            metric: name of the metric. None for accuracy, or for the task's primary metric if accuracy was not
-                measured.
+            model: "global", "personal" or "hybrid". If None, the model is the one that a client would use: the hybrid
+                model if it was measured, or else the personal model, or else the global model.
+            metric: name of the metric. If None, the metric is accuracy, or the task's primary metric if accuracy was
+                not measured.
             part: part of the clients' data.
 
         Raises:
@@ -134,9 +134,9 @@ class Result:
 
         Args:
             target: value of the metric to reach.
-            metric: name of the metric. None for accuracy, or for the task's primary metric if accuracy was not
-                measured.
-            model: "global", "personal" or "hybrid". None stands for the model that a client would use.
+            metric: name of the metric. If None, the metric is accuracy, or the task's primary metric if accuracy was
+                not measured.
+            model: "global", "personal" or "hybrid". If None, the model is the one that a client would use.
             part: part of the clients' data.
             by: "all" for the mean over clients, "client" for each client (keyed by number), or "device" for the mean of
                 each device class.

@@ -91,10 +91,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def draw_cohort(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
-    """Draw the cohort of a round.
-
-    Return the clients, the sampler's new state, and the cost ``[7]`` of the sampler's queries.
-    """
+    """Draw the cohort of a round. Return the clients, the sampler's new state, and the cost ``[7]`` of its queries."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)

@@ -140,7 +140,7 @@ Shares = (
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
 """Name or specification of a model, or a user-defined module, class or function."""
 Options = Mapping[str, Any] | None
-"""Options of one table of an experiment file. None stands for the defaults."""
+"""Options of one table of an experiment file. None means that the defaults are used."""
 
 
 class Choices(TypedDict, total=False):
@@ -279,10 +279,11 @@ class Setting(Value):
         Args:
             mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
                 names or tables. None keeps a default.
-            where: name of the file or call for use in messages.
-            places: other keys that are allowed, and the way in which keys are written. None stands for a mapping
-                that was created in Python.
-            base: setting that provides all choices that are missing from the mapping. None stands for the defaults.
+            where: name of the file or call, which is used in messages.
+            places: other keys that are allowed, and the way in which keys are written. None if the mapping was created
+                in Python.
+            base: setting that provides all choices that are missing from the mapping. None means that the defaults are
+                used.
 
         Raises:
             ConfigError: a key is unknown, has the wrong type or is out of range.
@@ -344,7 +345,7 @@ class Setting(Value):
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
-        """Return all choices except method and seed, including defaults, in the form of an experiment file."""
+        """Return all choices except method and seed, including defaults, as they are written in an experiment file."""
         tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)

@@ -72,7 +72,7 @@ class Times:
 
     @classmethod
     def resumed(cls, rounds: Sequence[float], process_starts: Sequence[int]) -> Times:
-        """Return the durations of earlier processes in the form that the rounds of a new process continue."""
+        """Return the durations of earlier processes as a list that the rounds of a new process continue."""
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
     def add_round(self, seconds: float) -> Times:

@@ -45,7 +45,7 @@ class NamedMethod(NamedTuple):
             method: name in the registry, import path, class, method, or value that a preset has returned.
             options: options of the method, and ``defaults``, which selects the values of all options that are not
                 given.
-            where: file and table, for use in messages.
+            where: file and table, which are named in messages.
             places: description of where other keys belong.
 
         Raises:
@@ -125,8 +125,8 @@ class SettingTable:
 
         Args:
             choice: value, name of a kind, table of options, or None. In a file, only a table is allowed.
-            where: file and table, for use in messages.
-            name: name of the table for use in messages.
+            where: file and table, which are named in messages.
+            name: name of the table, which is used in messages.
             places: description of where other keys belong.
 
         Raises:

@@ -25,7 +25,7 @@ MIN_FREE_BYTES = 64 << 20
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop, and store the machine code in the folder of the package or in the user's cache.
+    """Compile a loop and cache the machine code in the package folder or in the user's cache folder.
 
     If there is no home folder, as in some containers, the code is not stored, because numba would create a folder named
     ``~`` in the working folder.
@@ -68,7 +68,7 @@ def _run_locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
 @contextmanager
 def _lock_folder(folder: str) -> Iterator[None]:
     """Lock a folder of machine code, unless the disk does not support locks or the folder cannot be written."""
-    lock = _lock_of(folder)
+    lock = _lock_of(folder, os.getpid())
     try:
         os.makedirs(folder, exist_ok=True)
         lock.acquire()
@@ -82,6 +82,9 @@ def _lock_folder(folder: str) -> Iterator[None]:
 
 
 @cache
-def _lock_of(folder: str) -> FileLock:
-    """Return the lock of a folder. A process that already holds it can acquire it again."""
+def _lock_of(folder: str, pid: int) -> FileLock:
+    """Return the lock of a folder for one process, which can acquire it again while it holds it.
+
+    A forked worker needs a lock of its own, because it cannot use a lock that its parent has created.
+    """
     return FileLock(os.path.join(folder, "machine-code.lock"))

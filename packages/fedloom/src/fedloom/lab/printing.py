@@ -1,4 +1,4 @@
-"""Printing of tables to standard output so that no content is cut off, whatever the width of the terminal."""
+"""Printing of tables to standard output so that no content is cut off, regardless of the width of the terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def print_texts(
         width: maximum number of characters per line if the output is not a terminal.
         names: True if the first column contains names that users may want to copy. Such names are never wrapped. If the
             names leave too little space for the other columns, the other columns are printed below each name.
-        lead: number of columns that each block repeats. 0 stands for all columns before the first one in ``right``.
+        lead: number of columns that each block repeats. 0 means all columns before the first one in ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
     console = _Output()

@@ -105,7 +105,7 @@ class _RunsProgress:
     """Progress and speed of several runs.
 
     Attributes:
-        rounds: number of rounds, keyed by label. The key "" stands for all runs together.
+        rounds: number of rounds, keyed by label. The key "" represents all runs together.
         done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
             its rounds.
         figures: latest metrics of each run, formatted as text and keyed by label and seed.

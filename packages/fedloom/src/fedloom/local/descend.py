@@ -75,9 +75,9 @@ def descend(
         prox: pair (f, centre) of the function and the point around which it is applied. If the point is None, it is
             zero.
         mask: mask ``[d]`` or ``[m, d]`` of bool or of zeros and ones, which marks the coordinates that may change.
-        steps: number of steps, ``[m, 1]`` or a single number. None stands for the number of steps in the round.
+        steps: number of steps, ``[m, 1]`` or a single number. If None, it is the number of steps in the round.
         stream: name of the stream of batches. Calls with the same name use the same batches.
-        lr: step size. None stands for the step size of the round.
+        lr: step size. If None, the step size of the round is used.
         scale: factor s > 0 of the local loss, ``[m, 1]``. None for 1.
         decay: factor in (0, 1] by which the step size is multiplied after each step.
         terms: functions of the representation that are added to the loss. Their gradient is added to the gradient of

@@ -56,8 +56,8 @@ def gradient_descent(
             computed at the end.
         pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
-        steps: maximum number of steps, ``[m, 1]`` or a single number. None stands for the number of steps in the round.
-        lr: step size. None stands for the step size of the round.
+        steps: maximum number of steps, ``[m, 1]`` or a single number. If None, it is the number of steps in the round.
+        lr: step size. If None, the step size of the round is used.
         until: stopping rule that is checked after each step.
 
     Returns:

@@ -32,8 +32,8 @@ def iterate(
         step: function of the rows and the work of the clients that have not finished, and of ``batches`` batches.
         rows: tensor or NamedTuple of tensors ``[m, .]``. It must contain all values per client that ``step`` reads.
         work: local problems of the clients. In ``step``, ``work.k`` is the number of the step, counted from 0.
-        steps: number of steps, ``[m, 1]`` or a single number. None stands for ``work.steps``, or for the number of
-            given batches.
+        steps: number of steps, ``[m, 1]`` or a single number. If None, it is ``work.steps``, or the number of given
+            batches.
         batches: number of batches that each step uses.
         stream: name of the stream of batches. Calls with the same name use the same batches, whereas different names
             give different orders of the samples.

@@ -24,8 +24,8 @@ ELEMENTWISE_OPTIMIZERS = FUSED_OPTIMIZERS | {
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
-"""Optimizers that update each coordinate separately, so that each client's row can be one parameter, and one optimizer
-can step all rows."""
+"""Optimizers that update each coordinate separately. A single optimizer can therefore update the stacked parameters of
+all clients, one row per client."""
 
 
 class Slot(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rows of client values in nested form: a tensor, or a NamedTuple of tensors, with one row per client."""
+"""Rows of client values: a tensor, or a NamedTuple of tensors, with one row per client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split of each client's training samples into two sides, for methods that hold out samples."""
+"""Split of each client's training samples into two subsets, for methods that hold out samples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def split(work: Work, share: float) -> tuple[Work, Work]:
     """Hold out ``share`` of each client's training samples. Return the work on the rest and on the held-out part.
 
-    The split is drawn once for each client and remains the same in all rounds. Each side of the split has at least one
-    sample. A client with a single sample uses this sample on both sides. Steps, batches and `Work.loss` use only the
-    samples on one side. All other results use all samples of the client.
+    The split is drawn once for each client and remains the same in all rounds. Each subset has at least one sample. A
+    client with only one sample uses it in both subsets. Steps, batches and `Work.loss` use only the samples in one
+    subset. All other results use all samples of the client.
     """
     rest, held = list[Tensor](), list[Tensor]()
     for i, size in zip(work.ids.tolist(), work.sizes[:, 0].tolist(), strict=True):

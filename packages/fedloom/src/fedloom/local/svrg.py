@@ -81,7 +81,7 @@ def svrg(
         outer: maximum number of outer iterations, ``[m, 1]`` or a single number.
         inner: number of steps in each outer iteration. If None, one epoch of each client is used, but at least 2 steps.
             With 1, the point never moves, because the last iterate is never drawn.
-        lr: step size. None stands for the step size of the round.
+        lr: step size. If None, the step size of the round is used.
         until: stopping rule for full directions, which are computed in any case. It is checked after each outer
             iteration.
         stream: name of the stream of batches.
@@ -116,7 +116,7 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
         work: local problems of the clients.
-        lr: step size. None stands for the step size of the round.
+        lr: step size. If None, the step size of the round is used.
         stream: name of the stream of batches.
 
     Returns:

@@ -23,7 +23,7 @@ class Term(NamedTuple):
     dropout.
 
     Attributes:
-        fn: function of one client's samples and of this client's row of `argument`.
+        fn: function that takes one client's samples and this client's row of `argument`.
         weight: number or tensor ``[m, 1]``. A term is ignored if all of its weights are zero.
         anchors: additional models ``[d]`` or ``[m, d]``. The function receives the features of the same samples under
             these models.

@@ -53,8 +53,8 @@ class Work:
             drawn.
         memory: states of the clients' optimizers, from which the optimizers continue after the previous round. None if
             optimizers start without a state.
-        places: positions of the samples to which batches and losses are restricted ``[m, b]``. None stands for all
-            samples (see `fedloom.local.split`).
+        places: positions of the samples to which batches and losses are restricted ``[m, b]``. If None, all samples are
+            used (see `fedloom.local.split`).
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Work:
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
         """Return the number of steps of each client ``[m]`` on the CPU.
 
-        None stands for the steps of the round, with ``batches`` batches each.
+        If ``steps`` is None, the steps of the round are counted, with ``batches`` batches each.
         """
         if steps is None:
             steps = self.steps // batches if self.counted and batches else self.steps

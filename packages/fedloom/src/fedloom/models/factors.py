@@ -93,7 +93,7 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
 
 def _layer_matrix(layer: nn.Module) -> Tensor | None:
-    """Return the matrix ``[rows, columns]`` of a layer that can be replaced, or None for any other layer."""
+    """Return the matrix ``[rows, columns]`` of a layer, or None if the layer cannot be replaced."""
     if type(layer) is nn.Linear:
         return layer.weight.detach()
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":

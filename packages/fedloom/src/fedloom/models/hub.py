@@ -19,8 +19,8 @@ class Hub(TokenModelSpec):
     It needs the extra ``hub`` of fedloom.
 
     With ``name``, weights are downloaded by `AutoModel.from_pretrained`, which never executes code from the repository.
-    In this case, the tokens of the data must be those of the model's tokenizer, with 0 as padding. If ``config`` is
-    given, a new model is created without a network connection. Dropout is determined by the model's configuration.
+    In this case, the tokens of the data must be the tokens of the model's tokenizer, with 0 as padding. If ``config``
+    is given, a new model is created without a network connection. Dropout is determined by the model's configuration.
     """
 
     name: str | None = Field(

@@ -23,7 +23,7 @@ from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
-"""User's own module, or a class or function that returns such a module."""
+"""User's own module, or a class or function that returns a module."""
 ABSENT_VALUE = object()
 """Marker that represents an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
@@ -100,7 +100,7 @@ class InProcessModel(_UserModel):
 
 
 def describe_model(model: object) -> ModelSpec | None:
-    """Return the specification of an object that is a model, or None for any other object.
+    """Return the specification of an object that is a model, or None if the object is not a model.
 
     Args:
         model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a

@@ -40,10 +40,11 @@ PAPER_NETWORKS: dict[str, ModelSpec] = {
 
 
 def preset_class(name: str) -> type[ModelSpec]:
-    """Return a class of specifications whose default values are those of a network in `PAPER_NETWORKS`.
+    """Return a class of specifications with the default values of a network in `PAPER_NETWORKS`.
 
     The reference page, the JSON schema and ``fedloom list`` read this class, so that they show the values that a run
-    uses. Its docstring names the kind of the model, and each default value that differs from that of the kind.
+    uses. Its docstring names the kind of the model, and each default value that differs from the default value of the
+    kind.
 
     Raises:
         KeyError: there is no network with this name.

@@ -104,7 +104,7 @@ def penultimate_layer(module: nn.Module) -> str:
     Raises:
         ConfigError: there is no such submodule, or the attribute names a submodule that does not exist.
 
-    >>> penultimate(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    >>> penultimate_layer(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     '1'
     """
     named = _declared_part(module, "penultimate")

@@ -114,7 +114,7 @@ class TorchLSTMLayer(nn.LSTM):
     bias_hh_l0: Tensor
 
     def compute_equations(self, x: Tensor) -> Tensor:
-        """Return all states ``[b, L, hidden]`` for ``x [b, L, .]``, which are the same as those of ``forward``."""
+        """Return all states ``[b, L, hidden]`` for ``x [b, L, .]``, which are the same as the states in ``forward``."""
         gates = (x @ self.weight_ih_l0.mT + (self.bias_ih_l0 + self.bias_hh_l0)).unbind(1)
         h = c = torch.zeros_like(gates[0][:, : self.hidden_size])
         states = []

@@ -42,7 +42,7 @@ DIGEST_MARK = "#sha256="
 
 
 class InitialValues(Value):
-    """Options, for all models, of the values before the first round and of the choice of trained values."""
+    """Options, for all models, that determine the values before the first round and which values are trained."""
 
     init_from: str | None = Field(
         None,

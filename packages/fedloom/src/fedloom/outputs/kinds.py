@@ -27,7 +27,7 @@ class FileKind(NamedTuple):
 
     Attributes:
         name: one of the names in `FILE_KINDS`.
-        what: description of such a file, e.g. ``"a file of predictions"``.
+        what: description of this kind of file, e.g. ``"a file of predictions"``.
         is_own: function that returns True if an existing file is of this kind and was written by fedloom. Such a file
             may be replaced.
     """

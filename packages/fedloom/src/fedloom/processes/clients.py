@@ -45,7 +45,7 @@ class TrainRequest(NamedTuple):
         down: values that clients receive, with fields ``[.]`` if all clients receive the same values, otherwise ``[c,
             .]``.
         server: state of the server before the round.
-        steps: number of local steps of each client ``[m]``. None stands for the number in the run's settings.
+        steps: number of local steps of each client ``[m]``. If None, the number in the run's settings is used.
         alpha: weights of all clients in the objective ``[n, 1]``, or None if they are the same as before round 1.
     """
 

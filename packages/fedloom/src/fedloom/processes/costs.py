@@ -1,4 +1,4 @@
-"""Estimate of the time of a round for any number of ranks, machines and clients, from measurements with one process.
+"""Estimates of a round's duration for any number of ranks, machines and clients, from measurements with one process.
 
 The estimate is ``fixed + n client + (cohort / ranks) share slowed + chunks result + trips trip + bytes / rate``, where
 ``fixed``, ``client``, ``share`` and ``result`` are fields of `MethodCosts`, and ``trip`` and ``rate`` are fields of
@@ -33,7 +33,7 @@ the same time."""
 
 @dataclass
 class MeasuredWorkers:
-    """Workers of one process that measure the time of each chunk and the size of the results exchanged by ranks.
+    """Workers of one process that measure the duration of each chunk and the size of the results that ranks exchange.
 
     Attributes:
         workers: workers that compute the chunks.
@@ -124,7 +124,7 @@ class MethodCosts(NamedTuple):
         result: time in seconds to pass the result of a chunk to other ranks.
         client: time in seconds for each client of the federation, which does not depend on the cohort.
         fixed: time that does not depend on any of these numbers, in seconds.
-        message: number of bytes of the result of a chunk.
+        message: size of a chunk's result in bytes.
         row: number of bytes that are stored for each client.
         chunk: maximum number of clients in a chunk.
         cohort: number of clients in the cohort of the measured round.

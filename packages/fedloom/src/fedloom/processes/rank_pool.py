@@ -24,7 +24,7 @@ MAX_HELD_BYTES = 1 << 28
 def rank_of_task(k: int, ranks: int) -> int:
     """Return the rank that computes task ``k``: ranks take turns, forward and backward, because tasks get shorter.
 
-    >>> [owner(k, 3) for k in range(8)]
+    >>> [rank_of_task(k, 3) for k in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
     """
     lap, place = divmod(k, ranks)
@@ -37,7 +37,7 @@ class RankPool:
     Args:
         ranks: processes that compute the chunks.
         locations: machines on which the rows of clients are stored.
-        up_bytes: number of bytes of the result of one chunk.
+        up_bytes: size of one chunk's result in bytes.
     """
 
     def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:

@@ -14,7 +14,7 @@ from fedloom.rows.layout import Layout
 
 
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Return a bool mask ``[d]`` of the parameters that match the prefixes, by default those of the head.
+    """Return a bool mask ``[d]`` of the parameters that match the prefixes, by default the head's prefixes.
 
     The head is the last layer with a matrix, including its bias.
 
@@ -43,7 +43,7 @@ def undivided(method: str, head: Tensor, equal: str) -> list[str]:
 
 
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Return a bool mask ``[d]`` of parameters that match the prefixes, by default those of normalization layers.
+    """Return a bool mask ``[d]`` of parameters that match the prefixes, by default the normalization layers' prefixes.
 
     Both the weights and the biases of these layers are included.
 

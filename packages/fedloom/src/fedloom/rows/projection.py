@@ -37,7 +37,7 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
 
     Args:
         key: key from `new_key`.
-        k: number of dimensions of the subspace, or None for the identity.
+        k: number of dimensions of the subspace. If None, the projection is the identity.
         like: tensor ``[..., d]``. The projection has the dimension d, dtype and device of this tensor.
         matrix: matrix ``[k, d]`` that is used instead of a matrix drawn from the key, or None.
 

@@ -57,7 +57,8 @@ class Codec:
         """Encode the message of one client.
 
         Args:
-            values: values {name: [*shape]} of all fields of the codec, with the declared data types.
+            values: dict that maps the name of each field of the codec to a tensor with the declared shape and data
+                type.
             ranks: ranks {field: {matrix: rank}} of low-rank fields. If they are not given, they are computed.
 
         Raises:
@@ -209,7 +210,7 @@ class Codec:
                 return kind, length, end
         raise WireError(
             f"field {name!r} must be {list(field.shape)} {field.dtype} {field.encoding}, but the "
-            "message contains a different form"
+            "field in the message is not"
         )
 
 

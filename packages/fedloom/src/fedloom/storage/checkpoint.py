@@ -280,7 +280,7 @@ class Checkpoints:
 
         Rows that are newer than the generation are discarded.
 
-        Tensors are copied so that their alignment in memory is that of torch instead of that of the file.
+        Tensors are copied so that they are aligned in memory as torch aligns them, rather than as in the file.
 
         Raises:
             DamagedCheckpoint: all generations are damaged, or the rows of a store are damaged.

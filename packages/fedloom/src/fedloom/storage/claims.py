@@ -59,7 +59,7 @@ class UnitClaim:
     Attributes:
         state: folder in which the work is done. If the previous attempt has left a checkpoint, the folder contains this
             checkpoint.
-        earlier: state folder of the previous attempt, which may have been moved. None for the first attempt.
+        earlier: state folder of the previous attempt, which may have been moved. None at the first attempt.
         progress: text that describes the progress for other processes.
     """
 

@@ -1,4 +1,4 @@
-"""Disk primitives, with which all changes to a run directory are made.
+"""Functions that make all changes to a run directory on disk.
 
 The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, so that a
 test can stop the process at this point. If a test may stop the process there, each write is split into two halves, with

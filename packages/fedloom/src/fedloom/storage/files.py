@@ -67,7 +67,7 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
     Args:
         path: the file.
-        what: description of the file, for use in the message, e.g. ``"the site file"``.
+        what: description of the file, which is used in the message, e.g. ``"the site file"``.
         cure: end of the message, which states what to do.
 
     Raises:

@@ -181,7 +181,8 @@ class Journal:
 
         Args:
             header: header of the journal whose rows are read.
-            sealed: length that the file must have. None for the newest journal, whose last record may be incomplete.
+            sealed: length that the file must have. None if the journal is the newest one, whose last record may be
+                incomplete.
 
         Yields:
             Ids [k], and rows [k, bytes per row] uint8.

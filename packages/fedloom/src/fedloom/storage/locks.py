@@ -57,7 +57,7 @@ def take_lock(fd: int, path: Path, *, wait: bool = False) -> bool:
 
     Args:
         fd: file descriptor.
-        path: path of the file, for use in the message.
+        path: path of the file, which is named in the message.
         wait: True to wait for the process that is holding the lock.
 
     Returns:

@@ -214,7 +214,7 @@ class Chosen:
 def metric_labels(classes: Sequence[str]) -> list[str]:
     """Return class names as parts of metric names: at most 40 characters, without slashes or brackets, all different.
 
-    >>> labels(["a/b", "a b", "a_b"])
+    >>> metric_labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']
     """
     names_of_metrics: list[str] = []

@@ -212,7 +212,7 @@ def check_analysis(
 
     Args:
         analysis: the value.
-        clients: at least two clients, in the form that `fl.analyze` accepts.
+        clients: at least two clients, of any type that `fl.analyze` accepts.
         rules: rules that the clients agreed on.
         without: names of laws that the analysis violates on purpose.
 

@@ -91,7 +91,7 @@ class ReferenceFederation(NamedTuple):
 
 
 def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
-    """Return the stored rows that a download mixes (of the cohort or of all clients), or None without mixing."""
+    """Return the stored rows that a download mixes (of the cohort or of all clients), or None if nothing is mixed."""
     if not algorithm.mixes:
         return None
     return kept if algorithm.mixes_all else picked(kept, ids)

@@ -64,7 +64,7 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
 
 
 def name_law(law: Callable[[Any], None]) -> str:
-    """Return the name of a law, as in `without` and in messages."""
+    """Return the name of a law, as it is used in `without` and in messages."""
     return law.__name__.lstrip("_")
 
 

@@ -72,7 +72,7 @@ class Scene:
         return self.fed.work(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids, steps)
 
     def aggregate(self, up: Any) -> Any:
-        """Return an upload in the form in which the server receives it, as unweighted means or as rows."""
+        """Return an upload as the server receives it, as unweighted means or as rows."""
         fields = upload_fields(type(self.a))
         means = (fields[name].averaged for name in up._fields)
         return type(up)(*(value.mean(0) if mean else value for mean, value in zip(means, up, strict=True)))

@@ -131,7 +131,7 @@ def a_clock_changes_no_bit(method: object) -> None:
 def whole_cohort(method: object) -> None:
     """Check that a run with equal devices and a buffer for the whole cohort is bitwise equal to a synchronous run.
 
-    A run with a late deadline must also give the same models as the synchronous run.
+    A run with a late deadline must also produce the same models as the synchronous run.
     """
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):

@@ -55,7 +55,7 @@ def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None
     """Return a phrase that describes the first difference between two trees of tensors, or None if they are equal.
 
     Args:
-        got: tensor, NamedTuple, or dict of these, in the form that `name_tensors` accepts.
+        got: tensor, NamedTuple, or dict of these, of any type that `name_tensors` accepts.
         want: tree with the same structure and the same names.
         tol: largest tolerated difference, at least 0, relative to the size of the tensors. If it is 0, tensors must be
             bitwise equal.

@@ -100,7 +100,7 @@ class Model:
             normalization.
         fitted: values fitted at the model's client to prepare a table's columns, ``[p, .]``. None if these values are
             unknown.
-        about: method, algorithm, seed, kind, client and round, as far as they are known.
+        about: method, algorithm, seed, kind, client and round, if they are known.
         calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, the logits remain
             unchanged.
     """
@@ -149,7 +149,7 @@ class Model:
         If there is a label per position, the shape is ``[N, L]``, and padding positions are included.
 
         Args:
-            rows: unlabeled rows, in any form that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied by
+            rows: unlabeled rows, of any type that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied by
                 the factors in the ``[data]`` table that was used for training. If factors differ between clients, a
                 column must name the client of each row.
 
@@ -242,7 +242,7 @@ class Model:
     def strange(self, x: Tensor) -> list[str]:
         """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
 
-        For other samples, the sentence is that of `InputSpec.note_far`.
+        For other samples, `InputSpec.note_far` provides the sentence.
         """
         table = self.recipe.facts.table
         if table is None:

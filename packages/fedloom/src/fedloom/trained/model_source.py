@@ -35,7 +35,7 @@ class ModelSource(Protocol):
 
     @property
     def fitted(self) -> Tensor | None:
-        """Values that were fitted at each client to prepare a table's columns ``[n, p, .]``, or None for other data."""
+        """Values fitted at each client to prepare a table's columns ``[n, p, .]``, or None if there is no table."""
         ...
 
     def kinds(self) -> list[str]:

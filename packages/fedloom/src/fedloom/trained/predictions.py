@@ -262,8 +262,8 @@ class ModelEvaluation:
         kind: kind of model to evaluate.
         scaling: how the columns of a table are scaled, as `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
         choice: assignment of rows to models.
-        rows: rows in the form that the models accept.
-        data: the same samples in the form of their source.
+        rows: rows in the representation that the models accept.
+        data: the same samples, of the same type as their source.
     """
 
     about: Mapping[str, Any]
@@ -306,8 +306,8 @@ def evaluate_models(
 
     Args:
         runs: models of each run.
-        data: data in the form of their source.
-        rows: the same samples in the form that the models accept.
+        data: data of the same type as their source.
+        rows: the same samples in the representation that the models accept.
         client: client whose models make all predictions. If None, each row is predicted by the model of its own client.
         kind: kind of model to evaluate. If None, all kinds are evaluated if each row belongs to a client of the run.
             Otherwise, only the global model is evaluated.

@@ -128,7 +128,7 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
     Args:
         facts: facts about the data.
-        scores: probabilities or values in the form that `RawModel` returns.
+        scores: probabilities or values, as `RawModel` returns them.
         threshold: minimum probability at which the second of two classes, or a label, is predicted. If None, the more
             probable class is predicted, or a label whose probability is at least 0.5.
     """

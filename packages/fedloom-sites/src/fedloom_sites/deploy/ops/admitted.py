@@ -103,7 +103,7 @@ def _key_line(file: Path) -> str:
 
 
 def _running_server_paths(file: Path) -> tuple[Path, Path]:
-    """Return the paths of the server's database and of the folder of its command line.
+    """Return the paths of the server's database and of the folder that its command line uses.
 
     If only a local trial is running, its paths are returned instead.
     """

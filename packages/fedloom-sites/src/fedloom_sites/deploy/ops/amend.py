@@ -30,6 +30,7 @@ from fedloom_sites.deploy.ops.members import (
     member_of,
 )
 from fedloom_sites.deploy.ops.status import server_file
+from fedloom_sites.deploy.relay import LINKS_FILE, RELAYED_FOLDER
 from fedloom_sites.deploy.setting_files import read_server
 from fedloom_sites.deploy.settings import Member, Server, SharedSettings
 
@@ -65,11 +66,17 @@ def rotate(folder: Path, name: str) -> AgreementChange:
         name: name of the site.
 
     Raises:
-        ConfigError: the site does not exist, or the change exists already.
+        ConfigError: the site does not exist, the change exists already, or the sites verify sums that the old keys
+            have signed.
         RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))
     before = member_of(server, name)
+    if server.verifies and (server.checkpoints / RELAYED_FOLDER / LINKS_FILE).exists():
+        raise ConfigError(
+            f"the sites verify the sums with verify, and {name} has signed the stored rounds with its old keys, so no "
+            "site could open these rounds with the new keys. Start a new deployment: fedloom deploy init"
+        )
     node, signing = keys.make_key_pair("connection"), keys.make_key_pair("signing")
     member = before.with_(node_key=node.public, signing_key=signing.public)
     members = tuple(member if one == before else one for one in server.sites)

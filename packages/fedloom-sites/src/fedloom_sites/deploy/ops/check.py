@@ -79,7 +79,7 @@ Check = Callable[[Site], Iterator[CheckFinding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[CheckFinding]:
-    """Yield the findings of all checks of a site, in such an order that the first refusal is the first one to fix.
+    """Yield the findings of all checks of a site, ordered so that the first refusal is the first one to fix.
 
     Args:
         site: the site's settings.

@@ -59,7 +59,7 @@ def process_environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: i
     Args:
         home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
-        threads: number of threads of numerical libraries. None for the libraries' own default.
+        threads: number of threads of numerical libraries. If None, the libraries use their own default.
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}

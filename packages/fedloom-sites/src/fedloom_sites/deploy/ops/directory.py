@@ -148,7 +148,8 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
     Args:
         folder: the directory.
-        host: name or address at which sites reach the server. None stands for the host in the deployment's server.toml.
+        host: name or address at which sites reach the server. If None, the host in the deployment's server.toml is
+            used.
         days: number of days for which the certificate is valid.
 
     Returns:
@@ -214,7 +215,7 @@ def _side_name(of: Server | Site) -> str:
 
 
 def _side_environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
-    """Return the environment of the given process of the server or of a site."""
+    """Return the environment of a process that belongs to the server or to a site."""
     home = place.home / _side_name(of) / (CLI_FOLDER if name == "run" else "flower")
     return process_environment(home, place.programs, of.threads if isinstance(of, Site) else None)
 

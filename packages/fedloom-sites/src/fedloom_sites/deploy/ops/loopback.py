@@ -45,7 +45,7 @@ class LoopbackDeployment:
     Args:
         folder: directory that `fedloom deploy init` wrote.
         processes: context manager in which the server and the sites are started. They end when the block is left.
-        port: the server's port. None stands for a free port.
+        port: the server's port. If None, a free port is chosen.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or a file differs from the one that was agreed on.
@@ -235,7 +235,7 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> LoopbackDeplo
     Args:
         folder: the directory.
         show: function that is called with every human-readable message.
-        port: the server's port. None stands for a free port.
+        port: the server's port. If None, a free port is chosen.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or the port is in use.

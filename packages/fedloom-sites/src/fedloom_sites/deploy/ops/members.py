@@ -70,7 +70,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
     Args:
         folder: folder of the deployment or of its server. Only its new subfolder ``changes/NAME`` is written to.
         name: name of the new site.
-        place: where the new site's files are located. Its host is that of the server.
+        place: where the new site's files are located. Its host is the server's host.
 
     Raises:
         ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has no
@@ -169,7 +169,7 @@ class AgreementProposal(NamedTuple):
 
 
 def check_proposal(folder: Path, change: Path) -> AgreementProposal:
-    """Check a new agreement, and return it in the form in which the site would store it.
+    """Check a new agreement, and return it as the site would store it.
 
     Args:
         folder: folder of the site.

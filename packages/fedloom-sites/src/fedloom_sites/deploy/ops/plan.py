@@ -1,4 +1,4 @@
-"""Plan of a deployment, made from an experiment: one method, one seed, names of the sites, and the form of a sample."""
+"""Plan of a deployment, derived from an experiment: one method, one seed, the sites' names, and a sample's shape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ from fedloom_sites.deploy.site.local_data import federation_of
 DRIFT_MARGIN = 10.0
 """Factor by which the norm of a difference may exceed the largest norm in the first round. In 20 rounds of the
 registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that with a channel
-that stores its errors, unless a method diverged."""
+that stores its errors, unless a method diverged. FedADMM inexact is an exception: the factor was 22, because its dual
+starts at zero."""
 CHECKED_DRAW_COUNT = 50
 """Number of rounds whose cohorts are drawn in order to check that all sites train in each round. If a sampler draws
 fewer sites, this is soon detected."""
@@ -68,8 +69,8 @@ class DeploymentPlan:
         share: see `Site`.
         fixed_data: see `Site`.
         code: user code named in the experiment by import path.
-        norm_bound: maximum norm of a difference that the server accepts. None for no limit.
-        threshold: threshold of secure aggregation. None without secure aggregation.
+        norm_bound: maximum norm of a difference that the server accepts. None if there is no limit.
+        threshold: threshold of secure aggregation. None if secure aggregation is off.
         most_samples: maximum number of samples in any part of a site's data. None if sites have their own data and no
             number is given.
         start: file that contains the initial model. None if the initial model is drawn with the run's seed.
@@ -121,20 +122,21 @@ def plan_deployment(
 
     Args:
         experiment: the comparison. The experiment's data must exist, because they determine what a sample looks like.
-        sites: number of sites. None for the number of clients in the partition, or for one site for each name.
-        names: names of the sites. None for the names of the clients, or site-0, site-1, ...
+        sites: number of sites. If None, there are as many sites as clients in the partition, or one site for each name.
+        names: names of the sites. If None, the names are the names of the clients, or site-0, site-1, ...
         method: the method's label. None if the experiment has only one method.
-        seed: seed of the run, None for the first seed.
-        rounds: number of rounds, None for the method's own number of rounds.
+        seed: seed of the run. If None, the first seed is used.
+        rounds: number of rounds. If None, the method's own number of rounds is used.
         data_dir: folder of data sets.
         own_data: True if every site has its own data, rather than a share of the experiment's data.
         fixed_data: True to reject a site whose samples change during the run. Otherwise, the change is logged.
-        norm_bound: maximum L2 norm of the difference that the server accepts from a site. None stands for
-            `DRIFT_MARGIN` times the largest norm in the first round, which is simulated for this purpose.
-        most_samples: maximum number of samples in any part of a site's data. None stands for the number at the largest
+        norm_bound: maximum L2 norm of the difference that the server accepts from a site. If None, it is `DRIFT_MARGIN`
+            times the largest norm in the first round, which is simulated for this purpose.
+        most_samples: maximum number of samples in any part of a site's data. If None, it is the number at the largest
             client, which is unknown if sites have their own data.
         secure_aggregation: True if the server receives masked sums (see `fedloom_sites.deploy.secure.protocol`).
-        threshold: minimum number of sites in any sum that is unmasked. None stands for more than two thirds.
+        threshold: minimum number of sites in any sum that is unmasked. If None, more than two thirds of the sites are
+            required.
         changes: maximum number of times that a site may leave the masked sums or return to them. None for
             `MAX_CHANGES`.
         verify: True if every site opens the masked sums itself and computes its models from them.
@@ -214,7 +216,7 @@ def plan_deployment(
 
 
 def _choose_threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
-    """Return the chosen or default threshold of secure aggregation for n sites, or None without secure aggregation.
+    """Return the chosen or default threshold of secure aggregation for n sites, or None if secure aggregation is off.
 
     Raises:
         ConfigError: the threshold is too small or too large, the cohorts are smaller than the threshold, or there are

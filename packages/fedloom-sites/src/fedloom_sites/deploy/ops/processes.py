@@ -30,11 +30,11 @@ class ManagedProcess:
     """A process that leads its own process group. Its output is written to a file.
 
     Args:
-        name: name of the process in messages.
+        name: name of the process, which is used in messages.
         command: program and arguments.
         environment: variables that are added to this process's environment.
         log: file of the output.
-        folder: working directory. None stands for the working directory of this process.
+        folder: working directory. If None, the working directory of this process is used.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ManagedProcesses:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> ManagedProcess:
-        """Start and return a process. The arguments are those of `ManagedProcess`."""
+        """Start and return a process. The arguments are the same as for `ManagedProcess`."""
         if self._reaper is None:
             words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GROUP_GRACE_SECONDS)]
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)

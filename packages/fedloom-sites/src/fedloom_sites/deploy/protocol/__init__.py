@@ -1,1 +1,1 @@
-"""Messages between the server and the sites: their form, their signatures, and the checks of replies."""
+"""Messages between the server and the sites: their format, their signatures, and the checks of replies."""

@@ -116,7 +116,7 @@ class ReplyChecks:
 
         Raises:
             LateReply: the reply is valid, but late.
-            Rejected: a check has failed. The message describes the failure. No other errors are possible.
+            RejectedReply: a check has failed. The message describes the failure. No other errors are possible.
         """
         if pending is None:
             raise RejectedReply(1, "the reply does not answer an open message")
@@ -218,7 +218,7 @@ class ReplyChecks:
         """Check the description of its data that a site sends in reply to a greeting.
 
         Raises:
-            Rejected: the data do not match the experiment, or are larger than a site may claim.
+            RejectedReply: the data do not match the experiment, or are larger than a site may claim.
         """
         for name, want in comparable_facts(self._settings.samples).items():
             if (got := head[name]) != want:

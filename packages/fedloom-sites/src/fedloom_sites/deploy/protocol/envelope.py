@@ -73,8 +73,8 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
 """Kinds of messages of secure aggregation, in the order in which they are sent.
 
-A session contains ``masked`` or, if only scores are summed, ``tally``. A session contains ``open`` if a site is
-accused, ``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
+A session contains ``masked``, or ``tally`` if only scores are summed. A session contains ``open`` if a site is accused,
+``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
 """
 
 REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
@@ -126,7 +126,7 @@ class SiteRequest(NamedTuple):
 
     Attributes:
         kind: kind of the message.
-        client: number of the site. None in a greeting, which asks for this number.
+        client: number of the site. None if the message is a greeting, which asks for this number.
         arrays: encoded messages for the codec.
         more: additional fields of the header.
         down: message that the client receives, from which the norm of the difference is computed.
@@ -152,7 +152,7 @@ class PendingRequest(NamedTuple):
     Attributes:
         kind: kind of the message.
         round: round of the run.
-        client: number of the site. None in a greeting, which asks for this number.
+        client: number of the site. None if the message is a greeting, which asks for this number.
         node: Flower's number for the node.
         nonce: nonce of this message.
         down: message that the client received, for computing the norm of the difference.

@@ -32,7 +32,7 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Read the private key of a site from its file.
 
     Raises:
-        ConfigError: the file is missing, or is not an Ed25519 key in OpenSSH form.
+        ConfigError: the file is missing, or is not an Ed25519 key in OpenSSH format.
     """
     content = content_of(path, "the signing key")
     try:
@@ -69,7 +69,7 @@ def read_verifying_key(line: str, site: str) -> Ed25519PublicKey:
 
 
 def signed_text(fields: Mapping[str, object]) -> bytes:
-    """Encode fields in one canonical form, for a signature."""
+    """Encode fields in one canonical representation that can be signed."""
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 

@@ -1,4 +1,4 @@
-"""Bounds on the norms of an upload's fields (at the server and at the sites), and ranges of its single numbers."""
+"""Bounds on the norms of an upload's fields (at the server and at the sites), and ranges of its individual numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shorten_upload(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) ->
 
     Args:
         job: run.
-        up: upload with finite fields ``[1, .]``.
+        up: upload of one client, with finite fields ``[1, .]``.
         down: message that the client has received.
         bounds: maximum norm of a field's difference, keyed by the field's name. A field that is not listed has no
             bound.

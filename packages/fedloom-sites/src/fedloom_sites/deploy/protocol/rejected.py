@@ -39,5 +39,5 @@ class UnableReply(RejectedReply):
 
 
 def make_printable(text: str) -> str:
-    """Return external text in a form that is safe to print and to log."""
+    """Return external text that has been made safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

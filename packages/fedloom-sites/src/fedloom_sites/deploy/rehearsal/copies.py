@@ -127,7 +127,7 @@ class RehearsedSite:
         """Return a copy of the site with an empty state.
 
         Args:
-            fed: samples of the copy. None for the samples of the site.
+            fed: samples of the copy. If None, the site's own samples are used.
             settings: settings that replace the settings in site.toml.
         """
         self._copies += 1

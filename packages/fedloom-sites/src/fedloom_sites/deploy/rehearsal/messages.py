@@ -36,7 +36,7 @@ from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
 MAX_ROUND_MODELS = int(SharedSettings.model_fields["models_per_round"].default)
-"""Number of models in one round above which differences between answers reveal single samples."""
+"""Number of models in one round above which differences between answers reveal individual samples."""
 TRIED_MODEL_COUNT = 12
 MIN_GROUP_ROWS = int(Groups.model_fields["min_rows"].default)
 """Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
@@ -337,7 +337,7 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
 
 
 def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a small file that unpacks to a huge table."""
+    """Return the outcome of a small file that expands to a huge table."""
     path, data = _table_of(site, ".csv.gz")
     block = b"1,0\n" * (1 << 18)
     with gzip.open(path, "wb", compresslevel=1) as file:

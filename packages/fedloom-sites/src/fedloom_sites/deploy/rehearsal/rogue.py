@@ -135,7 +135,7 @@ class RogueSession:
     Attributes:
         vectors: masked vectors that sites have sent, each preceded by a signature.
         shown: shares that open the counters, keyed by site.
-        told: shares that open the sum, keyed by site.
+        told: shares that a site reveals to open the sum, keyed by site.
     """
 
     def __init__(self, rogue: RogueServer, t: int, clients: Collection[int]) -> None:

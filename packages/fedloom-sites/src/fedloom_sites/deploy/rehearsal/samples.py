@@ -31,7 +31,7 @@ READ_ERROR = 0.01
 MAX_COMPARED_SAMPLES = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""AUROC of guessing the training samples from which on a model is considered to memorize. 0.5 is chance."""
+"""Minimum AUROC of guessing the training samples at which a model is considered to memorize. 0.5 is chance."""
 MAX_REPLACEMENT_SAMPLES = 8
 """Maximum number of samples that are tried in place of the first sample."""
 UNIT_SCALE = 1e-3
@@ -56,7 +56,7 @@ def find_first_layer(job: Job, features: int) -> FirstLayer:
     """Return the first layer of a model that begins with a linear layer.
 
     Raises:
-        Inapplicable: the model does not begin with a linear layer, or consists of a single layer.
+        InapplicableAttack: the model does not begin with a linear layer, or consists of a single layer.
     """
     layout = job.oracle.layout
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
@@ -132,7 +132,7 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
     """Return the change of the model ``[d]`` in an upload or a sum of uploads.
 
     Raises:
-        Inapplicable: the method's uploads are not changes of the model.
+        InapplicableAttack: the method's uploads are not changes of the model.
     """
     for name, kind in job.fields.items():
         field = fields.get(name)
@@ -258,7 +258,7 @@ def change_first_sample(site: RehearsedSite) -> Federation:
     of another sample of the site.
 
     Raises:
-        Inapplicable: every other sample changes a published fact.
+        InapplicableAttack: every other sample changes a published fact.
     """
     fed = site.fed
     rows = torch.cat([fed.indices(part, site.client) for part in ("train", "validation", "test")])
@@ -306,14 +306,14 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
 
 
 def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
-    """Return everything that a server sees of the answer to a model before any sum is opened."""
+    """Return everything that a server can observe of the answer to a model before any sum is opened."""
     before = len(rogue.refused)
     length = ask_upload(site, rogue, 1, download)
     return (tuple(rogue.refused[before:]), length)
 
 
 def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes) -> int:
-    """Ask the site alone for its upload of a round, and return the upload's number of bytes, or 0 without an upload.
+    """Ask the site alone for its upload of a round, and return the upload's size in bytes, or 0 if there is none.
 
     If masks are agreed on, the upload is masked.
     """

@@ -35,7 +35,7 @@ def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
     """Return the settings of secure sums on which the sites agreed.
 
     Raises:
-        Inapplicable: the agreement does not include secure sums.
+        InapplicableAttack: the agreement does not include secure sums.
     """
     if site.site.secure is None:
         raise InapplicableAttack(UNMASKED_REASON)
@@ -63,8 +63,8 @@ def play_session(
         download: model from which the sites start to train. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
-        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors have
-            actually arrived.
+        survivors: sites whose vectors have arrived, as claimed by the server. If None, these are the sites whose
+            vectors have actually arrived.
         more: additional fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
@@ -250,7 +250,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of models that hardly change, if this site is left out of every second round (R7)."""
+    """Return the outcome of models that hardly change, if this site is excluded from every second round (R7)."""
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -269,7 +269,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each leave out a different one of the other sites, which isolates this site."""
+    """Return the outcome of sums that each exclude a different one of the other sites, which isolates this site."""
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)

@@ -9,8 +9,8 @@ change of this site, and no site opens a sum with too few signatures. The upload
 to be known to the server. Every sum must therefore contain enough sites that have never changed: any combination of
 sums that a server computes contains either all of these sites or none. A site is also recorded as changed if its weight
 changes relative to the other sites' weights, because two sums of the same sites with different weights reveal just as
-much. The same holds for a site that answers from another state than the other sites: an upload that is a difference
-from the state, such as SCAFFOLD's, is then large at this site alone.
+much. The same holds for a site that answers from a different state than the other sites: an upload that is a difference
+from the state, such as SCAFFOLD's, is then large at this site only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAME_WEIGHT = 1e-6
 """Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""Record that marks a site as no longer knowing which sites its latest sum covers."""
+"""Record that marks a site as no longer knowing which sites its latest sum covered."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
 """Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""
@@ -46,7 +46,7 @@ class AnswerStates(NamedTuple):
 
     Attributes:
         experiment: name of the experiment, in which rounds are counted.
-        trained: round whose uploads are summed. None for a sum of anything else.
+        trained: round whose uploads are summed. None if the sum is not a sum of uploads.
         bases: last accepted round of each site, keyed by name.
     """
 
@@ -79,8 +79,7 @@ class CohortChanges(NamedTuple):
     def changed(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> set[str]:
         """Return the sites whose presence, weight or state differs between a new sum and the latest sum.
 
-        A site that answers from a state that differs from that of most sites differs from the previous sum and from the
-        next.
+        A site that answers from a different state than most sites differs from the previous sum and from the next.
 
         Args:
             sites: the sites in the new sum.
@@ -110,7 +109,8 @@ class CohortChanges(NamedTuple):
             states: states of these sites.
 
         Raises:
-            Broken: the sum would be one change too many for a site, or contains too few sites that have never changed.
+            ProtocolBroken: the sum would be one change too many for a site, or contains too few sites that have never
+                changed.
         """
         changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):
@@ -158,7 +158,7 @@ class CohortChanges(NamedTuple):
         return states
 
     def _find_moved_sites(self, states: AnswerStates) -> set[str]:
-        """Return the sites that answer from a state that differs from that of most sites in the newest sum of uploads.
+        """Return the sites that answer from a different state than most sites in the newest sum of uploads.
 
         If the server accepted the newest sum of the experiment, all its sites answer from the state of its round,
         otherwise from the state before. In the first sum of an experiment, the sites of the newest sum answer from the
@@ -173,7 +173,7 @@ class CohortChanges(NamedTuple):
 
 
 def find_reweighted_sites(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """Return the sites whose weight changed by a factor that differs from that of the largest group of sites.
+    """Return the sites whose weight changed by a different factor than the weights of the largest group of sites.
 
     Args:
         before: weights of each site in the first sum, one for each kind of field.

@@ -22,8 +22,7 @@ from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Integers, ProtocolBroken, Session, SessionSecrets
 
 ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)
-"""Counters that a site sends if it answers from its samples, sends a neutral upload instead, has no answer to a
-question or no scores, or has no samples."""
+"""Counters that a site sends if it answers, sends a neutral upload, has no answer or scores, or has no samples."""
 COUNTER_COUNT = len(ANSWERED_COUNTS)
 COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
 """Length in bytes of the message in which a site sends its counters."""
@@ -94,7 +93,8 @@ def open_counters(
         public: the sites' verification keys.
 
     Raises:
-        Broken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of counters.
+        ProtocolBroken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of
+            counters.
     """
     try:
         numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
@@ -117,7 +117,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
     would then reveal the answer of that site.
 
     Raises:
-        Broken: too few sites contribute, or a site is silent. The message states how many there are.
+        ProtocolBroken: too few sites contribute, or a site is silent. The message states how many there are.
     """
     if counts.answered < threshold:
         raise ProtocolBroken(
@@ -133,7 +133,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 def _mask_label(bound: bytes) -> bytes:
     """Return the label from which the masks of the counters are derived.
 
-    With it, the mask streams of the counters differ from those of the vectors.
+    With it, the mask streams of the counters differ from the mask streams of the vectors.
     """
     return secure.derive_key(bound, b"", b"counters")
 

@@ -32,10 +32,10 @@ def encode_integers(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
 
 
 def decode_integers(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Convert an integer sum of ``count`` numbers or changes to float64 ``[D]``.
+    """Convert the integer sum of ``count`` uploads to float64 ``[D]``.
 
     Raises:
-        Broken: the sum exceeds the range of ``count`` numbers or changes.
+        ProtocolBroken: the sum is outside the range that is possible for ``count`` uploads.
     """
     steps = total.view(np.int64)
     limit = int(2 * count * MAX_NUMBER) << RESOLUTION_BITS

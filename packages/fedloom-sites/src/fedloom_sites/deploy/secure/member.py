@@ -303,8 +303,8 @@ class SessionMember:
             openers: shares that unmask the counters, keyed by the site that sent them.
 
         Raises:
-            Broken: opening the sum is not allowed. In a session with counters, this includes a sum in which too few
-                sites answered from their samples.
+            ProtocolBroken: opening the sum is not allowed. In a session with counters, this includes a sum in which too
+                few sites answered from their samples.
         """
         record = self._session(round, nonce, "unmask")
         signed = _read_parts(message, SIGNATURE_BYTES)
@@ -329,7 +329,7 @@ class SessionMember:
         `signed` lists every site in the sum, each with its signature, or with zeros if the site has not signed.
 
         Raises:
-            Broken: opening the sum is not allowed.
+            ProtocolBroken: opening the sum is not allowed.
         """
         arrived = self._arrived(record, signed)
         if not {record.get("arrived"), record.get("survivors")} <= {None, _encode_clients(signed)}:
@@ -346,7 +346,7 @@ class SessionMember:
         """Raise an error if a sum differs from the last sum in a site that has already left or returned too often.
 
         Raises:
-            Broken: a site has left or returned too often. The message contains the site's name.
+            ProtocolBroken: a site has left or returned too often. The message contains the site's name.
         """
         weights = _weights_by_sum(record)
         if weights is not None:
@@ -357,7 +357,7 @@ class SessionMember:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.
 
         Raises:
-            Broken: counters are missing or too small. The message states the reason.
+            ProtocolBroken: counters are missing or too small. The message states the reason.
         """
         sent, peers = _read_parts(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
@@ -388,7 +388,7 @@ class SessionMember:
         """Check that a sum may be opened, and return its sites.
 
         Raises:
-            Broken: opening the sum is not allowed.
+            ProtocolBroken: opening the sum is not allowed.
         """
         if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
             raise ProtocolBroken(

@@ -36,9 +36,9 @@ REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
-"""Ending of the name of the file in which a site records each step of an analysis before it answers it."""
+"""File name ending of the files in which a site records each step of an analysis before it answers the step."""
 ANALYSES_ENTRY = "analyses"
-"""Key of the entry that applies to every analysis that has no entry of its own."""
+"""Key of the entry that applies to every analysis that has no own entry."""
 
 
 class OpenedSums:
@@ -70,7 +70,7 @@ class OpenedSums:
             before: name of the previous session, in hexadecimal digits.
 
         Raises:
-            Broken: the new session has already ended.
+            ProtocolBroken: the new session has already ended.
         """
         if before == name.hex():
             return
@@ -98,13 +98,13 @@ class OpenedSums:
                 `reveal`).
 
         Raises:
-            Broken: a site has left or returned too often. The message contains the site's name.
+            ProtocolBroken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
             self._check_name(record)
             opened = record["experiments"].get(self._folder.name, {"opened": {}})["opened"]
-            entry = self._describe(bases, question, weights)
-            if all(opened.get(w, {}).get(str(t)) == {**entry, "models": models[w]} for w, t in sums.items()):
+            again = {w: {**self._describe(w, bases, question, weights), "models": models[w]} for w in sums}
+            if all(opened.get(w, {}).get(str(t)) == again[w] for w, t in sums.items()):
                 return
             states = self._collect_states(sums, bases)
             self._changes(record).add_sum(*self._counting(bases, weights), states)
@@ -123,7 +123,7 @@ class OpenedSums:
         question: str = "", *, weights: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
         counts: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Record a sum and the end of its session before the site gives a share for the sum.
+        """Record a sum and the end of its session before the site reveals a share for the sum.
 
         Args:
             name: name of the session, in hexadecimal digits.
@@ -140,13 +140,14 @@ class OpenedSums:
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:
-            Broken: the sum would reveal a difference that covers too few sites, its round was already summed for
-                different sites, states or models, or its round is too old to check.
+            ProtocolBroken: the sum would reveal a difference that covers too few sites, its round was already summed
+                for different sites, states or models, or its round is too old to check.
         """
         with self._open() as record:
-            experiment, entry = self._read_experiment(record), self._describe(bases, question, weights)
-            bases, is_new = entry["bases"], False
+            experiment, is_new = self._read_experiment(record), False
             for what, t in sums.items():
+                entry = self._describe(what, bases, question, weights)
+                named = entry["bases"]  # a name may be the number of another site
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
                 forgotten = experiment["forgotten"]
                 if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES_ENTRY, -1)):
@@ -158,7 +159,7 @@ class OpenedSums:
                 opened[str(t)] = new = {**entry, "models": models[what]}
                 is_new |= not before or before.get("weights", new["weights"]) != new["weights"]
                 before = before and {**before, "weights": new["weights"]}  # other weights are a change of sites
-                if before and before["bases"].keys() != bases.keys():
+                if before and before["bases"].keys() != named.keys():
                     raise ProtocolBroken(
                         f"the {what} of round {t} were already summed over different sites. The "
                         "difference between the two sums would reveal individual sites"
@@ -168,7 +169,7 @@ class OpenedSums:
                         f"the {what} of round {t} were already summed for a different model or from different states"
                     )
                 for other in self._find_same_models(record, what, models[what]):
-                    apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
+                    apart = sum(named.get(c) != other["bases"].get(c) for c in {*named, *other["bases"]})
                     if 0 < apart < threshold:
                         raise ProtocolBroken(
                             f"the {what} on these models were already summed in another round, and "
@@ -214,7 +215,7 @@ class OpenedSums:
         """Raise an error if this site took part in earlier sums over the data under a different name.
 
         Raises:
-            Broken: the site has a different name in this agreement.
+            ProtocolBroken: the site has a different name in this agreement.
         """
         if record.get("own", self._own) != self._own:
             raise ProtocolBroken(
@@ -224,10 +225,14 @@ class OpenedSums:
             )
 
     def _describe(
-        self, bases: Mapping[str, int], question: str, weights: Mapping[str, Mapping[str, Sequence[float]]] | None
-    ) -> dict[str, Any]:
-        """Return what the record of opened sums contains about a sum, except for its models."""
-        named = {} if weights is None else self._counting(bases, weights)[1]
+        self, what: str, bases: Mapping[str, int], question: str,
+        weights: Mapping[str, Mapping[str, Sequence[float]]] | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return what the record of opened sums contains about a sum, except for its models.
+
+        The other sums of the session do not matter: a round's uploads may be summed again without scores.
+        """
+        named = self._counting(bases, {w: one for w, one in (weights or {}).items() if w == what})[1]
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
         step = {"question": question} if question else {}
         return {"bases": {self._name(c): t for c, t in bases.items()}, "weights": digest, **step}
@@ -253,8 +258,8 @@ class OpenedSums:
 
         All processes of the site that run experiments on the same data share the record.
 
-        If the record is missing or damaged although the site has given shares for a sum, it is unknown which sites that
-        sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
+        If the record is missing or damaged although the site has given shares for a sum, the site cannot know which
+        sites that sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
         """
         had_folder = self._memory.is_dir()
         with lock_folder(self._memory):
@@ -279,8 +284,8 @@ class OpenedSums:
 
         The newest round is determined from the existing states, and from the sessions in which the site sent shares
         according to its log of sent data. All steps of analyses are then also treated as summed, unless complete
-        records show that the site has not answered any step. A site records a step before it masks a vector, and gives
-        no shares for a sum without its own vector.
+        records show that the site has not answered any step. A site records a step before it masks a vector, and
+        reveals no shares for a sum that does not include its own vector.
         """
         content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
         if content is not None:

@@ -174,8 +174,8 @@ def check_adverts(session: bytes, adverts: Collection[KeyAdvert], keys: Mapping[
     """Check that every advertisement was sent by its site and belongs to this session.
 
     Raises:
-        Broken: an advertisement is forged, belongs to a different session or an unknown client, repeats a client or a
-            key, or contains a key with which no site can compute a common secret.
+        ProtocolBroken: an advertisement is forged, belongs to a different session or an unknown client, repeats a
+            client or a key, or contains a key with which no site can compute a common secret.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise ProtocolBroken("the keys of one site are advertised twice")
@@ -218,7 +218,7 @@ def shared_secret(private: X25519PrivateKey, public: bytes) -> bytes:
     """Compute the Diffie-Hellman secret that only the owners of two key pairs know.
 
     Raises:
-        Broken: the public key is not a valid point, so there is no common secret.
+        ProtocolBroken: the public key is not a valid point, so there is no common secret.
     """
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
@@ -257,7 +257,7 @@ def check_statement(
         keys: verification keys of all sites.
 
     Raises:
-        Broken: too few sites have signed, or a signature belongs to a different sum.
+        ProtocolBroken: too few sites have signed, or a signature belongs to a different sum.
     """
     text, count = encode_statement(bound, [*signed]), 0
     for client, signature in signed.items():
@@ -335,7 +335,7 @@ def unmask_sum(
 
 
 def join_parts(parts: Mapping[int, bytes]) -> bytes:
-    """Join one part of equal length per client into a message."""
+    """Concatenate one part of equal length per client into a message."""
     return b"".join(client.to_bytes(4, "little") + part for client, part in sorted(parts.items()))
 
 

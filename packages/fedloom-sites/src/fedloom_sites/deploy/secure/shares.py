@@ -6,7 +6,7 @@ generated for this one message. A sender that refuses is excluded. A sender that
 share, and only to the accusing receiver. An accusing receiver reveals nothing, so neither a server nor a site gains
 anything from a false accusation.
 
-The commitments to the secrets expose wrong shares: a subset that contains a wrong share gives a secret that does not
+The commitments to the secrets expose wrong shares: a subset that contains a wrong share yields a secret that does not
 match the commitment, so other subsets of the shares are tried for the same fixed set of uploads.
 """
 
@@ -100,8 +100,8 @@ def open_share(
         public: the sender's verification key.
 
     Raises:
-        Broken: the sender did not make the share for this site with this session's keys.
-        Unreadable: the share was made by its sender, but cannot be decrypted.
+        ProtocolBroken: the sender did not make the share for this site with this session's keys.
+        UnreadableShare: the sender created the share, but the share cannot be decrypted.
     """
     if not is_signed(session, sender, client, sealed, public):
         raise ProtocolBroken(f"the share of client {sender} was not made with the keys of this session")
@@ -125,7 +125,7 @@ def decrypt_share(session: Session, common: bytes, sender: int, to: int, sealed:
     """Decrypt a sealed share with ``common``, the secret shared by its one-time key and the receiver's key.
 
     Raises:
-        Unreadable: the share cannot be decrypted.
+        UnreadableShare: the share cannot be decrypted.
     """
     nonce, text = (
         sealed[KEY_BYTES : KEY_BYTES + SHARE_NONCE_BYTES],
@@ -266,7 +266,7 @@ def _accusation_text(session: Session, accuser: int, accused: int) -> bytes:
 
 
 class UndecidedShares(ProtocolBroken):
-    """Error: none of the subsets of shares that were tried gives the owner's secret.
+    """Error: none of the subsets of shares that were tried yields the owner's secret.
 
     Args:
         owner: number of the site to which the secret belongs.
@@ -287,14 +287,14 @@ def restore_secrets(
     Args:
         session: agreed session.
         peers: sites that share masks with each other.
-        arrived: those of the ``peers`` whose vectors have arrived. Their seeds are reconstructed, as are the masking
+        arrived: the sites in ``peers`` whose vectors have arrived. Their seeds are reconstructed, as are the masking
             keys of the other ``peers``.
         answers: shares from each site that answered, keyed by the owner of the secret (see `reveal_shares`).
         of_counters: see `reveal_shares`.
 
     Raises:
-        Broken: fewer than ``threshold`` sites answered.
-        Undecided: the shares do not give a secret that matches its owner's commitment.
+        ProtocolBroken: fewer than ``threshold`` sites answered.
+        UndecidedShares: the shares do not give a secret that matches its owner's commitment.
     """
     if len(answers) < session.threshold:
         raise ProtocolBroken(f"only {len(answers)} sites sent their shares, but {session.threshold} are required")

@@ -195,7 +195,7 @@ class MaskedAnswers:
         return result
 
     def _scored(self, job: Job, terms: SessionTerms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
-        """Return the site's encoded scores (after the last round, with those of its groups) and its counters.
+        """Return the site's encoded scores (after the last round, with the scores of its groups) and its counters.
 
         The vector is zero if any of these scores is not finite, and empty if no scores are summed.
         """

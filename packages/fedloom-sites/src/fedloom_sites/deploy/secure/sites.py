@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses.patients import GroupScore
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
@@ -19,7 +20,7 @@ from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import SiteRequest
 from fedloom_sites.deploy.replay import decode_sum, make_result
 from fedloom_sites.deploy.secure.counters import AnswerCounts
-from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Integers, ProtocolBroken
 from fedloom_sites.deploy.secure.sums import SecureSums, SessionSum, Weights
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
@@ -260,17 +261,21 @@ class MaskedSites(Sites):
         """Raise an error if the sites cannot verify the sums of this run, before its first round.
 
         Raises:
-            Refused: a site has no training samples, or the relayed vectors of all sites are too long for a message.
+            Refused: a site has no training samples, the relayed vectors of all sites are too long for a message, or
+                code at the server draws random numbers that the sites do not know.
         """
         if not self._agreed.verify:
             return
+        if GLOBAL_DRAWS_NOTE in self._job.notes:
+            raise Refused(f"with verify, every site repeats the server's step, but {GLOBAL_DRAWS_NOTE}")
         sizes, limit = self._transport.sizes, self._settings.message_limit
         if without := (sizes[:, 0] == 0).nonzero().flatten().tolist():
             raise Refused(
                 f"with verify, every site needs training samples, but client {without[0]} has none. Leave the site out "
                 "of the agreement, or omit verify in the table secure"
             )
-        longest = len(sizes) * (8 * (self._uploads.length + self._figures.length) + SIGNATURE_BYTES)
+        others = len(sizes) * (4 + KEY_BYTES) + 1024  # a site's shares of all secrets, its keys and its terms
+        longest = len(sizes) * (8 * (self._uploads.length + self._figures.length) + SIGNATURE_BYTES + others)
         if longest > limit:
             raise Refused(
                 f"with verify, every site receives the masked vectors of all sites ({longest} bytes), but "

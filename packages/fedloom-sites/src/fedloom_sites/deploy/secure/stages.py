@@ -72,7 +72,7 @@ class SessionProgress(NamedTuple):
         """Check that the session has reached a stage and still stores its secrets, and return its progress.
 
         Raises:
-            Broken: the session has not yet reached the stage, or has ended.
+            ProtocolBroken: the session has not yet reached the stage, or has ended.
         """
         if self.stage < stage or self.stage is Stage.REVEALED:
             raise ProtocolBroken(
@@ -84,7 +84,7 @@ class SessionProgress(NamedTuple):
         """Return the stage that follows a message of the given kind.
 
         Raises:
-            Broken: the session has not yet reached the stage for this message, or has ended.
+            ProtocolBroken: the session has not yet reached the stage for this message, or has ended.
         """
         earliest, stage = STAGE_MOVES[kind]
         if kind == "unmask" and self.stage is Stage.REVEALED:

@@ -1,4 +1,4 @@
-"""The server's side of secure aggregation, from collecting the sites' keys to a plausible sum.
+"""The server part of secure aggregation, from collecting the sites' keys to a plausible sum.
 
 A site that has provably violated the protocol is named, and excluded from sessions until the server restarts. The
 server requests a round's uploads in a new session only if it has not yet requested any shares in the previous one. Once
@@ -48,7 +48,7 @@ class SessionSum(NamedTuple):
         value: decoded sum. None if the sum stayed closed because of its counters.
         clients: the sites in the sum.
         traffic: number of bytes per site, up and down.
-        counts: sums of the sites' counters (see `counters`). None in a session without counters.
+        counts: sums of the sites' counters (see `counters`). None if the session has no counters.
     """
 
     value: Any
@@ -478,7 +478,7 @@ class SecureSums:
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
-            Broken: the sites' shares do not give secrets that match their owners' commitments.
+            ProtocolBroken: the sites' shares do not give secrets that match their owners' commitments.
         """
         session = self._session_of(pending)
         bound = secure.session_binding(session, pending.question, pending.shared)

@@ -60,7 +60,7 @@ class AnalysisStep(Value):
         """Return the step of an analysis, together with the bytes of its question.
 
         Raises:
-            Broken: the question is too long for a message to the sites.
+            ProtocolBroken: the question is too long for a message to the sites.
         """
         if 2 * len(content) > MAX_TERMS_BYTES:
             raise ProtocolBroken(
@@ -129,7 +129,7 @@ class SessionTerms(Value):
 
     @property
     def bases(self) -> dict[int, int]:
-        """Last accepted round of every site in the cohort: the round of the state from which the site answers."""
+        """Last accepted round of each site in the cohort: the round of the state from which the site answers."""
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
@@ -142,7 +142,7 @@ class SessionTerms(Value):
         return hashlib.sha256(self.encode()).digest()
 
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
-        """Return a flag for each metric, True if the metric is summed.
+        """Return a flag for each metric, which is True if the metric is summed.
 
         A metric is summed if every subset of ``threshold`` sites contains at least `MIN_SITES` sites with the metric,
         so that no sum covers only one or two sites, and if no site can dominate the metric's part of the data (see
@@ -244,8 +244,8 @@ def check_summands(
         most: maximum share of the weight that one of these sites may have.
 
     Raises:
-        Broken: too few sites have a weight, or a site has more than the maximum share. The message states how many
-            sites have a weight, or which site has more than the maximum share.
+        ProtocolBroken: too few sites have a weight, or a site has more than the maximum share. The message states how
+            many sites have a weight, or which site has more than the maximum share.
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
@@ -272,7 +272,7 @@ def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], th
     site, along with all sites that have the same ratio of weights.
 
     Raises:
-        Broken: such a difference exists. The message names the remaining sites.
+        ProtocolBroken: such a difference exists. The message names the remaining sites.
     """
     first, second = columns / columns.sum(1, keepdims=True)
     if np.allclose(first, second, rtol=1e-9, atol=0):
@@ -304,7 +304,7 @@ def check_terms(
         accepted: round of the state from which the site should answer.
 
     Raises:
-        Broken: the terms are wrong. The message describes the error.
+        ProtocolBroken: the terms are wrong. The message describes the error.
     """
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
@@ -340,7 +340,7 @@ def check_models(terms: SessionTerms, download: bytes | None, models: Sequence[b
     """Check that the received models are the models in the terms, so that they are the same at every site.
 
     Raises:
-        Broken: the received models differ.
+        ProtocolBroken: the received models differ.
     """
     digests = [hashlib.sha256(m).hexdigest() for m in models]
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (

@@ -43,10 +43,10 @@ MEAN_SCORES = {"loss", "brier", "mae", "deviance"}
 UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
 """Scores that a model can make undefined at some sites. They are never summed."""
 SUMMED_MODELS = ("global", "personal")
-"""Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
-its scores and of the global model's scores would be of the sites alone that use their personal model."""
+"""Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sum of
+its scores and the sum of the global model's scores would cover only the sites that use their personal model."""
 MIN_CLASS_SAMPLES = 5
-"""Minimum number of a site's samples of a class for which metrics of this class are summed.
+"""Minimum number of samples of a class that a site must have so that metrics of this class are summed.
 
 The recall of a class with a single sample is 0 or 1. A sum over sites of different sizes, which weights each recall by
 the size of its site, would then show the recall at every site.
@@ -57,7 +57,7 @@ themselves vary by less than 1."""
 
 
 class UploadVector:
-    """Upload encoded as integers: its fields next to each other, followed by counts of work.
+    """Upload encoded as integers: the concatenated fields, followed by the counts of work.
 
     Args:
         job: run.
@@ -133,10 +133,10 @@ class UploadVector:
         Args:
             total: sum of the sites' vectors, without masks.
             count: number of sites in the sum.
-            scale: number by which the shares were divided, and by which averaged fields are therefore multiplied.
+            scale: number by which the shares were divided. Averaged fields are therefore multiplied by it.
 
         Raises:
-            Broken: the sum is out of range.
+            ProtocolBroken: the sum is out of range.
         """
         noise, clipped = self._noise, 0
         if self.is_counted:
@@ -179,10 +179,10 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
         sums: decoded fields of a sum.
         count: number of sites in the sum.
         scale: see `UploadVector.decode`.
-        bound: agreed bound of one site's norm.
+        bound: agreed upper bound on the norm of one site's upload.
 
     Raises:
-        Broken: the norm of a summed difference exceeds its bound.
+        ProtocolBroken: the norm of a summed difference exceeds its bound.
     """
     if isinstance(job.setting.aggregator, SharedMean):
         return
@@ -258,7 +258,7 @@ class ScoreVector:
             scores: values ``[1]``.
             sizes: numbers of training, validation and test samples.
             summed: for each of the `figures`, True if the metric is summed.
-            weighs: True if a model's scores that belong to no part of the data are summed as well. These scores are
+            weighs: True if a model's scores that do not belong to a part of the data are also summed. These scores are
                 weighted by training samples.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
@@ -279,8 +279,8 @@ class ScoreVector:
     ) -> bool:  # fmt: skip
         """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are those of `encode`. If a model could make a score constant, or not finite, at single sites, the
-        sum would reveal the score of the other sites.
+        The arguments are the same as for `encode`. If a model could make a score constant, or not finite, at individual
+        sites, the sum would reveal the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
         return bool(scores) and all(
@@ -293,7 +293,7 @@ class ScoreVector:
         """Return every score that at least `MIN_SITES` sites have, as a mean over samples and a number of sites.
 
         Raises:
-            Broken: a sum is out of range.
+            ProtocolBroken: a sum is out of range.
         """
         rows = total.reshape(-1, NUMBERS_PER_SCORE).view(np.int64)
         values, counts = np.ldexp(rows[:, 0].astype(np.float64), -SCORE_BITS), rows[:, 1:]
@@ -311,7 +311,7 @@ class ScoreVector:
 
 
 def _find_rare_classes(targets: Tensor, metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return the endings of the names of metrics of classes with fewer than `MIN_CLASS_SAMPLES` samples.
+    """Return the endings of metric names for classes with fewer than `MIN_CLASS_SAMPLES` samples.
 
     Args:
         targets: classes ``[n]``, with -1 for none, or labels ``[n, c]``.

@@ -76,7 +76,7 @@ def _reassemble_reply(id_: str, tree: Any, fetch: Callable[[str], bytes], limit:
     """Reassemble a reply from its objects, and return it.
 
     Raises:
-        TooLong: the reply has more bytes than the limit.
+        ReplyTooLong: the reply has more bytes than the limit.
         ObjectPullError: a part has not arrived.
     """
     times = Counter(part.object_id for part in iterate_object_tree(tree))

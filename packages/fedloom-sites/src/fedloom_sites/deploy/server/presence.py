@@ -71,7 +71,7 @@ class NodePresence(NodeRegister):
         """Record on which node a site is running.
 
         Raises:
-            Rejected: another node already answers for the site, or the site's numbers of samples have changed.
+            RejectedReply: another node already answers for the site, or the site's numbers of samples have changed.
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:

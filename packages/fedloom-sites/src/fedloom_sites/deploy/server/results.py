@@ -45,7 +45,7 @@ class Results:
         self._rounds, self._notes = 0, tuple[str, ...]()
 
     def hold(self, job: Job, state: State) -> None:
-        """Store the values for the summary, which is written whatever the reason for the end of the run."""
+        """Store the values for the summary, which is written regardless of why the run ended."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:

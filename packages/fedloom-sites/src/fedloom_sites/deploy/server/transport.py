@@ -50,7 +50,7 @@ class Transport:
     Attributes:
         members: sites that may participate, keyed by client.
         presence: record of which sites are connected.
-        figures: for each client, the metrics that the site's samples define. Empty if scores are not summed.
+        figures: for each client, the metrics that the site's samples define. Empty if no scores are summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:

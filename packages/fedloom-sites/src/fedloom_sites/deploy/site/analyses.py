@@ -71,7 +71,7 @@ class SiteAnalyses:
     Args:
         trainer: object that trains at the site and provides its samples.
         folder: folder with the site's state in this experiment.
-        first: function that returns the number of bits that precede those of the first analysis in the site's bit
+        first: function that returns the number of bits that precede the bits of the first analysis in the site's bit
             field.
     """
 
@@ -171,7 +171,7 @@ class SiteAnalyses:
     def _agreed(self, name: str) -> AgreedAnalysis:
         if name not in self.agreed:
             raise Refused(
-                f"this site does not answer the analysis {name[:60]!r}: the agreement does not "
+                f"this site does not allow the analysis {name[:60]!r}: the agreement does not "
                 "include it, or the site limits epsilon"
             )
         return self.agreed[name]
@@ -217,8 +217,8 @@ class SiteAnalyses:
             rows: digest of the rows that the analysis uses.
 
         Raises:
-            Broken: the step was already answered for a different question or under different terms, or the site has
-                lost its record of answers.
+            ProtocolBroken: the step was already answered for a different question or under different terms, or the site
+                has lost its record of answers.
         """
         assert terms.question is not None
         path, step = self._steps(one.name), terms.question.step
@@ -246,7 +246,7 @@ class SiteAnalyses:
         """Record, in the site's memory of the data, that this experiment requests the analysis.
 
         Raises:
-            Broken: as many experiments as permitted have already requested the analysis.
+            ProtocolBroken: as many experiments as permitted have already requested the analysis.
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
@@ -284,7 +284,7 @@ class SiteAnalyses:
         """Return the site's memory of the data.
 
         Raises:
-            Broken: the file is damaged.
+            ProtocolBroken: the file is damaged.
         """
         path = self._trainer.site.memory_folder / MEMORY_FILE
         record = read_checked(path)
@@ -295,7 +295,7 @@ class SiteAnalyses:
         return record or {"asked": {}, "salt": secrets.token_hex(16)}
 
     def _digest(self) -> str:
-        """Return the digest of the rows, or that of no rows if the rows cannot be read."""
+        """Return the digest of the rows, or the digest of no rows if the rows cannot be read."""
         try:
             rows = self._rows
             cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)

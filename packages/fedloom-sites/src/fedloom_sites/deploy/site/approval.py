@@ -38,7 +38,7 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Raise an error if a digest differs from that of the site's settings.
+    """Raise an error if a digest differs from the digest of the site's settings.
 
     Raises:
         ConfigError: the digests differ. The message contains both digests.

@@ -45,7 +45,7 @@ class AskedModels:
         """Record the models in a message of kind ask, train or score before the site answers it.
 
         Raises:
-            AskedTooOften: the message would exceed the number of models that is allowed in a round or in the run.
+            AskedModelTooOften: the message would exceed the number of models that is allowed in a round or in the run.
         """
         self._enter(_model_digests(envelope))
 
@@ -57,7 +57,7 @@ class AskedModels:
             accepted: round of the state from which the site answers.
 
         Raises:
-            AskedTooOften: the request would exceed the number of models that is allowed in a round or in the run.
+            AskedModelTooOften: the request would exceed the number of models that is allowed in a round or in the run.
         """
         models = dict[tuple[str, int], str]()
         if terms.trains:

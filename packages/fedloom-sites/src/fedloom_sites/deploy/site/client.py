@@ -90,7 +90,7 @@ class Client:
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
-        """Return the `reply` to a message in the form of a message."""
+        """Return the `reply` to a message as a message."""
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -174,7 +174,8 @@ class Client:
         """Raise an error if a message is damaged, or comes from a different release or experiment.
 
         Raises:
-            ConfigError: the message differs from what the site expects. The error names the values on both sides.
+            ConfigError: the message differs from what the site expects. The error names the values that the two parties
+                have.
         """
         head, site = envelope.head, self.site
         for what, got, here in (
@@ -218,7 +219,7 @@ class Client:
         """Raise an error if a round was not agreed on, or has already ended at this site.
 
         Raises:
-            Rewound: the round is wrong. The message names both rounds.
+            ServerRewound: the round is wrong. The message names both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind in ("hello", "relay"):

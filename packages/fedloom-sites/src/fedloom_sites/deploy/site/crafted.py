@@ -30,7 +30,7 @@ def layer_norms(job: Job, down: Any) -> list[float]:
 
 
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
-    """Raise an error if a model's norms differ too much from those of the previous model.
+    """Raise an error if a model's norms differ too much from the norms of the previous model.
 
     The check reads no samples.
 
@@ -38,7 +38,7 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
         most: maximum factor by which a norm may change. None for any.
         norms: norms of the received model.
         before: norms of the previous model. Empty if there is no previous model.
-        where: site and round, for use in the message.
+        where: site and round, which are named in the message.
 
     Raises:
         RefusedModel: a norm has changed by more than the permitted factor.

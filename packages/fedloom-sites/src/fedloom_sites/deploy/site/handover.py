@@ -59,8 +59,8 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
     Args:
         site_file: file with the settings of the site.
         content: the message's content.
-        owner: ID of the process with which the site's process ends. None for the site's network process if the
-            environment contains its ID, otherwise for the process that started this one.
+        owner: ID of the process with which the site's process ends. If None, the owner is the site's network process if
+            the environment contains its ID, and otherwise the process that started this one.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder does not belong to the site.
@@ -105,7 +105,8 @@ def main(words: list[str]) -> None:
 def _owner_process_id() -> int:
     """Return the ID of the process with which the site's process ends.
 
-    If this process has been orphaned, the function returns its own ID rather than that of the process that adopted it.
+    If this process has been orphaned, the function returns its own ID rather than the ID of the process that adopted
+    it.
     """
     named = os.environ.get(OWNER_VARIABLE, "")
     if named.isdigit():

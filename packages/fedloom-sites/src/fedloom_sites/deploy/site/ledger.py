@@ -46,7 +46,7 @@ class Ledger:
     Args:
         folder: folder with the ledger.
         noise: noise that the accounting covers. None if no delta is set.
-        limit: value that epsilon must never exceed. None for no limit.
+        limit: value that epsilon must never exceed. None if there is no limit.
         who: owner of the budget, as named in messages.
         least: minimum number of releases that the ledger must list, according to the state stored next to it.
         accepted: round whose release the server has accepted, or 0 if there is none.
@@ -64,7 +64,7 @@ class Ledger:
         """Return the number of entries, including an entry that a crash has cut short.
 
         Raises:
-            Spent: the file is damaged, or entries are missing.
+            BudgetSpent: the file is damaged, or entries are missing.
         """
         return len(self._lines())
 
@@ -116,7 +116,7 @@ class Ledger:
             The number of the release, or 0 without accounting.
 
         Raises:
-            Spent: the limit would be exceeded, or it is unknown how much was spent.
+            BudgetSpent: the limit would be exceeded, or it is unknown how much was spent.
             CheckpointError: the entry cannot be written.
         """
         if self._noise is None and self._limit is None:
@@ -154,7 +154,7 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon spent in this ledger, together with that of the other ledgers on the same data.
+        """Record the epsilon spent in this ledger and in the other ledgers on the same data.
 
         Args:
             memory: folder.
@@ -162,7 +162,7 @@ class Ledger:
             spent: epsilon of the ledger's releases.
 
         Raises:
-            Spent: all ledgers together would exceed the limit, or their epsilon is unknown.
+            BudgetSpent: all ledgers together would exceed the limit, or their epsilon is unknown.
         """
         with lock_folder(memory):
             path = memory / SPENT_FILE

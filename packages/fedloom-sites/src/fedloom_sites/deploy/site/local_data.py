@@ -205,7 +205,7 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 def move_client_to_seat(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
     """Return a federation of n clients in which client ``client`` is renumbered to ``seat``.
 
-    The samples of this client are also used in place of those of all other clients.
+    The samples of this client also replace the samples of all other clients.
 
     Args:
         fed: federation.

@@ -220,7 +220,7 @@ def column_importances(folder: Path, kind: str | None = None) -> list[tuple[str,
 
 
 def score_site_model(one: OwnedModel) -> dict[str, float]:
-    """Compute the metrics of a site's stored model on the site's test part. Return {} without test samples.
+    """Compute the metrics of a site's stored model on the site's test part. Return {} if there are no test samples.
 
     Raises:
         ConfigError: see `_load_trained`.

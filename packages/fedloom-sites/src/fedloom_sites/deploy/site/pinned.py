@@ -1,4 +1,4 @@
-"""Program that runs the app installed at a site, whatever app the server sends, and protects its tasks with a secret.
+"""Program that runs a site's installed app, regardless of what the server sends, and protects its tasks with a secret.
 
 On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine could then
 fetch the site's tasks from the port over which its processes communicate. The site's network process and the process
@@ -32,7 +32,7 @@ REFUSED_CONNECTION_HINT = (
     "says that the key is rejected, ask the coordinator. Otherwise end the other node, or wait a "
     "minute."
 )
-"""Line in a site's log that appears next to Flower's exit code, because the exit code gives no reason."""
+"""Line in a site's log that appears next to Flower's exit code, because the exit code does not explain the reason."""
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:
@@ -65,9 +65,9 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 
 def run_network(words: Sequence[str], folder: Path) -> None:
-    """Become a site's network process, and start the process that starts its tasks.
+    """Turn this process into a site's network process, and start the process that starts its tasks.
 
-    The arguments are those of `start_executor`.
+    The arguments are the same as for `start_executor`.
     """
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 

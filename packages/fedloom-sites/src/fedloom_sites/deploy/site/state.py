@@ -43,7 +43,7 @@ class StateGeneration(NamedTuple):
 
     Attributes:
         round: round that produced the state.
-        base: accepted round from which the state was computed. 0 stands for the template.
+        base: accepted round from which the state was computed. 0 means the template.
         digest: digest of the download from which the state was computed.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
             were sent.
@@ -87,7 +87,7 @@ class SiteState:
             yield
 
     def settle(self, accepted: int) -> StateGeneration | None:
-        """Return the generation that the server accepted, or None (which stands for the template) if none was accepted.
+        """Return the generation that the server accepted, or None (which means the template) if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores all other pending generations. If the
         accepted generation is missing (because of a damaged file or a lost disk), the last accepted generation that is
@@ -95,7 +95,7 @@ class SiteState:
         accepted state that is available stays on the disk together with its model.
 
         Raises:
-            Rewound: the server went back, but not to the previously accepted round.
+            ServerRewound: the server went back, but not to the previously accepted round.
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
@@ -122,7 +122,7 @@ class SiteState:
         return state
 
     def accepted(self) -> tuple[int, int]:
-        """Return the last accepted round and the accepted round before it, where 0 stands for a missing round."""
+        """Return the last accepted round and the accepted round before it, or 0 if there is no such round."""
         return self._accepted_rounds()[:2]
 
     def first(self) -> int:

@@ -186,9 +186,9 @@ class Trainer:
             state: the site's state.
             t: round.
             download: message from the server.
-            send: function that encodes the upload and those of its rows that are kept.
+            send: function that encodes the upload and the rows that the server keeps.
             weights: further numbers on which the upload depends.
-            stays_neutral: True to send the neutral upload, whatever the training gives.
+            stays_neutral: True to send the neutral upload, regardless of the result of the training.
 
         Raises:
             PublicReason: the download does not belong to this run or is too far from the previous download, the privacy
@@ -365,7 +365,7 @@ class Trainer:
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """How scores leave the site: summed under masks, individually, or not at all (e.g. without noise)."""
+        """How scores leave the site: summed under masks, individually, or not at all."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores

@@ -45,13 +45,13 @@ class Partition(Value):
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """True if a draw assigns rows individually. False if each assigned row stands for all rows of its subject (if there
+    """True if a draw assigns rows individually. False if each assigned row represents all rows of its subject (if there
     are subjects)."""
     test: float = Field(
-        default=0.2, ge=0, lt=1, description="fraction of a client's samples that form its test part (FLAME)"
+        default=0.2, ge=0, lt=1, description="fraction of a client's samples that are held out for testing (FLAME)"
     )
     validation: float = Field(
-        default=0.1, ge=0, lt=1, description="fraction of a client's samples that form its validation part"
+        default=0.1, ge=0, lt=1, description="fraction of a client's samples that are held out for validation"
     )
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",

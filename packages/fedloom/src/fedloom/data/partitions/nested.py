@@ -55,8 +55,8 @@ class FeatureNoise(Sized):
     )
     base: dict[str, Any] = Field(
         default_factory=lambda: {"kind": "iid"},
-        description="partition to which noise is added: a table with a `kind`. FLAME's code: {kind = 'iid', "
-        "shuffle = false}",
+        description="partition to whose samples noise is added, as a table with the key `kind` (FLAME's code: "
+        "{kind = 'iid', shuffle = false})",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:

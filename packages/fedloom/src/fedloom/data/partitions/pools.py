@@ -27,7 +27,8 @@ class Pool(NamedTuple):
         data: the complete data set.
         index: positions in the data set ``[k]`` (int64), excluding the official test set. If the data have subjects,
             only the last row of each subject is listed, and it represents all rows of this subject.
-        y: class of each of these samples ``[k]``. None for a regression, or if each position has its own label.
+        y: class of each of these samples ``[k]``. None if the task is a regression, or if each position has its own
+            label.
     """
 
     data: Dataset
@@ -73,8 +74,8 @@ class Draw(NamedTuple):
             ``test`` has no effect. These samples are changed, scaled and encoded in the same way as the samples in
             ``dealt``.
         common: positions ``[k]`` (int64) of a common test set, on which global models are evaluated. These samples must
-            not belong to any client, and their table columns are scaled as for a new client. None for the data set's
-            own test set.
+            not belong to any client, and their table columns are scaled as for a new client. If None, the data set's
+            own test set is used.
         noise: standard deviation of Gaussian noise on the features of each client, ``[n, 1]`` or (per channel) ``[n,
             c]``.
         anew: mask ``[n]`` of the clients whose noise is drawn again in every step.

@@ -68,7 +68,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
 
     Args:
         name_or_path: key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (whose contents determine the reader).
-        data_dir: folder of data sets. None stands for the environment variable FEDLOOM_DATA.
+        data_dir: folder of data sets. If None, the environment variable FEDLOOM_DATA is used.
         options: options of the source.
 
     Raises:

@@ -33,7 +33,7 @@ class Source(Value):
         """Load the complete data set.
 
         Args:
-            data_dir: folder of data sets. None stands for the environment variable FEDLOOM_DATA.
+            data_dir: folder of data sets. If None, the environment variable FEDLOOM_DATA is used.
 
         Raises:
             DataError: a file is missing, is damaged, or is not in the expected format. Incomplete data are never
@@ -70,7 +70,7 @@ class SampleSource(FileSource):
 
     @abstractmethod
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str] | None]:
-        """Return all samples ``[N, *shape]`` in the form of `load`, with or without labels, and their file names.
+        """Return all samples ``[N, *shape]`` as `load` returns them, with or without labels, and their file names.
 
         Raises:
             DataError: a file is missing, is damaged, or is not in the expected format.
@@ -84,7 +84,7 @@ def locate(
     """Find the file or folder of a data set.
 
     Args:
-        what: name of the data set in messages.
+        what: name of the data set, which is used in messages.
         path: path given by the user, or None. The path is only checked for existence, because the reader reports
             missing contents.
         data_dir: folder that contains data sets, or None to use FEDLOOM_DATA.

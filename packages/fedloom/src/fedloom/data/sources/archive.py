@@ -156,7 +156,7 @@ def _unpack_stream(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
 def strip_compression_suffix(name: str) -> str:
     """Return a file name without .gz or .xz.
 
-    >>> bare("train-images-idx3-ubyte.gz")
+    >>> strip_compression_suffix("train-images-idx3-ubyte.gz")
     'train-images-idx3-ubyte'
     """
     return name[:-3] if name.endswith((".gz", ".xz")) else name

@@ -66,8 +66,8 @@ def make_dataset(
             get a channel axis.
         y: integers, booleans or text [N], or numbers [N, k]. It may also contain integers [N, length] for tokens and
             sequences, or masks [N, height, width] for images, with -1 for positions without a label.
-        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
-        where: name of the file for use in messages. None stands for the name of the data set.
+        task: meaning of the targets. If None, the task is classification if the targets are integers, text or booleans.
+        where: name of the file, which is used in messages. If None, the name of the data set is used.
         split: index of the first sample in the official test set, or None if there is none.
         classes: names of the classes or labels. If empty, classes are named by numbers from 0, or by the sorted texts
             in y.
@@ -185,7 +185,7 @@ def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
 
 
 def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return numbers ``[N, ...]`` in the form that models accept: bytes stay bytes, and other numbers become float32.
+    """Return numbers ``[N, ...]`` of a type that models accept: bytes stay bytes, and other numbers become float32.
 
     Raises:
         DataError: a number is outside the range of float32.
@@ -200,7 +200,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
         x: samples ``[N, ...]``.
         channels_last: True if images are ``[N, height, width, channels]``. If None, an error is raised if the shape
             suggests that the channels are last.
-        place: location for use in messages.
+        place: location of the data, named in error messages.
 
     Raises:
         DataError: the order of the axes is unclear, or contradicts the shape.
@@ -215,7 +215,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 
 def has_channels_last(shape: Sequence[int]) -> bool:
-    """Return True if the shape of an array ``[N, ...]`` is that of images with the channels last.
+    """Return True if an array ``[N, ...]`` has the shape of images with the channels last.
 
     The first axis must not be a common number of channels (see `CHANNEL_COUNTS`). The length of the last axis must be
     such a number. If the length of the first axis is not 2, the length of the last axis may also be 2, or smaller than
@@ -248,8 +248,8 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
     Args:
         x: numbers ``[N, ...]``.
         out: array of the same shape.
-        place: location for use in messages.
-        first: number of the first row, for use in messages.
+        place: location of the data, named in error messages.
+        first: number of the first row, from which the row numbers in messages are counted.
 
     Raises:
         DataError: a number is outside the range that models can use.

@@ -17,7 +17,7 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
-"""Levels of each column, with the label as the last column. A column without levels is numeric, and ``?`` stands for a
+"""Levels of each column, with the label as the last column. A column without levels is numeric, and ``?`` marks a
 missing value."""
 
 HEART_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")

@@ -124,7 +124,7 @@ def fetch(
 
     Args:
         name: key of `REMOTE_SETS`.
-        data_dir: data folder. None stands for the environment variable FEDLOOM_DATA.
+        data_dir: data folder. If None, the environment variable FEDLOOM_DATA is used.
         mirrors: additional addresses of folders that contain the files. These addresses are tried first.
         timeout: number of seconds without a response after which the next address is tried.
 

@@ -168,7 +168,7 @@ class LeafUserCollector:
 
 
 def _number_array(values: object) -> Floats | None:
-    """Convert a rectangular nested list of numbers to an array, or return None for anything else."""
+    """Convert a rectangular nested list of numbers to an array, or return None if the value is anything else."""
     try:
         array = np.array(values)
     except ValueError:

@@ -56,9 +56,9 @@ def as_dataset(
             table, or another table that Arrow can read (such as a polars table). If the transforms of a torch `Dataset`
             change samples at random, the samples are read again for each training step.
         target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if `obj` contains only features. It can
-            also be the name of the target column. None for a column ``label``, ``labels``, ``fine_label``, ``target``
-            or ``y``. If a table has no such column, None stands for its last column.
-        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
+            also be the name of the target column. If None, the target is the column ``label``, ``labels``,
+            ``fine_label``, ``target`` or ``y``. If a table has no such column, None means its last column.
+        task: meaning of the targets. If None, the task is classification if the targets are integers, text or booleans.
         test: official test set, which must have the same type as `obj`. It is not allowed for tables, because a table
             marks test rows in a column (``test_column`` or ``test_since``).
         name: name of the data set in reports and messages.

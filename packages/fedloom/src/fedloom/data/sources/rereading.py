@@ -98,7 +98,7 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
         read: function that reads the samples at given positions, or all samples if the argument is None.
         key: function that returns the values by which samples are compared.
         count: number of samples.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
 
     Raises:
         DataError: samples differ even though the global random generators were in the same state.
@@ -143,10 +143,10 @@ def check_reread_samples(
         first: samples of the first reading.
         again: function that reads the samples at given positions again. None if the samples are a stream.
         stream: function that restarts the stream.
-        name: name of the data set in messages.
+        name: name of the data set, which is used in messages.
         cure: advice to include in messages about random changes of images.
-        frozen: code for use in messages. It stores one random version of each sample of a data set `d`. If empty, this
-            is the usual code for a torch data set or a stream.
+        frozen: code that is shown in messages. It stores one random version of each sample of a data set `d`. If empty,
+            this is the usual code for a torch data set or a stream.
 
     Raises:
         ChangedSamples: a sample was different when it was read again.

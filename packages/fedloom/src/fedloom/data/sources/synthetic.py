@@ -43,7 +43,7 @@ class Synthetic(Source):
         default=0.1,
         gt=0,
         lt=1,
-        description="fraction of a user's samples that form the official test part (pFedMe: 0.25)",
+        description="fraction of a user's samples that are held out as the official test part (pFedMe: 0.25)",
     )
     features: int = Field(default=60, ge=1, description="number of features per sample")
     classes: int = Field(default=10, ge=2, description="number of classes")

@@ -55,7 +55,9 @@ class Texts(FileSource):
         default="word", description="what counts as a token: a word or punctuation mark, or an individual character"
     )
     length: int = Field(
-        default=64, ge=1, description="maximum number of tokens per text: the first words, or the last characters"
+        default=64,
+        ge=1,
+        description="maximum number of tokens per text (the first words or the last characters are kept)",
     )
     tokens: int = Field(
         default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent tokens"
@@ -239,7 +241,7 @@ class Docstrings(Source):
     length: int = Field(default=64, ge=2, description="number of characters per sample")
     max_characters: int = Field(default=4000, ge=2, description="maximum number of characters kept per module")
     min_characters: int = Field(
-        default=1000, ge=2, description="minimum module size in characters. Smaller modules are left out"
+        default=1000, ge=2, description="minimum module size in characters. Smaller modules are omitted"
     )
     modules: Literal["all", "even", "odd"] = Field(
         default="all",

@@ -163,11 +163,11 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
         values: values of ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), with one
             value per sample.
         rows: number of samples.
-        place: location for use in messages.
+        place: location that is named in messages.
 
     Raises:
-        DataError: the number of values is wrong, values are missing, or the order consists of neither numbers nor
-            dates.
+        DataError: there are too many or too few values, values are missing, or the order consists of neither numbers
+            nor dates.
     """
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:

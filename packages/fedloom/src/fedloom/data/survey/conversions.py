@@ -11,7 +11,7 @@ class Conversion(NamedTuple):
 
     Attributes:
         factor: factor that converts numbers from the first unit to the second unit.
-        units: names of both units, for use in messages.
+        units: names of both units, which are used in messages.
         names: pattern for names of columns that may have these units. If None, any column may have these units.
     """
 

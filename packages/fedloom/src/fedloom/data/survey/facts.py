@@ -26,7 +26,7 @@ MISSING_TOKENS = frozenset(
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "#ref!", "#num!", "#name?", "inf", "-inf"}
 )
-"""Common missing-value codes, in lower case, in addition to those of a source."""
+"""Common missing-value codes, in lower case, in addition to the codes that a source defines."""
 POSSIBLE_LEVEL_TOKENS = frozenset({"none", "nil", "null"})
 """Members of `MISSING_TOKENS` that are ordinary levels in many tables. Only 'fedloom init' reports these findings."""
 MAX_ODD_SHARE = 0.2
@@ -45,10 +45,10 @@ MIN_ZERO_STEPS = 5
 In a column of counts, this distance is a single step.
 """
 MAX_ZERO_SHARE = 0.6
-"""Maximum fraction of zeros or codes in a column if they may stand for missing values. If codes are more frequent, they
+"""Maximum fraction of zeros or codes in a column if they may represent missing values. If codes are more frequent, they
 are treated as regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Questionnaire codes that stand for no answer."""
+"""Questionnaire codes that mean that no answer was given."""
 MIN_CODE_DISTANCE = 3
 """Minimum distance between such a code and the last regular answer."""
 MAX_ANSWER_CODES = 7
@@ -172,7 +172,7 @@ class ColumnProfile:
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
     def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
-        """Return the given numbers in the form in which they are written in cells, with their counts."""
+        """Return the given numbers as they are written in cells, with their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
     def _counts(self) -> Counts:
@@ -197,7 +197,7 @@ class ColumnProfile:
 
     @property
     def quantity(self) -> str:
-        """Reason why texts with numbers cannot be converted (signs or units), or "" if they contain other text."""
+        """Why text cells that contain numbers are not numeric (signs or units), or "" if they contain other text."""
         if self.kind != "text":
             return ""
         matches = [QUANTITY_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]
@@ -290,7 +290,7 @@ def find_extreme_codes(values: NDArray[np.float64], counts: NDArray[np.int64]) -
 
 
 def find_answer_codes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return numbers that may stand for missing values although they are close to other numbers, with their counts.
+    """Return numbers that may represent missing values although they are close to other numbers, with their counts.
 
     A zero is treated as a missing-value code if no other measurement is close to zero. A value of 9, 99 or -1 is
     treated as a missing-value code if all other values form a short run of consecutive codes.

@@ -190,7 +190,7 @@ def _are_days(levels: Floats) -> bool:
 
 
 def _note_missing_markers(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield a note on cells that may stand for missing values."""
+    """Yield a note on cells that may represent missing values."""
     if column.names:
         counts = column.counts()
         marks = {repr(k): n for k, n in counts.items() if k.lower() in MISSING_TOKENS - POSSIBLE_LEVEL_TOKENS}
@@ -234,7 +234,7 @@ def _note_mixed_units(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield notes on a class that may stand for a missing label, and on two classes whose second is not the outcome."""
+    """Yield notes on a class that may represent a missing label, and on two classes whose second is not the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:

@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 
 
 class ReadColumn(NamedTuple):
-    """Column of a table in the form in which it was read.
+    """Column of a table as it was read, without conversion.
 
     Attributes:
         values: numbers ``[N]``, or codes of the levels. Missing values are NaN.

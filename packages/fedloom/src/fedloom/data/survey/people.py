@@ -15,15 +15,16 @@ MIN_PATTERN_SHARE = 0.8
 """Minimum fraction of a column's cells that must match a pattern. It is less than 1, because real columns also contain
 remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
-"""Minimum fraction of distinct cells at which text cannot be a category, as a level would average only two rows."""
+"""Minimum fraction of distinct cells at which text cannot be a category, as a level has only two rows on average."""
 MIN_REPEATED_CELLS = 20
 """Minimum number of distinct cells for checking a column in which cells repeat, as for patients with several visits."""
 MIN_NAMES = 3
 """Minimum number of different given names in a column of names. If there are only two, they may be the names of two
 groups."""
 MIN_GIVEN_NAME_SHARE = 0.3
-"""Minimum fraction of distinct cells that contain a given name. The value was chosen so that columns of names reach it
-even though rare names are not listed, whereas columns of places and products contain few given names."""
+"""Minimum fraction of a column's distinct cells that must contain a first name. The value was
+chosen so that columns of names reach it even though rare names are not listed, whereas columns of places and products
+contain few first names."""
 MAX_PATTERN_CELLS = 2000
 """Maximum number of distinct cells that are matched against a pattern. For 2,000 cells, a fraction is known to within
 2.2 percentage points (with 95 % confidence)."""
@@ -62,9 +63,9 @@ ID_WORD_PATTERN = re.compile(
     rf"({NUMBERED_WORDS})(nr|no|number|nummer)"
 )
 """Pattern of a word that means an identifier wherever it occurs in a name."""
-NUMBER_WORDS = words("no nr num number nummer key")
-"""Last words of a name that mean an identifier if the word before means a person or record."""
-NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
+NUMBER_WORDS = words("no nr nbr num number nummer numero identifier barcode key")
+"""Words at the end of a name that mean an identifier if the preceding word means a person or record."""
+NEUTRAL_WORDS = NUMBER_WORDS | words("id ids name names code codes of the study index label fake hash")
 """Words next to a word for a person or site that leave its meaning unchanged.
 
 Any other word, as in hospital_expire_flag, may change the meaning.
@@ -173,7 +174,8 @@ PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
 """Pattern of punctuation that distinguishes phone or insurance numbers from measurements."""
 MIN_PHONE_DIGITS = 7
-"""Minimum number of digits in a phone number. Years such as 1889-90 and dates such as 10/22-25 have fewer digits."""
+"""Minimum number of digits in a phone number. Years such as 1889-90 and dates such as 10/22-25 have fewer digits and
+therefore do not match."""
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
@@ -281,7 +283,7 @@ def name_words(name: str) -> frozenset[str]:
 def names_subject(name: str) -> bool:
     """Return True if the name of a column means an identifier of people, stays or similar units.
 
-    >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "hadm_id")]
+    >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "patient_nbr")]
     [True, True, True, True, True]
     >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit")]
     [False, False, False, False, False, False]

@@ -91,8 +91,8 @@ def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """Return a document, or its table called ``place``, with its keys and values renamed back to their original names.
 
-    Digests of records and fingerprints of checkpoints are computed from this form, so that they remain valid if a key
-    is renamed.
+    Digests of records and fingerprints of checkpoints are computed from this representation, so that they remain valid
+    if a key is renamed.
     """
     return _translate_table(document, place, back=True)
 

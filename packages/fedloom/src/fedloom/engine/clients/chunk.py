@@ -44,14 +44,14 @@ class ClientOutput(NamedTuple):
 
     Attributes:
         upload: upload after the channel has transformed it.
-        state: new state of the clients. It contains only the states that this side (server or client) stores.
+        state: new state of the clients. It contains only the states that this party (server or client) stores.
         work: number of samples in backward passes, samples in forward passes and steps of each client ``[m, 3]``.
         weigher_answer: answers ``[m, k]`` to the weigher's query, or None if the weigher sends no query.
         sampler_report: reports ``[m, k]`` to the sampler, or None if clients report nothing.
         model: the sent primary field as absolute models ``[m, d]``, or None if the server does not need it.
         trained: local models ``[m, .]`` contained in the upload, or None if no attacker reads these models.
-        sent: upload in the form in which it is encoded, if the message contains the change from the received model
-            instead of an absolute model.
+        sent: upload as it is encoded, if the message contains the change from the received model instead of an absolute
+            model.
     """
 
     upload: Fields
@@ -147,7 +147,7 @@ def run_client_step(job: Job, inputs: ChunkInputs, work: Work) -> tuple[Fields, 
     """Run the method's client step, and return the upload and the new client states.
 
     Raises:
-        ClientError: the method's code failed, or its result does not have the declared form.
+        ClientError: the method's code failed, or its result does not have the declared structure.
     """
     try:
         returned = job.algorithm.client(inputs.down, inputs.rows, work)
@@ -246,7 +246,7 @@ def accept_uploads(
     counts: Tensor | None = None,
     applied: Fields | None = None,
 ) -> ChunkResult:
-    """Check the uploads of a chunk on the server side, sum them, and store the states of accepted clients.
+    """Check the uploads of a chunk at the server, sum them, and store the states of accepted clients.
 
     Args:
         job: the run.
@@ -255,8 +255,8 @@ def accept_uploads(
         down: download of the clients.
         output: messages and new states that the clients produced.
         counts: work and traffic of the clients ``[m, 7]``. None to count them here.
-        applied: uploads after adapting them to the current state of the server. None to use the uploads in the form in
-            which they were sent.
+        applied: uploads after adapting them to the current state of the server. None to use the uploads as they were
+            sent.
     """
     upload = output.upload
     counts = count_chunk_output(job, server, task.ids, down, output).counts if counts is None else counts

@@ -53,7 +53,7 @@ class CodecMessage(NamedTuple):
         """Decode one client's message into tensors with the shapes of `values`.
 
         Raises:
-            WireError: the bytes do not encode a message of this form.
+            WireError: the bytes do not encode a message of this type.
         """
         fields = self.codec.decode(message)
         return {name: fields[name].view(like.shape) for name, like in self.values.items()}
@@ -146,7 +146,7 @@ class Messages:
 
     @property
     def tracks(self) -> bool:
-        """True if compression is applied to the change since the client's last upload, which both sides store.
+        """True if compression is applied to the change since the client's last upload, which client and server store.
 
         Parts that compression omits are then contained in the next change (EF21: Richtarik, Sokolov and Fatkhullin,
         NeurIPS 2021, arXiv:2106.05203, Algorithm 1), so that nothing is omitted once the uploads converge.

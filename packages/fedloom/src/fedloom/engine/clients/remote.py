@@ -139,7 +139,7 @@ class RemoteClients(ABC):
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
     def add_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
-        """Add the client's model to the output if the server side reads it."""
+        """Add the client's model to the output if the server reads it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
             return output

@@ -63,7 +63,7 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
 
 
 def score_chunk(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
-    """Scores of the global model and the personal models of a chunk of clients."""
+    """Scores of the global model and the personal models for a chunk of clients."""
     with attribute_error("model", job.oracle.module, f"round {task.round}"):
         try:
             return _score_models(job, down, global_model, task)
@@ -192,7 +192,7 @@ def _uses_own_statistics(job: Job) -> bool:
 
 
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
-    """Return the scores of one kind of model on each evaluated part of a chunk of clients."""
+    """Return one model kind's scores on each evaluated part, for a chunk of clients."""
     outputs = make_part_evaluator(job, models, task.ids, task.cohort)
     scores: Scores = {(kind, part): _metrics_by_client(job, *outputs(part)) for part in job.setting.evaluate.parts}
     if isinstance(job.setting.attack, Backdoor):

@@ -96,7 +96,10 @@ class MeanField(RowsField):
 
 
 class KeptField(RowsField):
-    """Upload field of kind `fedloom.algorithms.Kept`: a float64 sum ``[d]`` over all clients, updated by changes."""
+    """Upload field of kind `fedloom.algorithms.Kept`: a float64 sum ``[d]`` over all clients.
+
+    After each round, the changes of the cohort's values are added to the sum.
+    """
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         assert kept is not None

@@ -42,7 +42,7 @@ class StartedMethod(NamedTuple):
     Attributes:
         setting: settings of the run, with the derived options of the method.
         states: initial states of the server, of a client, and of the fields that the server stores for a client.
-        memory: form in which optimizer states are stored. None if optimizers start every round without a state.
+        memory: layout in which optimizer states are stored. None if optimizers start every round without a state.
         residue: initial state of the channel for one client.
         notes: notes that are known before round 1.
     """
@@ -190,7 +190,7 @@ def _find_optimizer_states(method: Algorithm, start: Start, oracle: Network, ctx
 def _initial_residue(
     messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype
 ) -> Fields:
-    """Return the initial state of the channel for uploads that have this form."""
+    """Return the initial state of the channel for uploads with this structure."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)

@@ -91,7 +91,7 @@ class Flight(NamedTuple):
 
 
 def flatten_results(computed: ComputedChunk) -> dict[str, Tensor]:
-    """Return the results for a chunk of clients in the form of `Flight.fields`."""
+    """Return the results for a chunk of clients in the format of `Flight.fields`."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}

@@ -56,7 +56,7 @@ def compute_results(
         state: state of the run at the dispatch.
         ids: ids of the clients ``[m]`` in ascending order.
         times: number of times that each client was drawn ``[m]``.
-        steps: number of local steps of each client ``[m]``. None stands for the number in the run's settings.
+        steps: number of local steps of each client ``[m]``. If None, the number in the run's settings is used.
     """
     t = state.round + 1
     order = sort_by_samples(job, ids)

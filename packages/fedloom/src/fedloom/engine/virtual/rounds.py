@@ -81,7 +81,9 @@ def run_deadline_round(job: Job, clients: LocalClients, state: State) -> tuple[S
         in_time = np.isin(np.arange(len(log)), first)
         now = float(log[first, END_COLUMN].max())
         if math.isinf(now):
-            raise RunStopped(Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients ever answer")
+            raise RunStopped(
+                Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients will ever respond"
+            )
     overdue = ~in_time
     log[overdue, FATE_COLUMN], log[overdue, END_COLUMN] = ReplyOutcome.LATE, now
     log[overdue, 5] = [job.fleet.presence_seconds(int(client), start, now) for client in log[overdue, CLIENT_COLUMN]]

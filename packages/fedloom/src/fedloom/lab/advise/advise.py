@@ -54,8 +54,8 @@ def advise(
         margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage
             point of accuracy). If None, no margin is stated.
         tune: the keys ``metric`` and ``space`` of the table ``[tune]`` in an experiment file.
-        folder: directory of the race. The same call with the same folder resumes the race. None: a temporary directory
-            is used.
+        folder: directory of the race. The same call with the same folder resumes the race. If None, a temporary
+            directory is used.
         join: True to share the race with other processes that make the same call with the same folder.
         executor: executor that performs the runs, with a method ``submit(function, *arguments)``, as in
             `fedloom.compare`.

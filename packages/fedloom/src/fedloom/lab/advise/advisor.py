@@ -81,7 +81,8 @@ class LapWork(NamedTuple):
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
         unit: unit of work, with the path at which the result is published.
-        before: round at which the previous lap of the same candidate and seed ended. None if this is the first lap.
+        before: round at which the previous lap (part of the training) of the same candidate and seed ended. None if
+            this is the first lap.
     """
 
     lap: Lap
@@ -117,8 +118,8 @@ class Advisor:
             experiment.
         margin: largest difference in the metric that is irrelevant in practice. If None, no margin is stated.
         read: function that converts a document to an experiment.
-        methods: registered names of the methods that take part in the race. None stands for the portfolio that is
-            stored with the package. Local training and FedAvg are always included.
+        methods: registered names of the methods that take part in the race. If None, the portfolio that is stored with
+            the package is used. Local training and FedAvg are always included.
 
     Raises:
         ConfigError: the experiment is invalid, has no validation data, or the budget is too small. In that case,
@@ -232,8 +233,8 @@ class Advisor:
     def _run_laps(self, laps: Sequence[Lap], train: TrainLaps) -> list[LapResult]:
         """Train several laps, and return their results in the same order.
 
-        The number of rounds of a method is planned by means of its first setting. If a round of another setting costs
-        much more or less, the first lap of that setting is repeated with an adjusted number of rounds.
+        Each method's number of rounds is planned from its first setting. If a round of another setting costs much more
+        or less, the first lap of that setting is repeated with an adjusted number of rounds.
         """
         results = train([self._work_of(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
@@ -326,7 +327,7 @@ class Advisor:
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 
     def _plan_methods(self) -> list[LapShares]:
-        """Plan the number of rounds of every method by means of its first setting, and return the cost of its laps.
+        """Plan each method's number of rounds from its first setting, and return the cost of its laps.
 
         The step size in the file is used, because the step size does not affect the cost of a round.
         """

@@ -254,7 +254,7 @@ def form_advice(
         outcome: outcome of the race.
         fed: federation of the race.
         metric: metric by which the methods are compared.
-        margin: largest difference that is considered irrelevant in practice. None: every difference matters.
+        margin: largest difference that is considered irrelevant in practice. If None, every difference matters.
         budget: maximum number of sample gradients that the race was allowed to compute.
         work: number of gradients that one whole run computes.
         left_out: reason why a method did not take part, keyed by the label of the method.

@@ -35,8 +35,8 @@ def pack_lap(
         end: round at which the lap ends.
         metric: metric by which the methods are compared.
         seeds: all seeds of the race.
-        before: folder of the previous lap. The lap continues from the checkpoint in this folder. None: the lap starts
-            at the first round.
+        before: folder of the previous lap. The lap continues from the checkpoint in this folder. If None, the lap
+            starts at the first round.
     """
     states = {} if before is None else {p.name: p for p in sorted(before.glob("checkpoint-*")) if p.is_file()}
     checkpoint = {name: b64encode(path.read_bytes()).decode() for name, path in states.items()}

@@ -47,8 +47,8 @@ class Arm(NamedTuple):
 
     Attributes:
         label: label of the method.
-        number: index of the candidate among those of the same method. 0 has the settings of the experiment file, if the
-            search space contains them.
+        number: index of the candidate among all candidates of the same method. Candidate 0 has the settings of the
+            experiment file, if the search space contains them.
         params: values of the settings, keyed by name.
     """
 

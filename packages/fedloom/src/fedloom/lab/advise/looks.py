@@ -153,7 +153,7 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 
     Args:
         values: differences ``[seeds, clients]``. Clients with any value that is not finite are omitted.
-        pool: effect of seeds estimated from all methods. None: the effect is unknown.
+        pool: effect of seeds estimated from all methods. None if the effect is unknown.
     """
     values = values[:, np.isfinite(values).all(0)]
     seeds, clients = values.shape

@@ -104,7 +104,7 @@ class LapShares(NamedTuple):
 
     @classmethod
     def compute(cls, rounds: int, personal: float) -> LapShares:
-        """Return the cost of the laps of a run with this number of rounds and this fraction for personal models."""
+        """Return the cost of a run's laps for this number of rounds and this fraction for personal models."""
         early, middle = (last_round(depth, rounds) / rounds * (1 - personal) for depth in (EARLY_DEPTH, MIDDLE_DEPTH))
         return cls(early, middle, personal)
 

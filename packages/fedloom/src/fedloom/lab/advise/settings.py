@@ -80,7 +80,7 @@ class RaceEntries:
         """Check which of the methods can be run on the clients.
 
         Args:
-            whole: clients with their test data, in the form in which a final comparison would use them.
+            whole: clients with their test data, as a final comparison would use them.
             fed: the federation of the race.
             seed: seed of the first run.
 

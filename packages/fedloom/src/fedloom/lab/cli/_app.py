@@ -84,9 +84,9 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 class StrictCommandGroup(TyperGroup):
     """Command group that rejects arguments that are empty or are not valid text.
 
-    An empty argument usually results from a shell variable that is not set. Used as a path, it would stand for the
-    current folder. Numbers must be written in plain digits. Python would also accept ``1_0``, digits of other scripts,
-    and spaces.
+    An empty argument usually results from a shell variable that is not set. Used as a path, it would mean the current
+    folder. Numbers must be written in plain digits. Python would also accept ``1_0``, digits of other scripts, and
+    spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
@@ -243,7 +243,7 @@ ExecutorName = Annotated[
     str | None,
     typer.Option(
         "--executor",
-        help="engine that computes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        help="backend that executes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
 DataDir = Annotated[
@@ -276,7 +276,7 @@ fails."""
 
 @contextmanager
 def add_file_to_errors(file: Path) -> Iterator[None]:
-    """Add the name of the experiment file and the line of the key in question to messages raised inside the block.
+    """Add the name of the experiment file and the line of the affected key to messages raised inside the block.
 
     Raises:
         ConfigError: an error was raised inside the block. The file and the line are added to the message of the error.
@@ -326,7 +326,7 @@ def find_line(
         place: position of the table in its list, counting from 1.
         part: name of the table in a dotted key.
 
-    >>> line_of("rounds = 2\n[local]\nlr = -1", "local", "lr"), line_of("lr = 3", word="lr")
+    >>> find_line("rounds = 2\n[local]\nlr = -1", "local", "lr"), find_line("lr = 3", word="lr")
     (3, 1)
     """
     now, count, header, table = "", 0, None, table or part

@@ -119,9 +119,9 @@ def compare(
             seeds only repeat other runs, and these seeds count as one.
         tune: number of trials per method. Settings are chosen on validation data before the runs, with the same compute
             budget for all methods. The table ``[tune]`` of an experiment file is also accepted. If None, the settings
-            are used as given.
-        baseline: label of the method against which the other methods are tested. None: the baseline is local training
-            or FedAvg if one of them was run.
+            are used unchanged.
+        baseline: label of the method against which the other methods are tested. If None, the baseline is local
+            training or FedAvg if one of them was run.
         compare_model: which of a method's models is compared. ``best-on-validation`` is the model that a client would
             use (the better of the global and the personal model on the client's validation part), ``personal`` is the
             model that the papers report, and ``all`` compares every model.
@@ -131,7 +131,7 @@ def compare(
         analyses: analyses to compute after the rounds, as values, as names of `fedloom.analyses.ANALYSES` or as tables
             with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
         folder: run directory. The same call with the same folder resumes an interrupted comparison. A search for
-            settings uses the folder ``<folder>-tune`` next to this folder. None: a temporary directory is used.
+            settings uses the folder ``<folder>-tune`` next to this folder. If None, a temporary directory is used.
         join: True to share the runs with other processes that make the same call with the same folder, on any machine
             that can access the folder. Every process returns the complete comparison.
         executor: executor that performs the runs. The executor is an object with a method ``submit(function,

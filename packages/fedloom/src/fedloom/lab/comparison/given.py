@@ -89,7 +89,7 @@ class GivenExperiment:
         choices: fields of `Setting` that all methods share.
         analyses: analyses as values, names or tables.
         keywords: other keywords that the caller accepts, which are listed in error messages.
-        call: name of the function that the user called, for use in error messages.
+        call: name of the function that the user called, which is named in error messages.
 
     Attributes:
         document: content of the equivalent experiment file, in which values take the place of tables.

@@ -55,7 +55,7 @@ def read(
     Args:
         path: path of the file. The file may be in a run directory. In this case, its table ``resolved`` records the
             versions that the run used.
-        values: changes to single values, such as ``local.lr=0.1``.
+        values: changes to individual values, such as ``local.lr=0.1``.
         methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
         rounds: number of rounds of every method, which replaces the number in the file.
         trust: True to run code that the file refers to by import path even if another user owns the file.
@@ -161,7 +161,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     """Return the setting, and add groups to it if its aggregation weights compare groups of rows.
 
-    The groups are those of the first analysis that defines groups.
+    The groups of the first analysis that defines groups are used.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights

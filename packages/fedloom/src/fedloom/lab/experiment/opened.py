@@ -211,7 +211,7 @@ class RunDirectory:
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read labeled new data, specified as in ``[data] source``, and return them in the form that the models need.
+        """Read labeled new data, specified as in ``[data] source``, and return them as the models need them.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -235,8 +235,8 @@ class RunDirectory:
             data: file that contains rows (for texts, the lines of a .txt file), or any value that
                 `fedloom.data.new_rows.new_rows` accepts. If a table contains the column that identified the clients in
                 training, this column also selects each row's client here.
-            method: label of the method. None: the method with the best validation result (see `best`).
-            seed: seed of the run. None: the first seed.
+            method: label of the method. If None, the method with the best validation result is used (see `best`).
+            seed: seed of the run. If None, the first seed is used.
             client: client whose model makes the predictions for all rows. If None, each row uses the model of its site,
                 and rows without a site use the global model.
             kind: "global", "personal" or "hybrid", or the path of an adapted model, with which predictions are then
@@ -326,7 +326,7 @@ class RunDirectory:
         The metric is averaged over clients and seeds.
 
         Args:
-            seed: seed of the run. None: the first seed for which the method has finished.
+            seed: seed of the run. If None, the first seed for which the method has finished is used.
             personal: True to compare the personal models of methods that have them. False to compare only global
                 models.
             shared: True if the method must produce a global model.

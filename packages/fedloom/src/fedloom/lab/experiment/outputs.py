@@ -301,10 +301,10 @@ def partition_table(
         sizes: number of training samples of each client, ``[n]``.
         counts: number of training samples of each client and class, ``[n, C]``. C is 0 for a regression, or if only the
             sizes are known.
-        groups: number of each client's planted group, ``[n]``. None: -1 is written for all clients.
+        groups: number of each client's planted group, ``[n]``. If None, -1 is written for all clients.
         attackers: indices of the clients that are attackers.
         tests: test part of each client. The sizes of the test parts are written, together with one digest of all test
-            parts. None: the test parts are not known.
+            parts. None if the test parts are not known.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {

@@ -42,7 +42,7 @@ def apply_overrides(
             cross-validation.
 
     Raises:
-        ConfigError: a change does not have the required form, or it names a method that does not exist. The message
+        ConfigError: a change does not have the required syntax, or it names a method that does not exist. The message
             names the key.
     """
     changed: dict[str, Any] = {**document}

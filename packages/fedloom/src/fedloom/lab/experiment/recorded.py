@@ -50,9 +50,10 @@ class RecordedRun:
         """Return, as float64 ``[s]``, the value of a metric for each scored client after the last evaluated round.
 
         Args:
-            model: kind of model, as in `fedloom.engine.result.Result.final`. None stands for the model that a client
-                would use.
-            metric: name of the metric. None: accuracy, or the primary metric of the task if accuracy was not measured.
+            model: kind of model, as in `fedloom.engine.result.Result.final`. If None, the model is the one that a
+                client would use.
+            metric: name of the metric. If None, the metric is accuracy, or the primary metric of the task if accuracy
+                was not measured.
             part: part of each client's samples, such as "test".
 
         Raises:

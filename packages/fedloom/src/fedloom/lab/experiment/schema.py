@@ -210,7 +210,7 @@ class Experiment:
 
     @property
     def kept_columns(self) -> list[str]:
-        """Columns of a table, or thresholds on columns, that are kept for use in analyses or aggregation weights."""
+        """Columns of a table, or thresholds on columns, that are kept for analyses or aggregation weights."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))

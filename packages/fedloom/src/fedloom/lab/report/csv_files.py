@@ -21,8 +21,8 @@ def neutralize_formula(cell: T) -> T | str:
 
     Floating-point numbers are written with at most 12 significant digits.
 
-    >>> inert("=1+1"), inert("fedavg"), inert(-1.5), inert(1 / 3), inert(7856937935508588.0)
-    ("'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15')
+    >>> [neutralize_formula(cell) for cell in ("=1+1", "fedavg", -1.5, 1 / 3, 7856937935508588.0)]
+    ["'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15']
     """
     if isinstance(cell, float) and math.isfinite(cell):
         text = f"{cell:.12g}"

@@ -46,8 +46,10 @@ federation are shown in the section "others"."""
 def describe_figure(name: str) -> Metric:
     """Return how a value named ``metric``, ``metric/statistic`` or ``metric@place``, or a total of costs, is shown.
 
-    >>> figure("accuracy/worst10").title, figure("accuracy/jain").unit, figure("loss/variance").higher
-    ('Worst 10 %', '', False)
+    >>> describe_figure("accuracy/worst10").title, describe_figure("accuracy/jain").unit
+    ('Worst 10 %', '')
+    >>> describe_figure("loss/variance").higher
+    False
     """
     if name in COST_FIGURES:
         return COST_FIGURES[name]
@@ -89,10 +91,10 @@ PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
 
 
 def lowercase_title(title: str) -> str:
-    """Return a title in the form that it has inside a sentence: in lower case, except names, symbols and abbreviations.
+    """Return a title as it is written inside a sentence: in lower case, except names, symbols and abbreviations.
 
-    >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")
-    ('macro F1', 'AUROC', 'C-index', 'Brier score')
+    >>> [lowercase_title(title) for title in ("Macro F1", "AUROC", "C-index", "Brier score")]
+    ['macro F1', 'AUROC', 'C-index', 'Brier score']
     """
     first = title.partition(" ")[0]
     is_word = first[1:].isalpha() and first[1:].islower() and first not in PROPER_NAMES

@@ -34,7 +34,7 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
     Args:
         table: table with the columns round, client, model, part, metric and value (see
             `fedloom.engine.result.Result.table`).
-        name: name of the metric. None: the default metric of the task, such as accuracy or AUROC.
+        name: name of the metric. If None, the default metric of the task is used, such as accuracy or AUROC.
         part: part of the clients' samples, such as "test".
 
     Raises:

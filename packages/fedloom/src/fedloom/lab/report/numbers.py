@@ -1,9 +1,9 @@
 """Values computed from recorded metrics: curves, results by seed, and intervals over seeds.
 
-Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used in the
-form in which it was recorded. If a statistic was not recorded, it is computed from the values of the clients. If a
-seed's run failed, or diverged before its end, the seed has no result. The costs of runs that ended early are not
-combined with the costs of complete runs.
+Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used
+exactly as it was recorded. If a statistic was not recorded, it is computed from the values of the clients. If a seed's
+run failed, or diverged before its end, the seed has no result. The costs of runs that ended early are not combined with
+the costs of complete runs.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 def equal_seeds(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
     """Return the seeds whose runs only repeat the runs of an earlier seed, mapped to this earlier seed.
 
-    All metrics of these runs except costs equal those of the earlier run, because nothing random affects them. Seeds
-    whose runs are repetitions count as one result.
+    All metrics of these runs except costs are equal to the metrics of the earlier run, because nothing random affects
+    them. Seeds whose runs are repetitions count as one result.
     """
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}

@@ -65,8 +65,8 @@ def write_report(
         columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. If None, up to six
             metrics that suit the task are chosen.
         charts: True to also write each chart as SVG, and its data as CSV, to the folder.
-        baseline: label of the method against which all other methods are tested. None: the baseline is local training
-            or, if it was not run, FedAvg. If neither was run, there is no baseline.
+        baseline: label of the method against which all other methods are tested. If None, the baseline is local
+            training or, if it was not run, FedAvg. If neither was run, there is no baseline.
         compare_model: which of a method's models are included in ``results.tex`` and in the comparison: the model that
             a client would use, the personal model, or all models.
         margin: largest difference in the primary metric that does not matter in practice, in the units of the metric.

@@ -25,8 +25,7 @@ class StoredPredictions(NamedTuple):
         prediction: mean prediction for each sample over the seeds that tested it, in the shape of the targets. For two
             classes and for labels, predictions are probabilities. For more classes, it is the fraction of seeds that
             predicted the correct class, and all targets are 1.
-        event: 1 if the target is an event time, 0 if it is a censoring time, ``[N]``. None for tasks that have no
-            events.
+        event: 1 if the target is an event time, 0 if it is a censoring time, ``[N]``. None if the task has no events.
         subject: number of each sample's subject, ``[N]``. None if each sample belongs to a different subject.
     """
 

@@ -154,5 +154,5 @@ class Run:
         return self.names[id] if id < len(self.names) else str(id)
 
     def titled_client(self, id: int) -> str:
-        """Return the name of a client in the form in which it is used as the title of a panel."""
+        """Return the name of a client as it is used as the title of a panel."""
         return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)

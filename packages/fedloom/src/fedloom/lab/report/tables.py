@@ -131,7 +131,7 @@ def render_cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
 
     If there is no value, the result is ``(UNKNOWN_DASH, "")``.
 
-    >>> cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
+    >>> render_cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
     ('91.0', '12.7')
     """
     if estimate is None or not estimate.finite:

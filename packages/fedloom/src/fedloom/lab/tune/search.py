@@ -214,7 +214,7 @@ class Search:
         return sorted(candidates, key=lambda params: params != self._first)
 
     def _seed(self, trial: int = 0) -> Any:
-        """Return a 128-bit seed in a form that numpy's random generators accept."""
+        """Return a 128-bit seed of a type that numpy's random generators accept."""
         return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
 
 

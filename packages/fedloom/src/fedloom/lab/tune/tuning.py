@@ -462,7 +462,7 @@ class Tuning:
         make_folder(self.out / "trials")
 
     def _recorded_identity(self) -> dict[str, Any]:
-        """Return `_identity` in the form in which it would be read from a file."""
+        """Return `_identity` as it would be read from a file."""
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ v``, where v starts at 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
-"""Function (w, plan, steps [m], form of the step) that performs all steps in place in one call."""
+"""Function (w, plan, steps [m], kind of SGD step) that performs all steps in place in one call."""
 
 
 class Features(NamedTuple):
@@ -106,7 +106,7 @@ class Oracle(ABC):
             beta: factor of ``out``, a number or ``[m, 1]``. If it is the number 0, the old values are ignored, even if
                 they are not finite.
             alpha: factor of the gradient.
-            steady: vector ``[m, d]``, or None for zero.
+            steady: vector ``[m, d]``, or None if the vector is zero.
             functions: functions of the terms on the representation.
             terms: weights, anchors and arguments of each term.
 
@@ -146,7 +146,7 @@ class Oracle(ABC):
             ConfigError: the task is not binary, or the groups do not exist.
         """
         raise Refused(
-            "group rates need a task with two classes",
+            "group rates require a task with two classes",
             rule="method-needs-classes",
             fix="use the accuracy or the loss instead",
         )

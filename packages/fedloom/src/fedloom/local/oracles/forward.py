@@ -23,7 +23,7 @@ CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
 only limit, a CNN would take two to three times as long."""
 
 USUAL_BATCH = 20
-"""Assumed number of samples per step when the size of pooled activations is compared to that of convolution weights."""
+"""Assumed number of samples per step when pooled activations and convolution weights are compared in size."""
 
 
 @contextmanager

@@ -244,7 +244,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _layers(self) -> list[list[int]]:
-        """Linear layers in the form that `fedloom.kernels.descend` expects."""
+        """Linear layers in the representation that `fedloom.kernels.descend` expects."""
         layers: list[list[int]] = []
         for name, layer in self.chains[0].steps:
             if name in self.linear:

@@ -39,7 +39,7 @@ from fedloom.local.oracles.probes import (
     spread_samples,
     unregistered_modules,
 )
-from fedloom.local.oracles.samples import Samples, batch_loss, probe_task
+from fedloom.local.oracles.samples import GROWING_FACTORS, Samples, batch_loss, probe_task
 from fedloom.models import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.parts import BATCH_STATISTICS
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from fedloom.local.batches import Batch
     from fedloom.tasks import Task
 
+MAX_BOUNDED_GROWTH = 10.0
+"""Maximum factor by which outputs above 1 grow with the parameters if a model bounds them, as sigmoid and tanh do."""
+
 
 class Network(Oracle):
     """Local problems of a network on the training parts of a federation. Subclasses compute the gradients.
@@ -61,7 +64,7 @@ class Network(Oracle):
     Args:
         module: the network. It is copied, and never modified.
         task: task that defines the loss.
-        fed: clients and their data. The dtype and device of the oracle are those of the data.
+        fed: clients and their data. The oracle uses the data's dtype and device.
         augment: random changes that are applied to the samples when the gradient of a step is computed. They are not
             used for anything else.
 
@@ -100,8 +103,11 @@ class Network(Oracle):
             index = spread_samples(fed)
             if fed.data.name != "blank":  # the server of a deployment has no samples
                 with attribute_error("model", module, "a trial on a few samples"):
-                    outputs = self.run(self.layout.vector(self.module), fed.fetch(index))
-                self.unseeded = probe_task(task, outputs, fed.targets(index))
+                    row, x = self.layout.vector(self.module), fed.fetch(index)
+                    grown = GROWING_FACTORS[0] * row if task.objective.loss is not None else row
+                    large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
+                bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
+                self.unseeded = probe_task(task, outputs, fed.targets(index), bounded)
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:

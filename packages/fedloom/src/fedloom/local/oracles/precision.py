@@ -201,7 +201,7 @@ def use_bfloat16(device: torch.device, on: bool) -> AbstractContextManager[objec
 
 
 def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return a mask of the parameters that `use_bfloat16` would convert to bfloat16 at each use (those of products)."""
+    """Return a mask of the parameters (of products) that `use_bfloat16` would convert to bfloat16 at each use."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):

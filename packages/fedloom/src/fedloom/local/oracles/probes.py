@@ -50,7 +50,7 @@ def draws_globally(module: nn.Module, fed: Federation, *, trains: bool = True) -
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
     """Return True if two passes over one sample differ although the global random generators start in the same state.
 
-    Such a module has a random generator of its own, or reads a clock or a device.
+    Such a module has its own random generator, or reads a clock or a device.
     """
     probe, outputs = _copy_in_training_mode(module, fed), list[Tensor]()
     for _ in range(2):

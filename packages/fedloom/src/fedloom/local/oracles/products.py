@@ -184,7 +184,7 @@ class CompiledProducts(Products):
         The loop is `fedloom.kernels.add_gradients`.
 
         Args:
-            layers: linear layers in the form that `fedloom.kernels.descend` expects.
+            layers: linear layers in the representation that `fedloom.kernels.descend` expects.
             samples: samples of the batch.
             count: number of samples of each client ``[m, 1]``.
             total: number by which the sum of sample losses is divided ``[m, 1]``.

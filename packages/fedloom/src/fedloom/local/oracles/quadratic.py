@@ -31,7 +31,7 @@ class Quadratic(Oracle):
             batch.
         solve: True if `descend` returns the exact minimizer of its problem, regardless of the number of steps (or the
             starting point if there are no steps).
-        layout: shapes. None for a single vector of length d.
+        layout: shapes. If None, the only parameter is a vector of length d.
     """
 
     name: ClassVar[str] = "quadratic"

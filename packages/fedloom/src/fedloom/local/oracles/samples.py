@@ -190,14 +190,20 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
-def probe_task(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
+def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) -> list[str]:
     """Try a user's loss and metrics, on the outputs ``[b, k]`` for a few samples or positions.
 
     Return the names of the functions whose values differ between two equal calls (see `_is_unseeded`).
 
+    Args:
+        task: task with the user's functions.
+        outputs: outputs of the initial model.
+        y: targets.
+        bounded: True if no parameters give larger outputs, as with a sigmoid, so that no loss needs a lower bound.
+
     Raises:
         ConfigError: a function fails or does not return a single number, or the loss is a sum, is not finite, has no
-            gradient, has parameters of its own, or pairs every output with every target.
+            gradient, has its own parameters, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -265,7 +271,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
             rule="loss-is-a-sum",
             fix="make {task.loss} return the mean over the batch",
         )
-    if _is_unbounded(task.objective.loss, outputs, y):
+    if not bounded and _is_unbounded(task.objective.loss, outputs, y):
         raise ConfigError(
             f"task: loss {name!r} has no lower bound on the outputs of this model: larger outputs make it more "
             "negative, whatever the class, as with the negative of a loss, or with nll_loss on logits",
@@ -279,16 +285,14 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
 def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
     """Return True if a loss of classes falls without limit when the outputs grow.
 
-    Each sample has the class with its largest output, and then the class with its smallest output. Probabilities and
-    their logarithms cannot grow.
+    Each sample has the class with its largest output, and then the class with its smallest output. If all outputs are
+    negative, as logarithms of probabilities and negative distances are, they stay negative.
     """
     if y.is_floating_point() or y.ndim != 1 or not len(y):
         return False
     if outputs.shape[1] > 1:
-        one = torch.ones(()).to(outputs)
-        if any(torch.allclose(p.sum(-1), one) and bool((p >= 0).all()) for p in (outputs, outputs.exp())):
-            return False
-        outputs = outputs - outputs.mean(1, keepdim=True)
+        if bool((outputs > 0).any()):
+            outputs = outputs - outputs.mean(1, keepdim=True)
         targets = outputs.argmax(1), outputs.argmin(1)
     else:
         targets = outputs[:, 0] > 0, outputs[:, 0] <= 0
@@ -352,7 +356,7 @@ def _tells_pairs(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
 
     The test uses increasing outputs, and half of these outputs have each target.
 
-    If a loss does not depend on the targets at all, or rejects these numbers, the result is also True.
+    If a loss does not depend on the targets, or rejects these numbers, the result is also True.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

@@ -32,7 +32,7 @@ class ClipRows(Value):
     """
 
     kind: Literal["clip"] = "clip"
-    bound: float = Field(10.0, gt=0, description="maximum norm of a client's upload, over all fields together")
+    bound: float = Field(10.0, gt=0, description="maximum norm of a client's upload across all fields")
 
     def rows(self, m: int) -> int:
         """Return the number of rows after the transformation of m rows."""

@@ -24,7 +24,7 @@ class PrivateMean(Aggregator):
     """
 
     kind: Literal["private-mean"] = "private-mean"
-    clip: float = Field(1.0, gt=0, description="maximum norm of a client's change, over all fields together")
+    clip: float = Field(1.0, gt=0, description="maximum norm of a client's change across all fields")
     sigma: float = Field(
         1.0, ge=0, description="noise multiplier: standard deviation of the noise in the sum, in units of clip"
     )

@@ -10,7 +10,7 @@ from fedloom.rows.algebra import Scalar
 from fedloom.rows.layout import Layout
 
 Form = Literal["dense", "sparse", "lowrank"]
-"""Form that a vector may have: no particular form, many zeros, or matrices of low rank."""
+"""Structure that a vector may have: no particular structure, many zeros, or matrices of low rank."""
 
 
 @runtime_checkable
@@ -19,7 +19,7 @@ class Prox(Protocol):
 
     Functions that depend on matrices or on parameter names need the layout. All other functions ignore it. If the prox
     of a class produces sparse or low-rank vectors, the class declares this as ``makes: ClassVar[Form]``. Messages are
-    then encoded in this form.
+    then encoded in this way.
     """
 
     @property
@@ -44,6 +44,9 @@ class Prox(Protocol):
 
 
 def find_form(f: object) -> Form:
-    """Return the form of the vectors that the prox of ``f`` produces, which is ``f.makes``. The default is "dense"."""
+    """Return the structure of the vectors that the prox of ``f`` produces, which is ``f.makes``.
+
+    The default is "dense".
+    """
     form: Form = getattr(f, "makes", "dense")
     return form

@@ -42,7 +42,7 @@ class ConvexSet(Value, ABC):
 class Box(ConvexSet):
     """Box {lower <= x <= upper} with the same bounds in every coordinate.
 
-    None stands for no bound (Parikh and Boyd, 6.2.4).
+    None means that there is no bound (Parikh and Boyd, 6.2.4).
     """
 
     kind: Literal["box"] = "box"

@@ -92,7 +92,7 @@ class Total(Value):
 
     @property
     def makes(self) -> Form:
-        """Form of the vectors that the prox produces, which is the first form of a term that is not "dense"."""
+        """Structure of the vectors that the prox produces: the first structure among the terms that is not "dense"."""
         return next((form for form in map(find_form, self.parts) if form != "dense"), "dense")
 
     @property

@@ -146,7 +146,7 @@ class Problems:
     """Problems of a table for a single message: the first problem of each kind, and their number.
 
     Args:
-        where: file for use in messages.
+        where: file that is named in messages.
         first: number of the first row below the header.
     """
 
@@ -330,7 +330,7 @@ def replace_commas(cells: Iterator[ColumnPiece]) -> Iterator[ColumnPiece]:
 def replace_decimal_comma(cell: str) -> str:
     """Convert a number with a decimal comma to Python's notation. Other text is returned unchanged.
 
-    >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
+    >>> [replace_decimal_comma(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
     """
     return cell.replace(".", "").replace(",", ".") if DECIMAL_COMMA_PATTERN.fullmatch(cell.strip()) else cell
@@ -343,7 +343,7 @@ def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
 
 
 def short_cell(cell: object) -> str:
-    """Return a cell as text for use in messages. The text is shortened if it is long."""
+    """Return a cell as text that can be used in a message. The text is shortened if it is long."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 

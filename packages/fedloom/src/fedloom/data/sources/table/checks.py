@@ -136,10 +136,9 @@ def survival_time_errors(
 
     Args:
         times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
-        events: name and numbers of the event column in the same form.
-        first: number of the first row, for use in messages.
-        eventless: True if the table may contain no events at all, for example because it is the table of one of several
-            sites.
+        events: name and numbers of the event column, in the same representation.
+        first: number of the first row, from which the row numbers in messages are counted.
+        eventless: True if the table may contain no events, for example because it is the table of one of several sites.
     """
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
@@ -162,7 +161,7 @@ def survival_time_errors(
 
 
 def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> Iterator[str]:
-    """Yield errors for label columns that contain numbers other than 0, 1 and NaN (which stands for a missing cell)."""
+    """Yield errors for label columns that contain numbers other than 0, 1 and NaN (which marks a missing cell)."""
     for column, values in labels.items():
         rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
         if len(rows):
@@ -250,8 +249,8 @@ def note_doubtful_columns(
     Args:
         columns: numbers or codes ``[N]``, which are NaN for missing cells, keyed by column name.
         measured: names of the columns that are searched for outliers.
-        first: number of the first row, for use in messages.
-        arrays: True if the columns come from an array and therefore have no options of their own. In arrays, negative
+        first: number of the first row, from which the row numbers in messages are counted.
+        arrays: True if the columns come from an array and therefore do not have their own options. In arrays, negative
             numbers are not reported, even if they are rare.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")

@@ -91,7 +91,7 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Options that are set, including those of an agreement.
+        """Options that are set, including options of an agreement.
 
         The options of an agreement take precedence over other options.
         """
@@ -185,7 +185,10 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield errors in the column that orders the rows. ``first`` is the number of the first row in messages."""
+        """Yield errors in the column that orders the rows.
+
+        ``first`` is the number of the first row, from which the row numbers in messages are counted.
+        """
         if self.order is None:
             return
         if self._odd is not None:

@@ -38,7 +38,7 @@ class LoadedTable(NamedTuple):
         pieces: cells of the columns, piece by piece.
         coded: columns whose type defines their levels.
         notes: notes for the report.
-        first: number of the first row below the header, for use in messages.
+        first: number of the first row below the header, from which the row numbers in messages are counted.
     """
 
     names: list[str]

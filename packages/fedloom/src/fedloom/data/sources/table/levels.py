@@ -45,11 +45,13 @@ def similar_levels_text(counts: Mapping[str, int]) -> str:
     Args:
         counts: number of rows for each level.
 
-    >>> alike({"TRUE": 2, "true": 1, "1": 4, "0": 5})
+    >>> similar_levels_text({"TRUE": 2, "true": 1, "1": 4, "0": 5})
     "'TRUE' (2) = 'true' (1) = '1' (4)"
-    >>> alike({"f": 2, "m": 3, "F ": 1}), alike({"n": 2, "f": 3}), alike({"0": 2, "1": 3, "no": 4, "2": 5})
-    ("'f' (2) = 'F ' (1)", '', '')
-    >>> alike({"7": 2, "007": 1, "7,0": 1, "a7": 1}), alike({"1.2.3": 1, "1.23": 1})
+    >>> similar_levels_text({"f": 2, "m": 3, "F ": 1}), similar_levels_text({"n": 2, "f": 3})
+    ("'f' (2) = 'F ' (1)", '')
+    >>> similar_levels_text({"0": 2, "1": 3, "no": 4, "2": 5})
+    ''
+    >>> similar_levels_text({"7": 2, "007": 1, "7,0": 1, "a7": 1}), similar_levels_text({"1.2.3": 1, "1.23": 1})
     ("'7' (2) = '007' (1) = '7,0' (1)", '')
     """
     plain = {name: _normalize_level(name) for name in counts}
@@ -161,7 +163,7 @@ class AgreedColumnConverter:
 
     @property
     def shown(self) -> str:
-        """Most frequent unknown levels and the agreed levels, for use in messages."""
+        """Most frequent unknown levels and the agreed levels, which are listed in messages."""
         unknown = ", ".join(short_cell(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 

@@ -22,8 +22,8 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 PAIR_COUNT = 5
-"""Number of measured pairs per method. A pair consists of one block of rounds of FedAvg and one block of rounds of the
-method."""
+"""Number of measured pairs per method. A pair consists of a block of FedAvg rounds and a block of the method's
+rounds."""
 
 
 class GradientCost(NamedTuple):

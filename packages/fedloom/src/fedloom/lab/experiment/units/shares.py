@@ -20,7 +20,7 @@ from fedloom.processes.costs import MeasuredWorkers
 from fedloom.processes.pool import Workers, usable_cores, useful_processes
 
 TRIED_CLIENTS = 8
-"""Number of clients in each of the two rounds by which the cost of a run is measured."""
+"""Number of clients in each of the two rounds that are used to measure the cost of a run."""
 SYNCHRONY_COST = 1.1
 """Factor by which a run with several processes takes longer than if its work were divided perfectly. The processes wait
 for each other at the end of every round."""
@@ -63,7 +63,7 @@ def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = No
     Args:
         loads: costs of the runs, in the order in which the runs start.
         processes: number of processes that may compute simultaneously, at least 1.
-        most: maximum number of simultaneous runs that fit into memory. None: there is no limit.
+        most: maximum number of simultaneous runs that fit into memory. If None, there is no limit.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
     shares = [ProcessShare(runs, processes // runs) for runs in sizes]

@@ -32,7 +32,7 @@ from fedloom.lab.experiment.units.payload import decode, encode
 from fedloom.local.oracles.precision import isolate_torch_settings
 
 MEMORY_SOURCE = "memory"
-"""Name of a source that stands for in-memory data, which have no file."""
+"""Name of a source that represents in-memory data, which have no file."""
 PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
 """Placeholder for in-memory data in the text of an experiment."""
 _UNIT_LOCK = threading.Lock()
@@ -42,7 +42,7 @@ _held = dict[str, bytes]()
 
 
 class PackedExperiment(NamedTuple):
-    """Experiment in the form in which it is sent to workers.
+    """Experiment as it is sent to workers.
 
     Attributes:
         text: the experiment as a TOML document.
@@ -104,7 +104,7 @@ class UnitReply(NamedTuple):
 
 
 def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> PackedExperiment:
-    """Pack an experiment in such a way that a worker computes the same results from it.
+    """Pack an experiment so that a worker computes the same results from it.
 
     Args:
         experiment: experiment to run.

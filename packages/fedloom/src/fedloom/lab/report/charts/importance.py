@@ -17,7 +17,7 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import IMPORTANCE_FILE
 
 MAX_DRAWN_COLUMNS = 30
-"""Maximum number of columns, and maximum number of sites, that are drawn."""
+"""Maximum number of columns to draw. The same maximum applies to the number of sites."""
 IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
 
 

@@ -18,7 +18,7 @@ TICK_FORMAT = (
 )
 """Expression that formats axis ticks, as in 0.5, 20, 1.5k, 3M and 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""Minimum factor by which a result exceeds the better results if it is left out of the range of the axis."""
+"""Minimum factor by which a result exceeds the better results if it is excluded from the range of the axis."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 INTERVAL_FILTER = {"filter": "isValid(datum.low)"}
@@ -204,7 +204,7 @@ def panels(
 
 
 def select_filters(rows: Rows) -> list[Spec]:
-    """Return those of the filters `MEAN_FILTER`, `INTERVAL_FILTER` and `SEED_FILTER` that select at least one row."""
+    """Return the filters among `MEAN_FILTER`, `INTERVAL_FILTER` and `SEED_FILTER` that select at least one row."""
     return [
         MEAN_FILTER,
         *([INTERVAL_FILTER] if any(row.get("low") is not None for row in rows) else []),

@@ -40,7 +40,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def _replace_invalid_xml(value: object) -> Any:
     """Return a copy of a value in which all characters that XML does not allow are replaced by U+FFFD.
 
-    The rendering library would abort the process if it encountered such a character.
+    The rendering library would abort the process if it encountered one of these characters.
     """
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)

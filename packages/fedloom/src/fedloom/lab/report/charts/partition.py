@@ -119,7 +119,7 @@ def _group_by_data(runs: list[Run]) -> list[list[Run]]:
 
 
 def _partition_skews(group: list[Run]) -> list[PartitionSkew]:
-    """Compute the skew of every recorded partition of a group of runs on the same data."""
+    """Compute the skew of every recorded partition for a group of runs on the same data."""
     label = ", ".join(run.label for run in group)
     return [PartitionSkew(group[0], label, seed, _skew_of_part(part)) for seed, part in group[0].partitions.items()]
 
@@ -298,7 +298,7 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
 def _evenly_spaced_items(items: int | Integers, most: int) -> Integers:
     """Return at most ``most`` evenly spaced items.
 
-    If ``items`` is an integer, it stands for the numbers from 0 up to that integer (exclusive).
+    If ``items`` is an integer, the items are the numbers from 0 up to that integer (exclusive).
     """
     numbers = np.arange(items) if isinstance(items, int) else items
     places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
@@ -333,7 +333,7 @@ def align_cluster_labels(labels: Integers, reference: Integers) -> Integers:
 
     The label -1 (unknown) is retained.
 
-    >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
+    >>> align_cluster_labels(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]
     """
     from scipy.optimize import linear_sum_assignment  # slow to import, needed by clusters only

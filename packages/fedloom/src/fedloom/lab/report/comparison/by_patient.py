@@ -49,8 +49,7 @@ class SiteDifference(NamedTuple):
         site: name of the site.
         samples: number of test samples or, if subjects are known, of their subjects.
         metric: name of the metric that is compared.
-        events: number of samples (or subjects) in the second class, or with an event. None for tasks that have no
-            events.
+        events: number of samples (or subjects) in the second class, or with an event. None if the task has no events.
         alone: metric with the site's local model.
         together: metric with the federated model.
         half: half-width of the confidence interval of the difference. NaN if an interval cannot be computed.

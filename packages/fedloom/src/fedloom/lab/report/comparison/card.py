@@ -148,7 +148,7 @@ def _version_lines(run: Run) -> str:
 def _escape(text: str) -> str:
     r"""Escape recorded text so that Markdown shows it unchanged and on a single line.
 
-    >>> _plain("a|b <i>*\n")
+    >>> _escape("a|b <i>*\n")
     'a\\|b \\<i\\>\\*'
     """
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))

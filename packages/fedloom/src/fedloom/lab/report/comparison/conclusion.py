@@ -50,7 +50,7 @@ class Conclusion(NamedTuple):
         """Return the conclusion as a list of lines.
 
         Args:
-            shown: maximum number of pairs to include. None: all pairs are included.
+            shown: maximum number of pairs to include. If None, all pairs are included.
         """
         rest = len(self.pairs[shown:]) if shown is not None else 0
         head = f"{self.task}: {self.answer}" if self.task else self.answer
@@ -71,8 +71,8 @@ def conclude_groups(
     Args:
         runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
-        baseline: label of the baseline. None: local training, or else FedAvg, or else the first method if there is only
-            one run.
+        baseline: label of the baseline. If None, it is local training, or else FedAvg, or else the first method if
+            there is only one run.
         compare_model: which of a method's models is compared.
         margin: largest difference that does not matter in practice, in the units of the primary metric. If None, no
             methods are called equivalent.

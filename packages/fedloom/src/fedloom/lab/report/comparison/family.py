@@ -51,7 +51,7 @@ class PairVerdict(StrEnum):
     UNTESTED = "not tested"
 
 
-class TestedDifference(NamedTuple):
+class DifferenceTest(NamedTuple):
     """Difference between two methods, tested as part of a family.
 
     Attributes:
@@ -76,12 +76,12 @@ class TestedDifference(NamedTuple):
         """True if the number of seeds is sufficient for a test."""
         return self.seeds >= MIN_SEEDS
 
-    def __neg__(self) -> TestedDifference:
+    def __neg__(self) -> DifferenceTest:
         """Return the same comparison with the two methods exchanged."""
         return self._replace(mean=-self.mean)
 
 
-def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
+def pair_verdict(comparison: DifferenceTest | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
     """Return the verdict on a comparison, which is based on the interval that is printed.
 
     Args:
@@ -90,9 +90,9 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
         margin: largest difference that is irrelevant in practice, in the units of the comparison, above 0. If None, no
             comparison is called equivalent.
 
-    >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
+    >>> pair_verdict(DifferenceTest(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
     <PairVerdict.EQUIVALENT: 'equivalent'>
-    >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True)
+    >>> pair_verdict(DifferenceTest(0.5, 1.0, 0.4, 0.4, False, 5), higher=True)
     <PairVerdict.INCONCLUSIVE: 'inconclusive'>
     """
     if comparison is None or not comparison.testable:
@@ -103,7 +103,7 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
     return PairVerdict.EQUIVALENT if within else PairVerdict.INCONCLUSIVE
 
 
-def untested_reason(comparison: TestedDifference | None) -> str:
+def untested_reason(comparison: DifferenceTest | None) -> str:
     """Return the reason why a comparison is not tested. The text is empty if the comparison is tested."""
     if comparison is None:
         return "same models"
@@ -131,7 +131,7 @@ def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> di
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
             0. The logarithm is infinite if only one of the two values is 0.
 
-    >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
+    >>> seed_differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
     """
     seeds = sorted(one.finite.keys() & other.finite.keys(), reverse=True)
@@ -154,13 +154,13 @@ def log_ratio(one: float, other: float) -> float:
 
 def run_family_tests(
     members: Mapping[Name, Mapping[int, float]], *, ratio: float | Mapping[Name, float] = 0.0, moderate: bool = False
-) -> dict[Name, TestedDifference]:
+) -> dict[Name, DifferenceTest]:
     """Test all differences of a family.
 
     Args:
         members: differences per seed, grouped by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
-            same samples in a new way. 0: no correction is made, and the verdicts apply to these samples.
+            same samples in a new way. 0: no correction is applied, and the verdicts apply to these samples.
         moderate: True to shrink the variances of the members toward a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
@@ -176,7 +176,7 @@ def run_family_tests(
     rejections = {name: value <= level for name, value in corrected.items()}
     step = {name: min(place, sum(rejections.values())) for place, name in enumerate(sorted(p, key=p.__getitem__))}
     return {
-        name: TestedDifference(
+        name: DifferenceTest(
             sum(one.tolist()) / len(one) if len(one) else math.nan,
             wider[name]
             * (
@@ -218,7 +218,7 @@ def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
 
 
 def _half_width(values: np.ndarray, level: float, prior: Prior | None) -> float:
-    """Return the half-width of the confidence interval of the mean of ``values [k]``, with coverage ``1 - level``."""
+    """Return the half-width of the confidence interval for the mean of ``values [k]``, with coverage ``1 - level``."""
     if not np.isfinite(values).all():
         return 0.0 if values.max() == values.min() else math.inf
     if prior is None:

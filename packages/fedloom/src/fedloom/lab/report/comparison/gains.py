@@ -12,8 +12,8 @@ import numpy as np
 from fedloom.formats import UNKNOWN_DASH, finite, interval, pair
 from fedloom.lab.report.comparison.contenders import best_row, contenders_of, last_points, select_contenders
 from fedloom.lab.report.comparison.family import (
+    DifferenceTest,
     PairVerdict,
-    TestedDifference,
     pair_verdict,
     run_family_tests,
     seed_differences,
@@ -70,7 +70,7 @@ class SiteGain(NamedTuple):
     events: tuple[int, ...]
     alone: Estimate
     together: Estimate
-    comparison: TestedDifference
+    comparison: DifferenceTest
     reason: str
 
     @property
@@ -237,7 +237,7 @@ def _no_gain_reason(
 def _span_text(values: tuple[int, ...]) -> str:
     """Return text that gives the smallest and the largest of several counts.
 
-    >>> _span((16, 17, 16)), _span((1, 1)), _span(())
+    >>> _span_text((16, 17, 16)), _span_text((1, 1)), _span_text(())
     ('16 to 17', '1', '–')
     """
     ends = sorted({min(values), max(values)}) if values else []

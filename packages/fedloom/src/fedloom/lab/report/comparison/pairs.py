@@ -19,8 +19,8 @@ from fedloom.lab.report.comparison.contenders import (
 )
 from fedloom.lab.report.comparison.criteria import group_comparable_runs
 from fedloom.lab.report.comparison.family import (
+    DifferenceTest,
     PairVerdict,
-    TestedDifference,
     pair_verdict,
     run_family_tests,
     scope_sentence,
@@ -55,7 +55,7 @@ class Pair(NamedTuple):
     row: Row
     reference: Row
     figure: str
-    comparison: TestedDifference | None
+    comparison: DifferenceTest | None
     margin: float | None = None
     ratio: float = 0.0
 
@@ -106,7 +106,7 @@ def compare_pairs(
         runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
         baseline: label of the baseline, such as ``local``. If there are several runs, it may also name a method of one
-            run, such as ``local · run``. None: the default baseline of each group of runs is used (see `reference`),
+            run, such as ``local · run``. If None, the default baseline of each group of runs is used (see `reference`),
             and groups without a default baseline are omitted.
         models: which of a method's models to compare.
         name: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the primary

@@ -37,8 +37,8 @@ class RecordedComparison:
 
     Args:
         folder: path of the run directory.
-        baseline: label of the method against which all other methods are tested. None: the baseline is the first method
-            that trains without federation, or else FedAvg, or else the first method.
+        baseline: label of the method against which all other methods are tested. If None, the baseline is the first
+            method that trains without federation, or else FedAvg, or else the first method.
         compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
         margin: largest difference in the primary metric that does not matter in practice, in the units of the metric
             (0.01 is one percentage point of accuracy). Methods are called equivalent if their difference lies within
@@ -77,8 +77,8 @@ class RecordedComparison:
         Return a table with the best method first.
 
         Args:
-            baseline: label of the method against which the others are tested. None stands for the baseline of the
-                comparison.
+            baseline: label of the method against which the others are tested. If None, the comparison's baseline is
+                used.
             figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the
                 primary metric is compared.
             margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
@@ -142,7 +142,7 @@ class RecordedComparison:
         """Draw the mean of every method with its 95 % interval over seeds, and a dot for every seed.
 
         Args:
-            name: name of the metric. None: the primary metric of the task is drawn.
+            name: name of the metric. If None, the primary metric of the task is drawn.
 
         Raises:
             ConfigError: the metric does not exist.
@@ -168,7 +168,7 @@ class RecordedComparison:
         The chart's ``save`` method writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
 
         Args:
-            name: name of the metric. None: the primary metric of the task is drawn.
+            name: name of the metric. If None, the primary metric of the task is drawn.
             x: horizontal axis: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
             width: width of the panel, in pixels.
             height: height of the panel, in pixels.
@@ -192,7 +192,7 @@ class RecordedComparison:
         """Draw each client's mean over seeds and its 95 % interval, with one dot per method.
 
         Args:
-            name: name of the metric. None: the primary metric of the task is drawn.
+            name: name of the metric. If None, the primary metric of the task is drawn.
             width: width of the panel in pixels.
             height: height of the panel in pixels. If None, the height is chosen to suit the number of clients and
                 methods.
