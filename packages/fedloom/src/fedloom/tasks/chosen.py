@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, cause_of, report_exit
+from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, cause_of
 from fedloom.hints import unknown
 from fedloom.imports import UserFunction
 from fedloom.metrics import declare
@@ -285,7 +285,7 @@ def compute_user_number(scorer: UserFunction, what: str, output: Tensor, y: Tens
         FunctionError: the function fails, or does not return a single number.
     """
     try:
-        with torch.no_grad(), report_exit():
+        with torch.no_grad():
             value: Any = scorer.call(output, y)
         size = getattr(value, "shape", ())
         if len(size):
