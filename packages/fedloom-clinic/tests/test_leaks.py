@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_iris
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
@@ -189,6 +190,50 @@ def test_equal_rows_in_two_parts_have_a_note_with_a_rule() -> None:
     rules = [note.rule for note in fed.notes if isinstance(note, Note)]
     assert "parts-share-rows" in rules
     assert any(isinstance(note, Note) and note.rule for note in fl.simulate("fedavg", fed, rounds=1).notes)
+
+
+def test_copies_with_other_outcomes_are_noted() -> None:
+    frame = pd.DataFrame(table())
+    both = pd.concat([frame, frame.assign(died=1 - frame["died"])], ignore_index=True)
+    assert any("although the outcome differs" in note for note in fl.Dataset.create(both, "died").notes)
+
+
+@pytest.mark.parametrize(("sign", "digits"), [(1, 6), (1, 1), (-1, 6)])
+def test_two_columns_that_give_the_target_are_noted(sign: int, digits: int) -> None:
+    frame = pd.DataFrame(table())
+    total = (frame["age"] + sign * frame["crp"]).round(digits)
+    notes = fl.Dataset.create(frame.assign(total=total), "total", task="regression").notes
+    assert any(f"together give 'total' (age {'+' if sign > 0 else '-'} crp)" in note for note in notes), notes
+    blurred = frame.assign(total=total + np.random.default_rng(1).normal(size=N))
+    assert not any("together" in n for n in fl.Dataset.create(blurred, "total", task="regression").notes)
+
+
+UNITS: dict[str, tuple[float, float, float, float]] = {
+    "height": (170.0, 9.0, 0.01, 0.0), "temperature": (37.0, 0.6, 1.8, 32.0),
+    "creatinine": (90.0, 20.0, 1 / 88.42, 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_two_units_in_a_column_are_noted(name: str) -> None:
+    center, spread, factor, shift = UNITS[name]
+    one = np.random.default_rng(0).normal(center, spread, N)
+    frame = pd.DataFrame(table()).assign(**{name: np.where(np.arange(N) % 4, one, one * factor + shift)})
+    assert any(f"{name!r}: 60 of 240 numbers are far" in note for note in fl.Dataset.create(frame, "died").notes)
+    frame[name] = one
+    assert not any("another unit" in note for note in fl.Dataset.create(frame, "died").notes)
+
+
+def test_two_species_are_not_two_units() -> None:
+    frame = load_iris(as_frame=True).frame
+    assert not any("another unit" in note for note in fl.Dataset.create(frame, "target").notes)
+
+
+@pytest.mark.parametrize("name", ["phone_minutes", "mobile_usage_kb", "fax_bytes", "phone"])
+def test_large_measurements_of_phones_are_no_phone_numbers(name: str) -> None:
+    frame = pd.DataFrame(table()).assign(**{name: np.random.default_rng(0).integers(10**6, 10**9, N)})
+    left_out = any("phone numbers" in note for note in fl.Dataset.create(frame, "died").notes)
+    assert left_out is (name == "phone")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import ast
 import errno
+import inspect
 import re
 import stat
 import traceback
+import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -435,6 +437,31 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:  # of a file that the message names
             raise
         raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
+
+
+@contextmanager
+def report_exit() -> Iterator[None]:
+    """Report a `SystemExit` of user code in the block as an error. Otherwise a script would end without a message.
+
+    Raises:
+        CodeError: the block raised `SystemExit`.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        raise CodeError(
+            f"the run was ended by code that it called: {cause_of(end)}. Raise another error there"
+        ) from end
+
+
+def warn_user(sentence: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning for the innermost line of code that belongs to neither fedloom nor a wrapper of its functions."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").partition(".")[0] in ("fedloom", "torch", "contextlib")
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, category, stacklevel=level + 1)
 
 
 def check_folder(folder: Path) -> None:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -34,7 +33,7 @@ from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import Table, level_name
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
-from fedloom.errors import ConfigError, DataError, entered
+from fedloom.errors import ConfigError, DataError, entered, warn_user
 from fedloom.lazy import lister
 from fedloom.trained.model import Model
 from fedloom.values import Value
@@ -112,7 +111,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             choices[key] = value
         result = simulate(self.method, split(data, seed=seed), self.model, **choices)
         if result.status != "done":
-            warnings.warn(f"{result.stop.value}: {result.detail}", ConvergenceWarning, stacklevel=4)
+            warn_user(f"{result.stop.value}: {result.detail}", ConvergenceWarning)
         models = result.models
         kinds, sites = models.kinds(), models.names
         kind = "personal" if "personal" in kinds else "global"
@@ -141,7 +140,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := exclusion_reason(n, c, len(x)))
         ]
         for note in numbered:
-            warnings.warn(note, stacklevel=5)
+            warn_user(note)
         design = more.get("design")
         return (*numbered, *table_findings(features, outcome, users, units=None if design is None else design.units))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import fedloom as fl
 from fedloom.data.federation import Federation
 from fedloom.engine.checks import rehearsal
-from fedloom.errors import GivenUp, RunStopped, Stop
+from fedloom.errors import FedloomError, GivenUp, RunStopped, Stop
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.track import RETRY_SECONDS, Tracker, Writer
 from fedloom.processes.clients import LocalClients
@@ -187,6 +187,17 @@ def test_code_that_ends_the_program_is_no_success(tmp_path: Path) -> None:
     )
     said = call("run", tmp_path / "e.toml", "--out", tmp_path / "run", code=1)
     assert "was ended by code that it called: SystemExit: 0 (test_effect.py, line" in said
+
+
+@pytest.mark.parametrize("door", ["simulate", "compare"])
+def test_a_metric_that_ends_the_program_is_an_error_in_python(door: str, fed: Federation) -> None:
+    call: Any = fl.simulate if door == "simulate" else lambda method, *a, **k: fl.compare([method], *a, **k)
+    with pytest.raises(FedloomError, match=r"ended by code that it called: SystemExit: 0 \(test_effect.py, line"):
+        call("fedavg", fed, rounds=1, task={"metrics": [end]})
+
+
+def end(_outputs: Tensor, _y: Tensor) -> float:
+    raise SystemExit(0)
 
 
 async def wait(_state: Any) -> None:

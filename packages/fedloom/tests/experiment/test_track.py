@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedloom.errors import ConfigError
 from fedloom.lab.cli import app
-from fedloom.lab.experiment import Plan, parse
+from fedloom.lab.experiment import Plan, parse, track
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.experiment.track import TRACKERS, Tracker
 from fedloom.lab.progress import show_progress
@@ -164,6 +164,19 @@ def test_what_is_tracked_after_force_is_of_the_new_run_alone(tmp_path: Path) -> 
         steps = [key for key, _ in READ[kind](out, "fedavg", 0)]
         assert steps
         assert len(set(steps)) == len(steps)
+
+
+def test_a_tracker_that_wrote_nothing_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_label: str, _seed: int) -> Any:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(track, "TRACKERS", {**TRACKERS, "tensorboard": lambda *_: (away, "tensorboard --logdir x")})
+    (tmp_path / "e.toml").write_text(SMALL)
+    said = CliRunner().invoke(
+        app, ["run", str(tmp_path / "e.toml"), "--out", str(tmp_path / "o"), "--track", "tensorboard"]
+    )
+    assert said.exit_code == 0, said.output
+    assert "tracked:" not in said.output
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

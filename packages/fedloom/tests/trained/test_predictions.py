@@ -282,3 +282,12 @@ def test_the_graph_s_features_are_those_of_training() -> None:
         rows = x[owner == client]
         want = table.encode(rows, torch.zeros(len(rows), dtype=torch.long), fitted[client][None])
         assert torch.equal(table.encoder(fitted[client])(rows), want)
+
+
+def test_a_warning_names_the_line_of_the_caller(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:
+    models = opened["fedavg", 0].models
+    far = {**columns, "age": [1000.0] * len(columns["age"])}
+    for call in (models.predict, models.predict_proba, models.ready("global").predict):
+        with pytest.warns(UserWarning, match="column 'age'") as caught:
+            call(far)
+        assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}

@@ -26,7 +26,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
-from fedloom.errors import ConfigError, Stop, entered, place_note
+from fedloom.errors import ConfigError, Stop, entered, place_note, report_exit
 from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
@@ -58,6 +58,7 @@ Progress = Callable[[State], object]
 
 
 @isolate_torch_settings()
+@report_exit()
 def simulate(
     algorithm: Algorithm | PresetMethod | Setting | str,
     fed: Federation | Sequence[Any] | Mapping[str, Any],

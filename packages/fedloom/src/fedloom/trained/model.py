@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +22,7 @@ from fedloom.data.new_data import client_column_of
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import unapplied_factor_notes
 from fedloom.data.tables import FAR_ROW_SHARE
-from fedloom.errors import ConfigError, DataError, LayoutError
+from fedloom.errors import ConfigError, DataError, LayoutError, warn_user
 from fedloom.local.oracles.forward import samples_per_evaluation
 from fedloom.models import ModelSpec, spec_of
 from fedloom.models.imported import InProcessModel, OwnModel, wrap_model
@@ -193,7 +192,7 @@ class Model:
     def _warned(self, x: Tensor) -> Tensor:
         """Return raw samples unchanged, and warn if most values of a column, or most samples, are far outside."""
         for sentence in self.strange(x) if self.find_far(x) else ():
-            warnings.warn(sentence, stacklevel=4)
+            warn_user(sentence)
         return x
 
     @default_to_cpu()

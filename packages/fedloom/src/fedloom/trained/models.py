@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.input_spec import single_client_federation
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, warn_user
 from fedloom.hints import nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import isolate_torch_settings
@@ -244,7 +243,7 @@ class Models:
         side = side._replace(local=_change_local_settings(side.local, epochs, steps, lr))
         new = self.recipe.facts.take(data)
         for sentence in self.recipe.facts.note_far(new.x):
-            warnings.warn(sentence, stacklevel=2)
+            warn_user(sentence)
         fed = single_client_federation(new, holdout, side.seed)
         row, oracle = adapt_model(side, self.recipe, fed, rounds)
         oracle.set_statistics(row, torch.tensor([0]))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.subjects.copies import count_near_copies
 from fedloom.data.subjects.equal import is_row_numbering
+from fedloom.data.survey.conversions import find_conversion, is_fahrenheit
 from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     MISSING_TOKENS,
@@ -46,6 +47,13 @@ MIN_NAMING_SHARE = 0.9
 """Minimum number of different texts per row at which a text column is considered to identify rows."""
 MIN_DISTINCT_SHARE = 0.2
 """Minimum number of distinct values per row at which a column is considered to identify rows."""
+MIN_UNIT_ROWS, MIN_UNIT_SHARE, MIN_UNIT_LEVELS = 10, 0.05, 8
+"""Minimum number and share of rows in each of two units, and minimum number of different values in each unit."""
+MAX_UNIT_SPREAD = 2.0
+"""Maximum ratio of the standard deviations of the numbers in two units after the conversion."""
+MIN_UNIT_GAP, ENOUGH_UNIT_GAP = 0.5, 1.0
+"""Minimum gap between the numbers in two units on a logarithmic scale, as a share of the conversion factor, and gap
+that is sufficient for a large factor. Species and other groups also differ, but rarely with so large a gap."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
     "come from one sample, this sample is in the training part and in the test part. Leave such rows "
@@ -110,13 +118,17 @@ def table_findings(
     if count < MAX_FEW_LEVELS:
         return
     every = {**features, **{name: column for name, (column, _) in outcome.items()}}
-    yield from _note_equal_rows(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
+    equal = [*_note_equal_rows(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})]
+    yield from equal
+    if not equal and units is None and len(features) > 1 and all(t == "classification" for _, t in outcome.values()):
+        yield from _note_equal_rows(features, " in all features, although the outcome differs")
     yield from note_near_copies([c.values for c in features.values() if not c.names], units)
     rows = _sample_rows(count, len(features))
     for name, column in features.items():
         yield from _note_numbering(name, column, count)
         if name not in ranged:
             yield from _note_missing_markers(name, column)
+            yield from _note_mixed_units(name, column)
     for of, (target, task) in outcome.items():
         if task == "classification" and target.names:
             yield from _note_doubtful_classes(of, target)
@@ -195,6 +207,32 @@ def _note_missing_markers(name: str, column: ReadColumn) -> Iterator[str]:
         yield f"column {name!r}: {shown} may mean missing. If so, name such cells in missing, with impute = true"
 
 
+def _note_mixed_units(name: str, column: ReadColumn) -> Iterator[str]:
+    """Yield a note if a column's numbers form two groups of the same shape that differ by a known conversion."""
+    values = np.sort(column.values[~np.isnan(column.values)])
+    least = max(MIN_UNIT_ROWS, int(MIN_UNIT_SHARE * len(values)))
+    if column.names or len(values) < 2 * least or values[0] <= 0:
+        return
+    logs = np.log(values)
+    cut = least + int(np.diff(logs[least - 1 : len(logs) - least + 1]).argmax())
+    low, high = values[:cut], values[cut:]
+    if min(len(np.unique(low)), len(np.unique(high))) < MIN_UNIT_LEVELS:
+        return
+    small, large = float(np.median(low)), float(np.median(high))
+    found, factor, spread = find_conversion(name, large / small), large / small, logs[cut:].std() / logs[:cut].std()
+    if is_fahrenheit(name, large, small):
+        found, spread = (1.8, "Celsius to Fahrenheit"), high.std() / low.std() / 1.8
+    if found is None or logs[cut] - logs[cut - 1] < min(MIN_UNIT_GAP * np.log(factor), ENOUGH_UNIT_GAP):
+        return
+    units = found[1]
+    if 1 / MAX_UNIT_SPREAD <= spread <= MAX_UNIT_SPREAD:
+        few, shown = (low, "below") if len(low) <= len(high) else (high, "above")
+        yield (
+            f"column {name!r}: {len(few):,} of {len(values):,} numbers are far {shown} the others, as if in another "
+            f"unit (medians {small:g} and {large:g}: {units}). If so, convert them to one unit"
+        )
+
+
 def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
     """Yield notes on a class that may represent a missing label, and on two classes whose second is not the outcome."""
     counts = column.counts()
@@ -219,8 +257,14 @@ def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
             )
 
 
-def _note_equal_rows(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
-    """Yield a note on rows that are identical in all columns, if there are more than expected by chance."""
+def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iterator[str]:
+    """Yield a note on rows that are identical in all columns, if there are more than expected by chance.
+
+    Args:
+        columns: compared columns, keyed by name.
+        where: text for the note if the columns do not include the outcome. Such rows are only noted if a column has
+            many different numbers, since rows of a few levels may have different outcomes.
+    """
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
     columns = {n: c for n, c in columns.items() if not (is_row_numbering(c.values) or is_row_number(n, c.values))}
@@ -237,9 +281,10 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         held = np.unique(np.where(np.isnan(column.values), np.inf, column.values), return_counts=True)[1]
         chance *= float(((held / count) ** 2).sum())
         fine = fine or len(held) >= MIN_DISTINCT_SHARE * count
-    if pairs > CHANCE_MULTIPLE * chance and (fine or pairs > CHANCE_MULTIPLE**2 * max(chance, 1)):
+    coarse = not where and pairs > CHANCE_MULTIPLE**2 * max(chance, 1)
+    if pairs > CHANCE_MULTIPLE * chance and (fine or coarse):
         yield (
-            f"{copies:,} of {count:,} rows are exact copies of others. If the copies come from one "
+            f"{copies:,} of {count:,} rows are exact copies of others{where}. If the copies come from one "
             "sample, this sample is in the training part and in the test part. Leave the copies out"
         )
 

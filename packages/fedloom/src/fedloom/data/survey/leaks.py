@@ -21,6 +21,12 @@ MIN_ORDERED_ROWS = 100
 they may be due to the design of an experiment, such as load steps in a test of a few parts."""
 MIN_EQUAL_CLIENTS = 4
 """Minimum number of clients for which equal means cannot be due to chance."""
+MAX_PAIRED_COLUMNS, PAIRED_ROWS = 200, 64
+"""Maximum number of numeric columns whose pairs are compared with a target, and number of rows in the first comparison.
+"""
+PAIR_TOLERANCE = 5e-3
+"""Maximum standard deviation, relative to that of the target, of its difference from the sum of two columns. Sums of
+rounded numbers reach it, whereas a measurement error of a part in a hundred does not."""
 EQUAL_SHARE = 1 - 1e-9
 """Squared correlation above which two numbers per client are considered equal up to their unit: means of float64
 numbers have relative differences of about 1e-15, whereas columns that are merely similar differ by much more than
@@ -72,6 +78,8 @@ def find_leaks(
     from fedloom.data.by_site import score_groups  # which imports scipy.stats, slowly
 
     y = target.values[rows]
+    if task == "regression":
+        yield from _find_sums(features, of, y, rows)
     for name, column in features.items():
         figure = score_groups(*column.scored(rows), y, task, LEAK_SHARE)
         how = figure.text if figure.value >= LEAK_SHARE else ""
@@ -93,6 +101,34 @@ def find_leaks(
                 f"the client alone predicts {of!r} almost perfectly ({figure.text}), because nearly every "
                 "client has only one class"
             )
+
+
+def _find_sums(features: Mapping[str, ReadColumn], of: str, y: Floats, rows: Ints) -> Iterator[str]:
+    """Yield a note on each pair of columns whose sum or difference is the target, apart from rounding."""
+    numeric = {n: c.values[rows] for n, c in features.items() if not c.names}
+    names = [n for n, x in numeric.items() if 2 * np.isnan(x).sum() < len(x) and np.nanstd(x) > 0]
+    if not 2 <= len(names) <= MAX_PAIRED_COLUMNS:
+        return
+    x = np.stack([numeric[n] for n in names], 1)
+    here = ~np.isnan(x).any(1) & ~np.isnan(y)
+    x, y = x[here], y[here]
+    if len(y) < MIN_CLIENT_ROWS or y.std() == 0:
+        return
+    some = np.unique(np.linspace(0, len(y) - 1, PAIRED_ROWS).astype(int))
+    limit = PAIR_TOLERANCE * y.std()
+    alone = np.abs(np.stack([y - x.T, y + x.T])).std(2).min(0) <= limit  # has its own note
+    for first in np.flatnonzero(~alone).tolist():
+        for sign, other in ((1, "+"), (-1, "-")):
+            rest = y[some, None] - x[some, first, None] - sign * x[some]
+            for second in np.flatnonzero((rest.std(0) <= 2 * limit) & ~alone).tolist():
+                if second == first or (sign > 0 and second < first):
+                    continue
+                if (y - x[:, first] - sign * x[:, second]).std() <= limit:
+                    yield (
+                        f"columns {names[first]!r} and {names[second]!r} together give {of!r} "
+                        f"({names[first]} {other} {names[second]}), like facts recorded afterwards. Unless both are "
+                        "known beforehand, name them in drop"
+                    )
 
 
 def _describe_step_function(column: ReadColumn, y: Floats, rows: Ints) -> str:

@@ -94,6 +94,12 @@ CONTACT_WORDS = {
 """Words in the names of columns that contain contact details or identifiers of people, keyed by kind."""
 LAST_CONTACT_WORDS = words("contact kontakt contacto contatto sin nir zip")
 """Words in `CONTACT_WORDS` that have a different meaning unless they are the last word in a name."""
+MEASURE_WORDS = words(
+    "minutes mins minuten seconds secs sekunden hours usage kb mb gb bytes calls count counts duration cost costs "
+    "charge charges bill billing balance amount total sum spend spent price fee fees pages minutos segundos dauer"
+)
+"""Words in the name of a column of numbers that mean a measurement next to a word for contact details, as in
+``phone_minutes``."""
 MIN_CONTACT_NUMBER = 10**6
 """Smallest maximum of integers that may be phone or insurance numbers. Smaller integers are measurements or counts."""
 IDENTITY_KINDS = frozenset({"insurance or identity numbers", "phone or identity numbers"})
@@ -220,7 +226,8 @@ def personal_information_kind(name: str, cells: Mapping[str, int], rows: int) ->
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
     many = mostly or len(cells) >= (MIN_PATTERN_CELLS if lone else MIN_REPEATED_CELLS)
-    for what, listed in CONTACT_WORDS.items():
+    measured = not parts.isdisjoint(MEASURE_WORDS) and all(map(is_number, texts))
+    for what, listed in () if measured else CONTACT_WORDS.items():
         meant = ends if what == "postal codes" and not text else ends | (parts - LAST_CONTACT_WORDS)
         if many and meant & {*listed.split()} and _matches_suggestion(what, texts, text):
             return what

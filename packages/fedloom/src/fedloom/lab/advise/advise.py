@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from fedloom.data.dataset import default_to_cpu
 from fedloom.engine.setting import Choices, GivenModel
-from fedloom.errors import ConfigError, RunDirError, entered
+from fedloom.errors import ConfigError, RunDirError, entered, report_exit
 from fedloom.lab.advise.answer import Advice
 from fedloom.lab.advise.race import AVERAGE_METHOD, DEFAULT_BUDGET_RUNS
 from fedloom.lab.comparison.given import GivenExperiment
@@ -25,6 +25,7 @@ from fedloom.values import check_type
 
 @default_to_cpu()
 @entered("python")
+@report_exit()
 def advise(
     data: object,
     model: GivenModel | None = None,

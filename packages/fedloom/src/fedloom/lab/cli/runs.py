@@ -143,7 +143,7 @@ def run(
             _print_conclusions([plan.out])
         if (plan.out / "report.html").exists() and not open_runs:
             say(f"report: {plan.out / 'report.html'}", err=as_json)
-        if tracker is not None:
+        if tracker is not None and tracker.wrote:
             say(f"tracked: {tracker.view}", err=as_json)
     if open_runs:
         raise typer.Exit(130)

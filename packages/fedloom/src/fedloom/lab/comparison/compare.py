@@ -15,7 +15,7 @@ from weakref import finalize
 from fedloom.data.dataset import default_to_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered, report_exit
 from fedloom.hints import unknown
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
@@ -74,6 +74,7 @@ class Comparison(RecordedComparison):
 
 @default_to_cpu()
 @entered("python")
+@report_exit()
 def compare(
     methods: Mapping[str, object] | Sequence[object],
     data: object,

@@ -90,6 +90,11 @@ class Tracker:
         self._waiting: dict[tuple[str, int], dict[int, Figures]] = {}
         self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
 
+    @property
+    def wrote(self) -> bool:
+        """True if metrics of at least one run were written."""
+        return any(writer.last >= 0 for writer in self._writers.values())
+
     def __call__(self, event: Event) -> None:
         """Write the rounds that have not yet been written, and close the writer when the run ends."""
         key = event.label, event.seed
