@@ -342,17 +342,6 @@ def test_samples_in_memory_have_subjects_too(tmp_path: Path) -> None:
         fl.Dataset.create((x, y), order=[str(k) for k in range(90)])
 
 
-def test_a_federation_with_a_sample_in_two_parts_cannot_be_made() -> None:
-    data = fl.Dataset.create((np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 2))
-    whole = fl.partitions.iid(clients=2)(data, 0)
-    shared = whole.parts["train"].index[:1]
-    moved = whole.parts["test"].index.clone()
-    moved[0] = shared[0]
-    for change in ({"parts": {**whole.parts, "test": Split(moved, whole.parts["test"].offsets)}}, {"test": shared}):
-        with pytest.raises(DataError, match=f"sample {int(shared)} is in the train part and in the test part"):
-            replace(whole, partition={}, **change)
-
-
 def test_a_federation_with_a_subject_in_two_parts_cannot_be_made() -> None:
     data = samples()
     whole = fl.partitions.iid(clients=2)(data, 0)

@@ -52,7 +52,7 @@ class Federation:
     Raises:
         PartitionError: a client has no training samples.
         DataError: positions are outside the data, offsets are inconsistent, `prepare` has not been applied to the data
-            or to a sample in a part, or a subject or sample is in two parts.
+            or to a sample in a part, or a subject is in two parts.
     """
 
     data: Dataset
@@ -119,19 +119,20 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Raise an error if a subject or, without a partition, a sample is in two parts, even at different clients.
+        """Raise an error if a subject is in two parts, even at different clients.
 
         For this check, the common test set belongs to the test part.
 
         Raises:
-            DataError: a subject or a sample is in two parts.
+            DataError: a subject is in two parts.
         """
         design = self.data.design
+        if design is None or design.subject is None:
+            return
         parts = {part: self.parts[part].index.cpu().numpy() for part in DATA_PARTS}
         if self.test is not None:
             parts["test"] = np.concatenate([parts["test"], self.test.cpu().numpy()])
-        units = None if design is None or design.subject is None else design.units
-        if design is not None and units is not None and (mixed := find_shared_subject(units, parts)) is not None:
+        if (mixed := find_shared_subject(design, parts)) is not None:
             first, second, row = mixed
             raise DataError(
                 f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in "
@@ -139,13 +140,6 @@ class Federation:
                 "give all rows of a subject the same mark, or let a partition make the parts (pool = "
                 "true if the data have an official test set). If every client numbers its subjects "
                 "from 1, put the client's name before the number"
-            )
-        # A partition may let clients share samples
-        if not self.partition and (twice := find_shared_subject(np.arange(len(self.data)), parts)) is not None:
-            first, second, row = twice
-            raise DataError(
-                f"{self.data.name}: sample {row} is in the {first} part and in the {second} part, so scores would "
-                "be too good. Leave it out of one of them"
             )
 
     @classmethod

@@ -227,19 +227,19 @@ def round_share_of_sizes(sizes: Ints, fraction: float, from_size: int) -> Ints:
     return np.asarray(np.maximum(number, least))
 
 
-def find_shared_subject(of_rows: Ints, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
+def find_shared_subject(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
     """Return two parts that contain the same subject, and a row of this subject.
 
     Return None if every subject is in only one part.
 
     Args:
-        of_rows: subject of each row of the data set.
+        design: design of the data set.
         parts: rows of each part, at all clients.
     """
-    part_of = np.full(len(of_rows), -1)
+    part_of = np.full(len(design.units), -1)
     names = list(parts)
     for k, name in enumerate(names):
-        units = of_rows[parts[name]]
+        units = design.units[parts[name]]
         if (both := np.flatnonzero(part_of[units] >= 0)).size:
             return names[part_of[units[both[0]]]], name, int(parts[name][both[0]])
         part_of[units] = k
