@@ -55,7 +55,8 @@ EXPERIMENT_TABLES = (
     "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "engine",
     "early_stop", "tune",
 )  # fmt: skip
-"""Tables of an experiment file, except for its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
+"""Tables of an experiment file, except for its methods, in the order of
+`fedloom.lab.experiment.schema.SETTING_TABLES`."""
 
 _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()

@@ -365,7 +365,7 @@ def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 def factor_of(value: object) -> float | None:
-    """Return the number in a text such as "2x", or None if the text has any other format."""
+    """Return the number in a text such as "2x", or None if the value is anything else."""
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR_PATTERN, value) else None
 
 

@@ -41,7 +41,7 @@ AMBIGUOUS_WORDS = words("school practice trust bank branch")
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words that, next to a word in `AMBIGUOUS_WORDS`, show that this word means an organization."""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Pattern that matches the names of columns that contain site numbers."""
+"""Pattern that matches the names of columns that contain a count, such as the number of sites."""
 
 
 class TableSurvey:

@@ -35,7 +35,7 @@ LEFT_OUT_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on excluded clients in some runs, or None if no client was excluded in any run."""
+    """Return the section on clients that some runs excluded, or None if no client was excluded in any run."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 

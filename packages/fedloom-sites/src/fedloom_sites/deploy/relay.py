@@ -78,7 +78,10 @@ def compute_next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
 
 
 def encode_vector_statement(bound: bytes, vector: bytes) -> bytes:
-    """Encode the statement by which a site signs its masked vector (see `protocol.bound_to`)."""
+    """Encode the statement by which a site signs its masked vector.
+
+    The argument `bound` is from `fedloom_sites.deploy.secure.protocol.session_binding`.
+    """
     return b"fedloom vector\n" + bound + hashlib.sha256(vector).digest()
 
 
@@ -90,7 +93,7 @@ def open_relayed(
 
     Args:
         agreed: settings of secure aggregation.
-        agreement: digest of the agreement (see `Secure.digest`).
+        agreement: digest of the agreement (see `SecureSettings.digest`).
         public: verification keys of all sites.
         round: round of the sum.
         nonce: nonce of the session.

@@ -58,7 +58,7 @@ class RunMembers(NamedTuple):
 
 
 class NodeIntroduction(NamedTuple):
-    """A node's description of its samples: their shape, their number per part, and the module's call signature."""
+    """A node's description of its samples: their schema, the module's call signature, and their number per part."""
 
     schema: InputSpec
     signature: Signature
@@ -182,7 +182,7 @@ def collect_introductions(
 
 
 def _commonest_samples(introduced: list[NodeIntroduction]) -> NodeIntroduction | None:
-    """Return the most frequent shape of samples (the earliest node's if tied), or None if there are no nodes."""
+    """Return the first introduction with the most frequent schema and signature, or None if there is none."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 

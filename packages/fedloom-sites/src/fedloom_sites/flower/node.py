@@ -178,7 +178,7 @@ class _Node:
         return handler
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the shape of the node's samples, and how many samples the node has."""
+        """Return the schema of the node's samples, the module's signature, and the number of samples per part."""
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(

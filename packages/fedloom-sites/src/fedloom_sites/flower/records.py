@@ -133,7 +133,8 @@ def check_alike(node: str, server: str) -> None:
     """Raise an error if a model differs from the server's model.
 
     Raises:
-        Refused: the two models differ. The message shows the first parameter that differs, with both its values.
+        Refused: the two models differ. The message names the first parameter that differs, with its shape, or its mean
+            and standard deviation, in both models.
     """
     facts, expected = json.loads(node), json.loads(server)
     for name in [*facts, *expected]:

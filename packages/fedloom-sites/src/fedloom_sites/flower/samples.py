@@ -294,7 +294,7 @@ def _input_and_target_keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ..
 
 
 def fit_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
-    """Convert inputs to a type that a module accepts, and determine its signature by calling it on two samples.
+    """Convert inputs to a tensor that a module accepts, and determine its signature by calling it on two samples.
 
     Args:
         module: the app's.

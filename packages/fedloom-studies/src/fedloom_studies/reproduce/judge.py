@@ -1,20 +1,20 @@
 """Verdicts on the claims of papers, based on tests against each rival.
 
-A rival is one of the methods or variants that the subject of the claim is compared with. For each rival, there is one
-number per seed: the difference in the claimed direction, averaged over variants and paired by seed (with the same seed,
-data, cohorts, initial model and batches are the same). The differences are tested by t-tests with Holm's correction
-over the claim's rivals. If a claim is about each variant (such as every attack), a method counts as a separate rival in
-each variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if at least one rival
-is clearly ahead. A large lead over one rival therefore cannot make up for a loss to another. A claim is tested after 5,
-10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests
-(looks) whose result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims
-about standard deviations over seeds are judged in the same way, with each value replaced by its distance from the
-median over seeds (Levene's test in the form of Brown and Forsythe). Comparisons with individual rivals in individual
-variants are tested separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the
-claim, the claim holds only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On
-this logarithmic scale, a single extreme seed cannot dominate a mean. A difference's interval uses the significance
-level of its interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts
-apply to the paper's samples, with other seeds.
+A rival is one of the methods, variants or numbers that the subject of the claim is compared with. For each rival, there
+is one number per seed: the difference in the claimed direction, averaged over variants and paired by seed (with the
+same seed, data, cohorts, initial model and batches are the same). The differences are tested by t-tests with Holm's
+correction over the claim's rivals. If a claim is about each variant (such as every attack), a method counts as a
+separate rival in each variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if
+at least one rival is clearly ahead. A large lead over one rival therefore cannot make up for a loss to another. A claim
+is tested after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these
+interim tests (looks) whose result is significant settles the claim. Claims of equivalence are tested by two one-sided
+tests. Claims about standard deviations over seeds are judged in the same way, with each value replaced by its distance
+from the median over seeds (Levene's test in the form of Brown and Forsythe). Comparisons with individual rivals in
+individual variants are tested separately, with Holm's correction over the entire recipe. If one of them clearly
+contradicts the claim, the claim holds only in part. Variances, work and traffic are compared by ratios, as in the
+papers' claims. On this logarithmic scale, a single extreme seed cannot dominate a mean. A difference's interval uses
+the significance level of its interim test and of its step in Holm's procedure, so it is the interval that decides the
+test. Verdicts apply to the paper's samples, with other seeds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class ClaimRival:
-    """Method or variant that the subject of a claim is compared with.
+    """Method, variant or number that the subject of a claim is compared with.
 
     Attributes:
         name: name of the rival. The name includes the variant only if variants differ or the claim refers to each
@@ -344,7 +344,7 @@ def _rival_name(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads_by_seed(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Return the difference for each seed that both methods have (positive in the claimed direction).
+    """Return the difference for each seed that both sides have (positive in the claimed direction).
 
     If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """

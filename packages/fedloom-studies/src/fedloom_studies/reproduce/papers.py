@@ -78,7 +78,7 @@ class HeadlineClaim(Value):
 
 
 class CorrectedVerdict(Value):
-    """Verdict on the version of the page that was published, which has changed since then."""
+    """Verdict that the published page stated, and that has changed since then."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="verdict that the page stated before")

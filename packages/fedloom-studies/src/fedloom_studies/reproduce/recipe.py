@@ -4,9 +4,8 @@ A recipe is an experiment file with these additional keys and tables:
 
 - ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. If the ``kind`` or
   ``source`` of a table differs, the table replaces the base's table. Values that are not tables always replace the
-  base's values. Columns
-  and cells are replaced as a whole, and new columns also remove the previous cells. ``[scale.laptop]``,
-  ``nearest`` and ``rivals`` are not inherited.
+  base's values. Columns and cells are replaced as a whole, and new columns also remove the previous cells.
+  ``[scale.laptop]``, ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
 - ``[variant.NAME]``: changes to the experiment. Each variant has its own run directory. ``options.LABEL`` changes a
   single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants

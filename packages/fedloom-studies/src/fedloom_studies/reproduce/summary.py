@@ -219,7 +219,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted_references(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references that a summary keeps: columns and claims, also at the chosen round, and costs."""
+    """Return the references that a summary keeps: of columns and claims, also at the chosen round, and of costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)

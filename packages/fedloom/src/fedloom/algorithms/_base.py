@@ -336,7 +336,7 @@ class Algorithm(Value, ABC):
         """Perform the server's step with the aggregated upload of the accepted cohort, and return the new state."""
 
     def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
-        """Return the server's state after the clients' shares have changed between two rounds (see `Setting.weights`).
+        """Return the server's state after the clients' shares (`Setting.client_weights`) changed between two rounds.
 
         By default, the result is None if the server accumulates uploads over rounds (`Mean.accumulates`), because the
         new shares do not apply to earlier rounds. If None is returned, the run is rejected.

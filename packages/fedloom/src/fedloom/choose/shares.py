@@ -23,7 +23,7 @@ def uses_clusters(weights: object) -> bool:
 
 
 def clusters_of(weights: object) -> int | None:
-    """Return the number of clusters that `Setting.weights` contains, or None if the number is estimated."""
+    """Return the number of clusters that `Setting.client_weights` contains, or None if the number is estimated."""
     number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None
 
@@ -34,7 +34,7 @@ def period_of(weights: Any) -> int | None:
 
 
 def column_of_shares(weights: Any) -> str | None:
-    """Return the column in `Setting.weights` whose levels define the groups, or None if there is no such column."""
+    """Return the column in `Setting.client_weights` whose levels define the groups, or None if there is none."""
     return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
 
 
@@ -42,7 +42,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     """Return the clients' shares alpha_i in the objective, ``[n, 1]`` float64, which add up to 1.
 
     Args:
-        weights: value of `Setting.weights`.
+        weights: value of `Setting.client_weights`.
         fed: federation that contains the clients. If shares are proportional to the numbers of samples, clients without
             training samples have the share 0.
 

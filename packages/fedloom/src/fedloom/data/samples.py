@@ -201,8 +201,8 @@ def iterate_pairs(
         places: numbers by which messages refer to the samples. If None, the numbers are 0, 1, and so on.
 
     Raises:
-        DataError: a sample has a different shape. A list is also rejected, because its two features could be mistaken
-            for features and a target.
+        DataError: a sample has any other type or length. A list is also rejected, because its two features could be
+            mistaken for features and a target.
     """
     for k, entry in enumerate(samples):
         sample = find_pair(entry) or entry

@@ -14,12 +14,13 @@ from fedloom.rows.layout import Layout
 
 
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Return a bool mask ``[d]`` of the parameters that match the prefixes, by default the head's prefixes.
+    """Return a bool mask ``[d]`` of the parameters that match the prefixes, by default of the head.
 
     The head is the last layer with a matrix, including its bias.
 
     Raises:
-        LayoutError: no prefix is given and no parameter has two dimensions, or a prefix does not match any parameter.
+        Refused: no prefix is given, and the model has no layer with a matrix.
+        LayoutError: a prefix does not match any parameter.
     """
     if prefixes:
         return layout.mask(*prefixes)
@@ -43,7 +44,7 @@ def undivided(method: str, head: Tensor, equal: str) -> list[str]:
 
 
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Return a bool mask ``[d]`` of parameters that match the prefixes, by default the normalization layers' prefixes.
+    """Return a bool mask ``[d]`` of parameters that match the prefixes, by default of the normalization layers.
 
     Both the weights and the biases of these layers are included.
 

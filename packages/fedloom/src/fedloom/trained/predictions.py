@@ -263,7 +263,7 @@ class ModelEvaluation:
         scaling: how the columns of a table are scaled, as `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
         choice: assignment of rows to models.
         rows: rows in the representation that the models accept.
-        data: the same samples, of the same type as their source.
+        data: the same samples, as their source provides them.
     """
 
     about: Mapping[str, Any]
@@ -306,7 +306,7 @@ def evaluate_models(
 
     Args:
         runs: models of each run.
-        data: data of the same type as their source.
+        data: data, as their source provides them.
         rows: the same samples in the representation that the models accept.
         client: client whose models make all predictions. If None, each row is predicted by the model of its own client.
         kind: kind of model to evaluate. If None, all kinds are evaluated if each row belongs to a client of the run.

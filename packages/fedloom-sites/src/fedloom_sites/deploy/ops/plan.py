@@ -1,4 +1,4 @@
-"""Plan of a deployment, derived from an experiment: one method, one seed, the sites' names, and a sample's shape."""
+"""Plan of a deployment, derived from an experiment: one method, one seed, the sites' names, a sample's description."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of a site's reply. A reply that fails a check is discarded and logged, and has no other effect.
 
-`Checks.STEPS` lists the checks in order, with the number of each check in the audit log. The codec checks the names,
-sizes and headers of arrays, and the types and order of their numbers (5 to 7) before any memory is allocated.
+`ReplyChecks.STEPS` lists the checks in order, with the number of each check in the audit log. The codec checks the
+names, sizes and headers of arrays, and the types and order of their numbers (5 to 7) before any memory is allocated.
 """
 
 from __future__ import annotations

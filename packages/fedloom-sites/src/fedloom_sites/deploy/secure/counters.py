@@ -22,7 +22,8 @@ from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Integers, ProtocolBroken, Session, SessionSecrets
 
 ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)
-"""Counters that a site sends if it answers, sends a neutral upload, has no answer or scores, or has no samples."""
+"""Counters that a site sends if it answers from its samples, sends a neutral upload instead, has no answer to a
+question or no scores, or has no samples."""
 COUNTER_COUNT = len(ANSWERED_COUNTS)
 COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
 """Length in bytes of the message in which a site sends its counters."""
@@ -50,7 +51,7 @@ def write_counters(
 
     Args:
         session: agreed session.
-        bound: see `protocol.bound_to`.
+        bound: see `fedloom_sites.deploy.secure.protocol.session_binding`.
         client: number of the site.
         secrets: the site's secrets in this session.
         key: the site's signing key.
@@ -86,7 +87,7 @@ def open_counters(
 
     Args:
         session: agreed session.
-        bound: see `protocol.bound_to`.
+        bound: see `fedloom_sites.deploy.secure.protocol.session_binding`.
         peers: sites that share masks with each other.
         messages: counter messages of the sites in the sum (see `write_counters`).
         answers: shares from each site that answered, keyed by the owner of the secret (see `shares.reveal_shares`).

@@ -164,7 +164,7 @@ class SessionMember:
             nonce: the session's nonce.
             message: sealed shares that were sent by the other sites.
             terms: terms that describe the vector to mask.
-            weights: weights of every site in its sums (see `Terms.weights`).
+            weights: weights of every site in its sums (see `SessionTerms.weights`).
             is_noisy: True if the sum contains noise that the privacy accounting covers, so that it may include
                 different sites than the last sum.
 

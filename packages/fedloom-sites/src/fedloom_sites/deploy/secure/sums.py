@@ -38,7 +38,7 @@ Ask = Callable[[int, bytes], SiteRequest]
 
 
 Weights = Mapping[int, Sequence[float]]
-"""The weights of every site in the sums of a session (see `Terms.weights`)."""
+"""The weights of every site in the sums of a session (see `SessionTerms.weights`)."""
 
 
 class SessionSum(NamedTuple):
@@ -135,7 +135,7 @@ class SecureSums:
 
         Args:
             terms: terms that describe the request to the sites.
-            weights: every site's weights in the sum (see `Terms.weights`).
+            weights: every site's weights in the sum (see `SessionTerms.weights`).
             request: function that creates the request for a client's vector. Its arguments include the shares of the
                 other sites.
             length: number of values in a vector.

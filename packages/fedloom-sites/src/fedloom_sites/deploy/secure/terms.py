@@ -238,7 +238,7 @@ def check_summands(
     A site without samples sends numbers that anyone can compute and subtract.
 
     Args:
-        weights: weights of every site (see `Terms.weights`).
+        weights: weights of every site (see `SessionTerms.weights`).
         clients: the sites in the sum.
         threshold: minimum number of these sites that must have a weight.
         most: maximum share of the weight that one of these sites may have.

@@ -154,7 +154,7 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon spent in this ledger and in the other ledgers on the same data.
+        """Record the epsilon spent in this ledger next to the epsilon of the other ledgers on the same data.
 
         Args:
             memory: folder.

@@ -186,7 +186,7 @@ class Trainer:
             state: the site's state.
             t: round.
             download: message from the server.
-            send: function that encodes the upload and the rows that the server keeps.
+            send: function that encodes the upload, and those of its rows that the site stores.
             weights: further numbers on which the upload depends.
             stays_neutral: True to send the neutral upload, regardless of the result of the training.
 
@@ -365,7 +365,10 @@ class Trainer:
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """How scores leave the site: summed under masks, individually, or not at all."""
+        """How scores leave the site: summed under masks, individually, or not at all.
+
+        Scores are sent without noise, so no scores leave a site that is `private`.
+        """
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores

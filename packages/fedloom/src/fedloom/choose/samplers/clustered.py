@@ -34,7 +34,7 @@ class Clustered(SizedSampler):
     distance matrix).
 
     A client that is drawn from two distributions trains once, and its weight in the mean is doubled. If m p_i is above
-    1, client i first fills one or more whole distributions. The tree is cut into the largest subtrees whose mass is at
+    1, client i alone first fills one or more distributions. The tree is cut into the largest subtrees whose mass is at
     most 1/m. All masses are numbers of samples, so that the probabilities are exact. The server stores n d numbers.
     """
 

@@ -22,9 +22,8 @@ MIN_NAMES = 3
 """Minimum number of different given names in a column of names. If there are only two, they may be the names of two
 groups."""
 MIN_GIVEN_NAME_SHARE = 0.3
-"""Minimum fraction of a column's distinct cells that must contain a first name. The value was
-chosen so that columns of names reach it even though rare names are not listed, whereas columns of places and products
-contain few first names."""
+"""Minimum fraction of a column's distinct cells that must contain a given name. The value was chosen so that columns of
+names reach it even though rare names are not listed, whereas columns of places and products contain few given names."""
 MAX_PATTERN_CELLS = 2000
 """Maximum number of distinct cells that are matched against a pattern. For 2,000 cells, a fraction is known to within
 2.2 percentage points (with 95 % confidence)."""

@@ -73,7 +73,7 @@ class RecordedRun:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of a metric against the round (see `fedloom.lab.report.notebook.chart`)."""
+        """Return an Altair chart of a metric against the round (see `fedloom.lab.report.notebook.draw_curve`)."""
         from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
 
         return display.draw_curve(self.table(), metric, part)
