@@ -42,7 +42,9 @@ class LeftOut(Analysis):
                 rule="left-out-too-few-clients",
                 fix="omit this analysis",
             )
-        for client in range(fed.n) if setting is not None else ():
+        if setting is None:
+            return
+        for client in range(fed.n):
             try:
                 check(_remove_from_setting(setting, client), remove_client(fed, client))
             except ConfigError as error:

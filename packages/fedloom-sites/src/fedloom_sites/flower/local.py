@@ -248,7 +248,7 @@ def _split_indices(parts: Mapping[str, Any]) -> dict[str, Split]:
 
 
 def _join_parts(samples: Dataset, parts: Mapping[str, Any]) -> Federation:
-    """Return a federation with the node as its only client, with notes on subjects and on equal samples in two parts."""
+    """Return a federation with the node as its only client, with notes on subjects and equal samples."""
     splits = _split_indices(parts)
     copies = note_equal_rows(samples, {part: split.index.numpy() for part, split in splits.items()}, None)
     doubts = () if samples.design is None else samples.design.doubts

@@ -43,11 +43,11 @@ FIRST_YEAR, LAST_YEAR = 1900, 2100
 MIN_DISTINCT_TIMES = 5
 """Minimum number of distinct times at which their form or distance says something about them."""
 FAR_TIME_RATIO = 5.0
-"""Minimum ratio of the distance of a repeated first or last time to the span of all other times, if it is not a time but
-marks a missing one."""
+"""Minimum ratio of the distance of a repeated first or last time to the span of all other times at which it may mark a
+missing time."""
 ORDER_HINT = (
-    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, name their cells "
-    "in missing and set unlabelled = 'drop'"
+    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, name their "
+    "cells in missing and set unlabelled = 'drop'"
 )
 
 
@@ -276,10 +276,14 @@ class DesignReading:
         levels, rows = np.unique(valid, return_counts=True)
         if len(levels) < MIN_DISTINCT_TIMES:
             return
-        if not self._dates and _are_dates(levels, UNSORTED_DATE_FORMATS) and not _are_dates(levels, SORTED_DATE_FORMATS):
+        if (
+            not self._dates
+            and _are_dates(levels, UNSORTED_DATE_FORMATS)
+            and not _are_dates(levels, SORTED_DATE_FORMATS)
+        ):
             yield (
-                f"{self.order!r} seems to contain dates that begin with the day or the month, so its numbers are not in "
-                "the order of time. Write dates as 2024-09-01"
+                f"{self.order!r} seems to contain dates that begin with the day or the month, so its numbers are not "
+                "in the order of time. Write dates as 2024-09-01"
             )
         ends = (0, slice(1, None), "before"), (-1, slice(None, -1), "after")
         for end, others, where in ends:
@@ -288,8 +292,8 @@ class DesignReading:
             if rows[end] > 1 and len(levels) > MIN_DISTINCT_TIMES and distance > FAR_TIME_RATIO * span:
                 shown = np.datetime64(int(levels[end]), "s").item().date() if self._dates else f"{levels[end]:.15g}"
                 yield (
-                    f"{self.order!r} is {shown} in {rows[end]} rows, far {where} all other times. If this value marks a "
-                    "missing time, empty these cells or name them in missing, and set unlabelled = 'drop'"
+                    f"{self.order!r} is {shown} in {rows[end]} rows, far {where} all other times. If this value marks "
+                    "a missing time, empty these cells or name them in missing, and set unlabelled = 'drop'"
                 )
 
     def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
@@ -344,7 +348,7 @@ def _are_dates(values: NDArray[np.float64], formats: Mapping[str, int]) -> bool:
 def _is_date(value: float, form: str, length: int) -> bool:
     text = f"{value:.{4 if '.' in form else 0}f}".zfill(length)
     try:
-        day = datetime.strptime(text, form)  # noqa: DTZ007  # a day without a time
+        day = datetime.strptime(text, form)  # a day without a time
     except ValueError:
         return False
     return float(text) == value and FIRST_YEAR <= day.year <= LAST_YEAR
