@@ -286,9 +286,9 @@ class DesignReading:
                 "in the order of time. Write dates as 2024-09-01"
             )
         ends = (0, slice(1, None), "before"), (-1, slice(None, -1), "after")
-        for end, others, where in ends:
-            span = float(np.ptp(levels[others]))
-            distance = float(np.abs(levels[others] - levels[end]).min())
+        for end, rest, where in ends:
+            span = float(np.ptp(levels[rest]))
+            distance = float(np.abs(levels[rest] - levels[end]).min())
             if rows[end] > 1 and len(levels) > MIN_DISTINCT_TIMES and distance > FAR_TIME_RATIO * span:
                 shown = np.datetime64(int(levels[end]), "s").item().date() if self._dates else f"{levels[end]:.15g}"
                 yield (
