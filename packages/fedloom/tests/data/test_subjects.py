@@ -485,6 +485,25 @@ def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
     assert "trained, but not evaluated because there is no test row" in result.notes
 
 
+def test_marks_that_the_last_row_of_each_subject_undoes_are_refused_with_a_fix_that_works() -> None:
+    frame = days(120).assign(patient=np.arange(120) // 3, test=(np.arange(120) % 12 == 0).astype(int))
+    options = {"target": "y", "subject": "patient", "test_column": "test", "drop": ["when"]}
+    fed = fl.partitions.iid(clients=3)(fl.Dataset.create(frame, **options), 0)
+    with pytest.raises(Refused, match="or mark the last row of a subject, which decides its part") as caught:
+        fl.simulate("fedavg", fed, rounds=1)
+    assert caught.value.rule == "test-part-empty"
+    marked = frame.assign(test=(np.arange(120) % 12 == 2).astype(int))
+    fed = fl.partitions.iid(clients=3)(fl.Dataset.create(marked, **options), 0)
+    assert fl.simulate("fedavg", fed, rounds=1).status == "done"
+
+
+@pytest.mark.parametrize("parts", [("test",), ("validation", "test"), ("train", "test")])
+def test_a_run_that_measures_no_loss_is_not_taken_for_one_that_trained_nothing(parts: tuple[str, ...]) -> None:
+    x, y = np.sin(np.arange(60.0)).reshape(30, 2), np.arange(30) % 2
+    fed = fl.partitions.iid(clients=3, test=0.0, validation=0.0)(fl.Dataset.create((x, y)), 0)
+    assert fl.simulate("fedavg", fed, rounds=2, evaluate={"parts": parts}).status == "done"
+
+
 def test_a_simulation_writes_into_no_run_directory(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     fed = fl.partitions.iid(clients=2)((rng.random((40, 3)), np.arange(40) % 2), 0)
