@@ -820,7 +820,7 @@ def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_
     titles = [title.strip() for title in page.split("| method and rule |")[1].split("\n")[0].split("|")[:-1]]
     rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in page.splitlines() if " ± " in line[:60])}
     assert [*rows] == [name for name, cell in cells if cell.setup.name == titles[0]]
-    best: dict[str, tuple[str, float]] = {}
+    best: dict[str, tuple[str, float, int]] = {}
     for attack, column in zip(titles, zip(*rows.values(), strict=True), strict=True):
         of = means[attack]
         baseline = max(("local", "fedavg"), key=lambda name: of[name].mean())
@@ -834,15 +834,18 @@ def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_
         won = [name for name in rivals if words[name] == "better" and name not in REFERENCE_METHODS]
         if won:
             top = max(won, key=lambda name: of[name].mean())
-            best[attack] = top, 100 * float((of[top] - of[baseline]).mean())
+            best[attack] = top, 100 * float((of[top] - of[baseline]).mean()), len(won)
     assert best.keys() == {*titles} - {"random labels"}
     worst = {name: min(of[name].mean() for of in means.values()) for name in rows}
     strongest = max(worst.keys() - {"local", "fedavg"}, key=lambda name: worst[name])
     for text in (page, sentence):
-        named = re.findall(r"`([^`]+)` under \*([a-z ]+)\* \(\+([\d.]+) ± [\d.]+ points\)", text)
-        assert {attack: name for name, attack, _ in named} == {attack: name for attack, (name, _) in best.items()}
-        for _, attack, points in named:
+        named = re.findall(
+            r"`([^`]+)` under \*([a-z ]+)\* \(\+([\d.]+) ± [\d.]+ points(?:, the best of (\d+) \w+)?\)", text
+        )
+        assert {attack: name for name, attack, *_ in named} == {attack: name for attack, (name, *_) in best.items()}
+        for _, attack, points, count in named:
             assert float(points) == pytest.approx(best[attack][1], abs=0.051)
+            assert int(count or 1) == best[attack][2]
         assert "No method with any rule is better than the baseline under *random labels*." in text
         assert f"`{strongest}` has the best worst case: {100 * worst[strongest]:.1f} %" in text
     some = {key: one for key, one in records.items() if key[0] == titles[0]}

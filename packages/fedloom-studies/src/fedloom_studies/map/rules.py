@@ -96,7 +96,8 @@ def _say_missing(records: Records) -> str:
 def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
     """Return sentences about the combinations that are better than the baseline, and about the best worst case."""
     better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
-    won = [f"`{best[0].method}` under *{attack}* ({signed(best[0].gain or NO_DIFFERENCE)} points)"
+    won = [f"`{best[0].method}` under *{attack}* ({signed(best[0].gain or NO_DIFFERENCE)} points"
+           f"{f', the best of {len(best)} combinations' * (len(best) > 1)})"
            for attack, best in better.items() if best]  # fmt: skip
     none = join_with_and([f"*{attack}*" for attack, best in better.items() if not best] or [""])
     parts = [f"**Better than the baseline: {join_with_and(won)}.**"] if won else []
