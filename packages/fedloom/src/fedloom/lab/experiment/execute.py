@@ -130,11 +130,6 @@ class Plan:
             self._directory.check()
         data = keep_group_columns(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
-        for analysis in experiment.analyses:
-            for fed in self.federations.values():
-                check_analysis(analysis, fed, experiment.common)
-            if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
@@ -142,6 +137,11 @@ class Plan:
         for method, seed in self.runs:
             if seed != first:
                 check(method.setting.with_(seed=seed), self.federations[seed])
+        for analysis in experiment.analyses:
+            if analysis.runs_further and ranks.size > 1:
+                raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
+            for method, seed in self.runs:
+                check_analysis(analysis, self.federations[seed], method.setting.with_(seed=seed))
         if ranks.rank == 0 and not dry:
             make_folder(out)
 
