@@ -142,25 +142,26 @@ def describe_level_means(levels: Floats, codes: Ints, y: Floats) -> str:
     if within <= 0 or np.ptp(mean) == 0 or np.ptp(levels) == 0:
         return ""
 
-    def is_close(expected: Floats, known: Floats = mean) -> bool:
-        return bool((rows * (expected - known) ** 2).sum() <= MAX_MISFIT * count * within)
+    def is_close(expected: Floats, means: Floats = mean) -> bool:
+        return bool((rows * (expected - means) ** 2).sum() <= MAX_MISFIT * count * within)
 
     if is_close(levels) or is_close(levels / 100):
         return "mean"
-    slope, start = np.polyfit(levels, mean, 1, w=np.sqrt(rows)).tolist()
-    if count >= MIN_SCALED_LEVELS and is_close(start + slope * levels):
+    away = levels - np.average(levels, weights=rows)
+    slope = (rows * away * mean).sum() / (rows * away**2).sum()
+    if count >= MIN_SCALED_LEVELS and is_close(center + slope * away):
         return "mean"
     if is_close(levels / rows):
         return "sum"
-    away = np.abs(levels - center) > 1e-9 * max(1.0, abs(center))
-    if count <= MIN_MEAN_LEVELS or not away.any():
+    drawn = np.abs(levels - center) > MAX_EQUAL_ERROR * y.std()
+    if count <= MIN_MEAN_LEVELS or not drawn.any():
         return ""
-    prior = float(np.median((total - levels * rows)[away] / (levels - center)[away]))
+    prior = float(np.median((total - levels * rows)[drawn] / (levels - center)[drawn]))
     trust = y.var() * rows / (y.var() * rows + squares / rows)  # of sklearn's TargetEncoder
-    drawn = [trust * mean + (1 - trust) * center]
-    drawn += [(total + prior * center) / (rows + prior)] if prior > 0 else []
-    equal = any((np.abs(one - levels) <= MAX_EQUAL_ERROR * y.std()).mean() >= MIN_EQUAL_LEVELS for one in drawn)
-    return "mean" if equal or any(is_close(one, levels) for one in drawn) else ""
+    smoothed = [trust * mean + (1 - trust) * center]
+    smoothed += [(total + prior * center) / (rows + prior)] if prior > 0 else []
+    equal = any((np.abs(one - levels) <= MAX_EQUAL_ERROR * y.std()).mean() >= MIN_EQUAL_LEVELS for one in smoothed)
+    return "mean" if equal or any(is_close(one, levels) for one in smoothed) else ""
 
 
 def find_group_leaks(
@@ -174,19 +175,19 @@ def find_group_leaks(
         groupings: codes or numbers ``[N]`` by which rows may be grouped, keyed by a column name.
         outcomes: target ``[N]``, or one indicator for each class. Missing targets are NaN.
     """
-    found = set[str]()
-    known = [~np.isnan(y) for y in outcomes]
+    noted = set[str]()
+    complete = ~np.isnan(outcomes[0])
     for name, x in numbers.items():  # the groups themselves may have been left out
-        here = known[0] & ~np.isnan(x)
+        here = complete & ~np.isnan(x)
         levels, codes = np.unique(x[here], return_inverse=True)
         for y in outcomes if len(levels) <= here.sum() / 2 else ():
             if how := describe_level_means(levels, codes, y[here]):
-                found.add(name)
+                noted.add(name)
                 yield name, f"is the {how} of {of!r} in groups of rows{MEAN_END}"
                 break
     for grouping, groups in islice(groupings.items(), MAX_GROUPINGS):
-        left = [name for name in numbers if name not in found and name != grouping]
-        here = known[0] & ~np.isnan(groups)
+        left = [name for name in numbers if name not in noted and name != grouping]
+        here = complete & ~np.isnan(groups)
         if not 1 <= len(left) <= MAX_COMPARED_COLUMNS or here.sum() < MIN_ROWS:
             continue
         some, starts = _draw_groups(np.unique(groups[here], return_inverse=True)[1])
@@ -200,8 +201,8 @@ def find_group_leaks(
                 if fixed[k]:
                     what = _describe_fixed(numbers[left[k]][here], groups[here], y[here])
                     how = f"is the {what} of {of!r} by {grouping!r}{MEAN_END}" if what else ""
-                if how and left[k] not in found:
-                    found.add(left[k])
+                if how and left[k] not in noted:
+                    noted.add(left[k])
                     yield left[k], how
 
 
@@ -225,12 +226,12 @@ def _is_linear_by_group(x: Floats, y: Floats, starts: Ints) -> NDArray[np.bool_]
         return np.asarray(values - np.repeat(means, sizes, axis=0))
 
     a, b = center(x), center(y)
-    own, other = np.add.reduceat(a**2, starts), np.add.reduceat(b**2, starts)[:, None]
-    used = (other > 0) & (sizes >= MIN_GROUP_ROWS)[:, None]
-    rest = own - np.add.reduceat(a * b[:, None], starts) ** 2 / np.where(used, other, 1)
-    moved = used & (own > 1e-12 * np.nanmax(x**2, axis=0, initial=1e-300))
+    x_squares, y_squares = np.add.reduceat(a**2, starts), np.add.reduceat(b**2, starts)[:, None]
+    used = (y_squares > 0) & (sizes >= MIN_GROUP_ROWS)[:, None]
+    rest = x_squares - np.add.reduceat(a * b[:, None], starts) ** 2 / np.where(used, y_squares, 1)
+    moved = used & (x_squares > 1e-12 * np.nanmax(x**2, axis=0, initial=1e-300))
     enough = (np.where(moved, sizes[:, None] - 2, 0).sum(0) >= MIN_ROWS) & (moved.sum(0) >= MIN_LINEAR_GROUPS)
-    exact = np.where(used, rest, 0).sum(0) <= FORMULA_TOLERANCE**2 * np.where(used, own, 0).sum(0)
+    exact = np.where(used, rest, 0).sum(0) <= FORMULA_TOLERANCE**2 * np.where(used, x_squares, 0).sum(0)
     return np.asarray(enough & exact & (2 * moved.sum(0) >= used.sum()))
 
 
@@ -260,8 +261,8 @@ def find_lag(x: Floats, y: Floats) -> int:
     near = np.isclose(x[probes, None], y[probes[:, None] + lags], rtol=1e-9, atol=0).mean(0)
     measured = len(np.unique(y[~np.isnan(y)])) > SCORE_BINS
     for lag in lags[near >= MIN_MEASURED_AGREEMENT / 2].tolist():
-        ours, theirs = (x[:-lag], y[lag:]) if lag > 0 else (x[-lag:], y[:lag])
-        agreement = _corrected_agreement(ours, theirs)
+        cells, targets = (x[:-lag], y[lag:]) if lag > 0 else (x[-lag:], y[:lag])
+        agreement = _corrected_agreement(cells, targets)
         if agreement >= MIN_LAG_AGREEMENT or (
             measured and agreement >= MIN_MEASURED_AGREEMENT and _corrected_agreement(x, y) <= MAX_UNSHIFTED_AGREEMENT
         ):

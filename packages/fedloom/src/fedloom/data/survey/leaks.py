@@ -130,12 +130,12 @@ def _as_in(column: ReadColumn, target: ReadColumn) -> Floats:
     if not target.names:
         return np.full(len(target.values), np.nan) if column.names else target.values
     levels = {name: float(k) for k, name in enumerate(column.names)}
-    known = [
+    codes = [
         levels.get(name, np.nan) if column.names else float(name) if is_number(name) else np.nan
         for name in target.names
     ]
-    places = np.nan_to_num(target.values, nan=len(known)).astype(int)
-    numbers: Floats = np.array([*known, np.nan])[places]
+    places = np.nan_to_num(target.values, nan=len(codes)).astype(int)
+    numbers: Floats = np.array([*codes, np.nan])[places]
     return numbers
 
 
