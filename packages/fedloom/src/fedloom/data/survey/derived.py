@@ -153,14 +153,16 @@ def describe_level_means(levels: Floats, codes: Ints, y: Floats) -> str:
         return "mean"
     if is_close(levels / rows):
         return "sum"
-    drawn = np.abs(levels - center) > MAX_EQUAL_ERROR * y.std()
+    drawn = np.abs(levels - center) > MAX_EQUAL_ERROR * np.ptp(levels)
     if count <= MIN_MEAN_LEVELS or not drawn.any():
         return ""
     prior = float(np.median((total - levels * rows)[drawn] / (levels - center)[drawn]))
     trust = y.var() * rows / (y.var() * rows + squares / rows)  # of sklearn's TargetEncoder
     smoothed = [trust * mean + (1 - trust) * center]
     smoothed += [(total + prior * center) / (rows + prior)] if prior > 0 else []
-    equal = any((np.abs(one - levels) <= MAX_EQUAL_ERROR * y.std()).mean() >= MIN_EQUAL_LEVELS for one in smoothed)
+    equal = any(
+        (np.abs(one - levels) <= MAX_EQUAL_ERROR * np.ptp(levels)).mean() >= MIN_EQUAL_LEVELS for one in smoothed
+    )
     return "mean" if equal or any(is_close(one, levels) for one in smoothed) else ""
 
 
