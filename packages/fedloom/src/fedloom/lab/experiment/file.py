@@ -47,6 +47,7 @@ def read(
     trust: bool = False,
     refit: bool = False,
     recorded: bool = False,
+    trains: bool = True,
     document: Mapping[str, object] | None = None,
     **engine: object,
 ) -> Experiment:
@@ -62,6 +63,7 @@ def read(
         refit: True to train on all samples, with the first seed.
         recorded: True if an earlier version may have written the file, as in a run directory. The keys in such a file
             may have their old names.
+        trains: False if the caller trains nothing, so that the file needs no method.
         document: content of the file, if it has already been read.
         engine: values for keys in the table [engine]. Values that are not None replace the values in the file.
 
@@ -77,10 +79,12 @@ def read(
     replaced = {key: value for key, value in engine.items() if value is not None}
     if replaced:
         document["engine"] = {**check_is_table(document.get("engine", {}), f"{path}: [engine]"), **replaced}
-    return parse(document, str(path))
+    return parse(document, str(path), trains=trains)
 
 
-def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces | None = None) -> Experiment:
+def parse(
+    document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces | None = None, *, trains: bool = True
+) -> Experiment:
     """Check the content of an experiment file and return its experiment.
 
     Args:
@@ -107,8 +111,8 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces
         raise ConfigError(
             f'{where}: the table [data] is missing. A minimal table contains, for example, source = "digits"'
         )
-    methods = document.get("method")
-    if not isinstance(methods, list) or not methods:
+    methods = document.get("method", None if trains else [])
+    if not isinstance(methods, list) or (trains and not methods):
         raise ConfigError(f"{where}: at least one [[method]] is needed; {way.form}")
     source, partition, tune = (
         SETTING_TABLES[name].read(document.get(name, {}), f"{where}: {way.name_table(name)}", name, way)
