@@ -137,7 +137,9 @@ def test_few_rows_get_fewer_bins(size: int) -> None:
         "site": np.repeat(list("abcde"), size), "crp": rng.lognormal(1, 1.2, 5 * size), "y": [0, 1, 1, 0, 1] * size,
     })  # fmt: skip
     data = fl.Dataset.create(frame, "y", client_column="site")
-    found = row(fl.analyze("table-1", data, rules={"min_subjects": 5, "min_clients": 3}).table.to_pandas(), "crp", "all")
+    found = row(
+        fl.analyze("table-1", data, rules={"min_subjects": 5, "min_clients": 3}).table.to_pandas(), "crp", "all"
+    )
     assert (found["mean"], found.deviation) == (pytest.approx(frame.crp.mean()), pytest.approx(frame.crp.std()))
     assert sum(found.counts) == 5 * size
     by_site = [np.histogram(some, found.edges)[0] for _, some in frame.groupby("site").crp]

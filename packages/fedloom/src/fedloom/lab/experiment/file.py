@@ -92,6 +92,7 @@ def parse(
             of algorithms by method objects.
         where: name of the file, for error messages.
         way: keys that are accepted for the origin of the document. If None, the document comes from a file.
+        trains: False if an experiment without methods is accepted.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the
@@ -124,7 +125,7 @@ def parse(
     common = add_groups(Setting.read(choices, where, way, base), analyses)
     kind = model.get("kind", "softmax") if isinstance(model, Mapping) else common.document()["model"]["kind"]
     compared = _read_methods(methods, document.get("local", {}), common, top.defaults, where, way)
-    return Experiment(
+    whole = Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
         source_options=dump(document["data"]) if isinstance(document["data"], Source) else document["data"],
@@ -135,6 +136,31 @@ def parse(
         methods=tuple(replace(method, setting=add_groups(method.setting, analyses)) for method in compared),
         analyses=analyses,
     )
+    check_fits(whole, where)
+    return whole
+
+
+def check_fits(experiment: Experiment, where: str) -> None:
+    """Raise an error if a model that an analysis fits cannot be a row of the comparison.
+
+    Raises:
+        ConfigError: a method has the same label, or clients are attacked.
+    """
+    labels, settings = (
+        [m.label for m in experiment.methods],
+        [experiment.common, *(m.setting for m in experiment.methods)],
+    )
+    for fit in experiment.compared[len(labels) :]:
+        if fit.label in labels:
+            raise ConfigError(
+                f"{where}: the row of the analysis {fit.algorithm!r} would have the same label as the method "
+                f"{fit.label!r}. Give the method another label"
+            )
+        if any(setting.attack is not None for setting in settings):
+            raise ConfigError(
+                f"{where}: the analysis {fit.algorithm!r} has compare = true, but its sums are not attacked, so a "
+                "comparison with attacked methods would be unfair. Omit compare, or omit attack"
+            )
 
 
 def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
