@@ -31,7 +31,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, clients_of, fix_arithmetic, simulate
 from fedloom.engine.state import initial_state
-from fedloom.errors import DataError, Refused, RunStopped, Stop
+from fedloom.errors import CodeError, DataError, Refused, RunStopped, Stop
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.values import dump
@@ -137,6 +137,7 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
     Raises:
         DataError: the analysis has no result.
         Refused: the analysis is unsuitable for the data.
+        CodeError: the analysis returns another kind of model.
     """
     data, rows = fed.data, dict[str, ClientRows]()
     for k, name in enumerate(fed.names):
@@ -155,9 +156,16 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
     schema = replace(schema_of(data), columns=names, levels={}, is_table=True, columns_are_inputs=True)
     schema, _ = fill_ranges(schema, rows)
     result = analyze_rows(analysis, schema, rows, analysis.rules or Rules())
+    values = [getattr(result.model, name, None) for name in ("weight", "bias")]
+    shapes, outputs = [list(getattr(value, "shape", ())) for value in values], data.outputs
+    if shapes != [[outputs, int(used.sum())], [outputs]]:
+        raise CodeError(
+            f"the model of {name_of(analysis)} must have a weight [{outputs}, {int(used.sum())}] and a bias "
+            f"[{outputs}], got shapes {shapes}"
+        )
     model: Any = result.model
-    weight, bias = model.weight.new_zeros(len(model.weight), width), model.bias.detach()
-    weight[:, used] = model.weight.detach()
+    weight, bias = torch.zeros(outputs, width, dtype=torch.float64), model.bias.detach().double()
+    weight[:, used] = model.weight.detach().double()
     if data.task == "regression":
         weight, bias = weight / data.unit, (bias - data.centre) / data.unit
     notes = [f"fitted by {len(result.log)} sums over {len(x)} training rows, without rounds", *result.notes]

@@ -159,9 +159,9 @@ class ExperimentDirectory:
     def _discard_other_fits(self) -> None:
         """Delete models that an analysis has fitted with other options. As its table, they are computed again."""
         for method, seed in self.runs:
-            algorithm, folder = method.setting.algorithm, self.folder(CHECKPOINTS_FOLDER, method, seed)
-            before = Checkpoints(folder).meta() if isinstance(algorithm, Fitted) else None
-            if before and before["numbers"].get("algorithm.analysis") != algorithm.analysis:
+            algorithm, before = method.setting.algorithm, Checkpoints(self.folder(CHECKPOINTS_FOLDER, method, seed))
+            now = algorithm.analysis if isinstance(algorithm, Fitted) else None
+            if now and (meta := before.meta()) and meta["numbers"].get("algorithm.analysis") != now:
                 for kind in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
                     shutil.rmtree(self.folder(kind, method, seed), ignore_errors=True)
 
