@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from fedloom.analyses import ANALYSES, check_analysis
+from fedloom.analyses.fitted import run_setting
 from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import default_to_cpu
 from fedloom.data.federation import Federation
@@ -133,7 +134,7 @@ class Plan:
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
-        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.methods}
+        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.compared}
         for method, seed in self.runs:
             if seed != first:
                 check(method.setting.with_(seed=seed), self.federations[seed])
@@ -369,7 +370,7 @@ class Plan:
         try:
             live = [LiveFigures(place, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
             progress: list[Progress] = [emitter, *live, *([] if claim is None else [partial(_note_round, claim)])]
-            result = simulate(setting, fed, folder=folder, callbacks=progress, advance=advance, ranks=self.ranks)
+            result = run_setting(setting, fed, folder=folder, callbacks=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except (CodeError, RunStopped) as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
