@@ -33,8 +33,8 @@ The value follows from a calculation rather than from experiments: with ten clas
 = 2.3, and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that
 learns."""
 WATCHED_PARTS = {"train": DIVERGENCE_FACTOR, "validation": 1000.0, "test": 1000.0}
-"""Parts on which divergence is detected, with the multiple of the initial loss. The first part that is evaluated is used.
-The loss on other samples than those of the training may exceed ten times its start in a run that only overfits."""
+"""Parts on which divergence is detected, with the multiple of the initial loss. The first part that is evaluated is
+used. On validation and test samples, the loss of a run that only overfits may exceed ten times its start."""
 DIVERGING_EVALUATIONS = 3
 """Number of consecutive evaluations above this multiple at which the run is reported as diverged. Fewer evaluations
 suffice if they are the last evaluations of the run.
@@ -197,7 +197,7 @@ class Divergence:
     """Detector of divergence in a run whose metrics are still finite. Its verdict depends only on the records.
 
     Losses are compared to the largest training loss of any model at the first evaluation. If the ``train`` part is not
-    evaluated, losses on another part are compared, which may also increase because models overfit.
+    evaluated, losses on another part are compared (see `WATCHED_PARTS`).
 
     Args:
         robust: True to use the median loss over clients, so that a single client (of three or more) cannot decide the
