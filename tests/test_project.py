@@ -96,7 +96,7 @@ def run(code: str) -> str:
     """What a fresh interpreter prints; it may keep compiled modules, as an installed one does."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -32,7 +32,7 @@ KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}
 """Kinds of messages of a round, plain and masked."""
 
 
-@pytest.mark.timeout(600)  # a minute on an idle machine
+@pytest.mark.timeout(1800)  # a minute on an idle machine
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: Any, tmp_path: Path) -> None:
     tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}

@@ -26,7 +26,7 @@ from fedloom_sites.deploy.site.models import find_owned_models, score_site_model
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 METHODS = ("fedavg", "flame", "fedslr", "fiaelt", "fedacs", "scaffold")
 SECRET = "runtime.secret"

@@ -40,8 +40,6 @@ from fedloom.storage.store import Store
 from tests import commands
 from tests.processes import rank_program
 
-pytestmark = pytest.mark.timeout(900)  # processes that import torch, on a machine that does much else
-
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
