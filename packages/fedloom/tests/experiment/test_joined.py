@@ -109,20 +109,23 @@ def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_pat
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
-def test_a_process_that_ends_at_any_write_leaves_nothing_that_holds_the_next_up(
-    small: dict[str, bytes], tmp_path: Path, share: float
-) -> None:
-    def count(_op: str, _path: Path) -> None:
-        steps.append(1)
-
-    steps = list[int]()
-    disk.hook = count
+@pytest.fixture(scope="module")
+def writes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Number of changes that one process makes to the disk."""
+    steps = list[str]()
+    disk.hook = lambda step, _path: steps.append(step)
     try:
-        join(SMALL, tmp_path / "counted")
+        join(SMALL, tmp_path_factory.mktemp("counted") / "out")
     finally:
         disk.hook = None
-    assert in_a_fork(lambda: join(SMALL, tmp_path / "out"), round(share * len(steps))) == 137
+    return len(steps)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
+def test_a_process_that_ends_at_any_write_leaves_nothing_that_holds_the_next_up(
+    small: dict[str, bytes], writes: int, tmp_path: Path, share: float
+) -> None:
+    assert in_a_fork(lambda: join(SMALL, tmp_path / "out"), round(share * writes)) == 137
     join(SMALL, tmp_path / "out")
     assert contents(tmp_path / "out") == small
 
