@@ -23,6 +23,7 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.tune import Tuning
+from fedloom.rundir import LIVE_FOLDER
 from fedloom.storage.locks import lock
 
 pytestmark = pytest.mark.attack("two runs on one directory")
@@ -125,8 +126,8 @@ def test_another_process_with_force_is_refused_while_the_first_runs(tmp_path: Pa
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         try:
             end = time.monotonic() + 600
-            while not (out / "partition.parquet").exists() and time.monotonic() < end:
-                time.sleep(0.1)
+            while not list(out.glob(f"{LIVE_FOLDER}/*")) and first.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)  # a run listens to signals once its first round has begun
             before = set(contents(out))
             second = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--force", "--set", "rounds=1"])
             assert second.exit_code == 2, second.output
