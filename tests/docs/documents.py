@@ -99,14 +99,14 @@ def assert_alike(seen: str, shown: str, where: str) -> None:
 
 
 def shorter(text: str) -> str:
-    """An experiment with at most 2 rounds, and its first 2 seeds."""
-    text = re.sub(r"^rounds = ([3-9]|\d\d+)$", "rounds = 2", text, flags=re.MULTILINE)
+    """An experiment with at most 4 rounds, and its first 2 seeds."""
+    text = re.sub(r"^rounds = ([5-9]|\d\d+)$", "rounds = 4", text, flags=re.MULTILINE)
     return re.sub(r"^(seeds = \[\d+, \d+)[^\]]*", r"\1", text, flags=re.MULTILINE)
 
 
 def fewer(code: str) -> str:
-    """Limit the calls of a Python block to 2 rounds and 2 seeds."""
-    code = re.sub(r"""(\brounds=|"rounds": )([3-9]|\d\d+)\b""", r"\g<1>2", code)
+    """Limit the calls of a Python block to 4 rounds and 2 seeds."""
+    code = re.sub(r"""(\brounds=|"rounds": )([5-9]|\d\d+)\b""", r"\g<1>4", code)
     if "seeds=" in code:
         return re.sub(r"seeds=range\(\d+\)", "seeds=range(2)", code)
     return re.sub(r"fl\.compare\((.*)\)\)$", r"fl.compare(\1, seeds=range(2)))", code, flags=re.MULTILINE)
