@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -61,6 +60,23 @@ def start(document: dict[str, Any], out: Path) -> int:
     return fork(lambda: join(document, out))
 
 
+def start_together(out: Path, moments: list[int], number: signal.Signals) -> list[int]:
+    """Processes that join, of which each begins a run before any goes on; some stop themselves at the n-th event."""
+    begun, heard = multiprocessing.get_context("fork").Barrier(len(moments)), list[int]()
+
+    def work(moment: int) -> None:
+        def hear(event: Event) -> None:
+            heard.append(event.round)
+            if len(heard) == 1:
+                begun.wait(600)
+            if len(heard) == moment:
+                signal.raise_signal(number)
+
+        join(LONG, out, hear)
+
+    return [fork(partial(work, moment)) for moment in moments]
+
+
 def alone(document: dict[str, Any], out: Path) -> dict[str, bytes]:
     Plan(parse(document, "small"), out).run(page=False)
     return contents(out)
@@ -87,24 +103,10 @@ def test_one_process_that_joins_gives_the_files_of_one_alone(small: dict[str, by
 
 
 def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_path: Path) -> None:
-    """Each begins one of the eight runs before any goes on, so that those that die have one."""
-    draw, out, heard = torch.Generator().manual_seed(7), tmp_path / "out", list[int]()
-    begun = multiprocessing.get_context("fork").Barrier(8)
-
-    def work(last: int) -> None:
-        def hear(event: Event) -> None:
-            heard.append(event.round)
-            if len(heard) == 1:
-                begun.wait(600)
-            if len(heard) == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        join(LONG, out, hear)
-
-    ends = [0] * 8
+    draw, out, ends = torch.Generator().manual_seed(7), tmp_path / "out", [0] * 8
     for victim in torch.randperm(8, generator=draw)[:3].tolist():
         ends[victim] = int(torch.randint(1, 18, (), generator=draw))
-    processes = [fork(partial(work, last)) for last in ends]
+    processes = start_together(out, ends, signal.SIGKILL)
     assert [end(pid) for pid in processes] == [-signal.SIGKILL if last else 0 for last in ends]
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
@@ -158,9 +160,7 @@ def test_one_that_joins_goes_on_with_what_a_run_alone_has_left(small: dict[str, 
 
 def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first, second = start(LONG, out), start(LONG, out)
-    soon(lambda: len(list(out.glob(f"{WORK_FOLDER}/*/*/state"))) >= 2)
-    os.kill(first, signal.SIGINT)
+    first, second = start_together(out, [2, 0], signal.SIGINT)
     assert (end(first), end(second)) == (1, 0)
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
