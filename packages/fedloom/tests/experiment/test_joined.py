@@ -224,8 +224,10 @@ def test_a_claim_is_free_once_its_counter_stands_still(tmp_path: Path, monkeypat
     claim._stop()  # as if its machine had lost its power
     assert second.take("unit") is None
     now[0] += claims_module.EXPIRY_SECONDS
-    assert second.take("unit") is not None
+    taken = second.take("unit")
+    assert taken is not None
     assert first.take("unit") is None
+    taken.release()
 
 
 def test_the_first_result_stays(tmp_path: Path) -> None:
