@@ -54,7 +54,7 @@ def store(path: Path, names: tuple[str, ...], rows: list[tuple]) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=600_000)
         yield started
         started.close()
 
