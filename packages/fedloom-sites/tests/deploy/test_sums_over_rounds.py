@@ -516,7 +516,7 @@ def test_uploads_are_summed_again_without_the_scores_that_were_given_up(tmp_path
         terms = terms_of(5).with_(
             round=r, accepted=(*bases.values(),), scored=sums.get("scores", -1), figures=("3",) * 5 * ("scores" in sums)
         )
-        asked_sites = (terms, {c: (1.0,) for c in range(5)}, range(5))
+        asked_sites = (terms, dict.fromkeys(range(5), (1.0,)), range(5))
         server._check_leaving(*asked_sites)
         server._enter_change(*asked_sites)
         expected = {} if t == 1 else {"e": min(2, t - 1 - (t > 2))}

@@ -438,3 +438,9 @@ def test_experiments_with_the_same_initial_model_have_the_same_first_link(tmp_pa
     links = [relay.compute_first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
     assert one.server.fingerprint != other.server.fingerprint
     assert links[0] == links[1] != links[2]
+    started = [here.server.with_(start="a" * 64) for here in (one, third)]  # which leaves nothing to the seed
+    links = [
+        relay.compute_first_link(server, here.experiment.methods[0].setting)
+        for server, here in zip(started, (one, third), strict=True)
+    ]
+    assert links[0] == links[1] != relay.compute_first_link(one.server, one.experiment.methods[0].setting)
