@@ -322,5 +322,5 @@ def test_forged_counters_open_a_sum_with_neutral_uploads_as_the_page_states(
     session = sum_honestly(rogue, 1, rogue.download())
     assert session.is_open
     assert session.counts(rogue.terms(1, rogue.download())) == (5, 0, 0)
-    page = " ".join((Path(__file__).parents[4] / "docs" / "security-model.md").read_text().split())
+    page = " ".join((Path(__file__).parents[4] / "docs" / "secure-protocol.md").read_text().split())
     assert re.search(r"A colluding site can forge its counter of neutral uploads.*?even only one", page)
