@@ -377,8 +377,9 @@ class SecureSums:
         counting, before = self._counting(terms, weights, clients), self._changes
         changed = before.changed(*counting, self._collect_states(terms, clients))
         self._changes = before.add_sum(*counting, self._collect_states(terms, clients))
-        if self._changes != before:
-            write_checked(self._changes_path, self._changes.record)
+        if self._changes == before:
+            return
+        write_checked(self._changes_path, self._changes.record)
         if changed:
             counts = self._changes.record["changes"]
             words = [
