@@ -26,15 +26,9 @@ BASELINE_ROLES = ("alone", "average")
 was run is used."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
-    "steps",
-    "samples_backward",
-    "samples_forward",
-    "bytes_up",
-    "bytes_down",
-    "bytes_up_paper",
-    "bytes_down_paper",
+    "steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper",
     "simulated_seconds",
-)
+)  # fmt: skip
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
 """Cost metrics, which are recorded even if the run of a seed ends early. These metrics are used if no seed has been
 completed."""
