@@ -93,16 +93,9 @@ def _versions_line(run: Run) -> dict[str, str]:
 
 def _runs_table(run: Run) -> str:
     heads = (
-        "Method",
-        "Seed",
-        "Status",
-        "Rounds",
-        "Seconds",
-        "Gradient engine",
-        "Clients per batch",
-        "Parameters",
+        "Method", "Seed", "Status", "Rounds", "Seconds", "Gradient engine", "Clients per batch", "Parameters",
         "Why it ended",
-    )
+    )  # fmt: skip
     lines = []
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))
