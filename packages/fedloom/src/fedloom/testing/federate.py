@@ -136,8 +136,7 @@ def play(
     down = algorithm.down(state.server, mixed(algorithm, state.kept, ids), fed.ctx(round, ids))
     answers: dict[int, Any] = {}
     for group in [[i] for i in ids] if alone else [ids]:
-        places = [ids.index(i) for i in group]
-        got = select_download(down, places)
+        got = select_download(down, [ids.index(i) for i in group])
         work = fed.work(round, group)
         before = picked(state.rows, group)
         up, rows = algorithm.client(got, before, work)

@@ -254,8 +254,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
-    sizes = [len(row) for row in rows]
-    differences = sum(one != other for one, other in itertools.pairwise(sizes))
+    differences = sum(one != other for one, other in itertools.pairwise([len(row) for row in rows]))
     tried = f"{len(cohorts)} rounds with nearly the same model, every second one without this site"
     rule = f"sums contain the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
     learned = f"{differences} differences that contain this site's uploads"

@@ -109,8 +109,7 @@ def _chart_scripts() -> str:
     kept = read_cached_text(SCRIPTS_FILE, key)
     if kept is not None:
         return kept
-    vl_convert = import_charts("vl_convert")
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    bundle: str = import_charts("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;")
     text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
     write_cached_text(SCRIPTS_FILE, key, text)
     return text

@@ -297,8 +297,7 @@ def method_rows(runs: list[Run]) -> list[Row]:
             records = tuple(record for record in run.summary.runs if record.method == method)
             algorithm = records[0].algorithm if records else ""
             for model in _recorded_models(run, method):
-                figures = _row_figures(run, method, model)
-                rows.append(Row(label, method, algorithm, model, records, figures))
+                rows.append(Row(label, method, algorithm, model, records, _row_figures(run, method, model)))
     return rows
 
 

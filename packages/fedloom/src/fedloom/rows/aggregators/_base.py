@@ -138,8 +138,7 @@ class Aggregator(Value, ABC):
         try:
             self.require(m)
         except ConfigError as error:
-            refusal = self._suggest_value(error, m)
-            raise refusal from None
+            raise self._suggest_value(error, m) from None
 
     def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
         """Return the error with advice on the maximum number of attackers (or used rows) for which m rows suffice."""
