@@ -17,6 +17,7 @@ from graphlib import TopologicalSorter
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
 from pathlib import Path
+from pydoc import locate
 from types import ModuleType
 from typing import Any
 
@@ -387,6 +388,22 @@ def test_what_a_public_function_raises_is_in_its_docstring() -> None:
             undocumented += [f"{key}: {name}"] if not bases & named else []
     assert not undocumented
     assert len(parts) > 600
+
+
+def test_every_error_that_a_docstring_names_exists() -> None:
+    unknown, sections = list[str](), 0
+    for module in MODULES:
+        tree = parsed(module)
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        for node in ast.walk(tree):
+            text = (ast.get_docstring(node) or "") if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
+            for section in re.findall(r"^Raises:\n((?:[ \n].*\n?)*)", text, re.MULTILINE):
+                names = set(re.findall(r"[\w.]+", str(re.findall(r"^ {4}([\w., ]+): ", section, re.MULTILINE))))
+                known = imported | CLASSES.keys() | set(dir(builtins))
+                unknown += [f"{module}: {name}" for name in names if name not in known and not locate(name)]
+                sections += 1
+    assert not unknown
+    assert sections > 700
 
 
 def test_what_a_public_function_returns_is_in_its_docstring() -> None:

@@ -278,6 +278,10 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
     card = RUNNER.invoke(app, ["describe", "flame"]).output
     assert "Zhu" in card
     assert "rho = 0.1" in card
+    attack = RUNNER.invoke(app, ["describe", "backdoor"])
+    assert attack.exit_code == 2
+    assert "listed under attacks" in attack.output
+    assert "backdoor" in RUNNER.invoke(app, re.findall(r"fedloom (list \w+)", attack.output)[0].split()).output
     missing = RUNNER.invoke(app, ["describe", "flam"])
     assert missing.exit_code == 2
     assert "did you mean 'flame'" in missing.output

@@ -257,7 +257,7 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
         soon(lambda: list(tmp_path.glob(f"out/{WORK_FOLDER}/*/*/live/*")), 120)
         first.send_signal(signal.SIGINT)
-        _, said = first.communicate(timeout=60)
+        _, said = first.communicate(timeout=300)
     assert first.returncode == 130
     lines = [line for line in said.splitlines() if "round" not in line]
     assert lines == [

@@ -328,7 +328,7 @@ class _Node:
         """Return the accepted state, and delete all other states.
 
         Raises:
-            _Lost: the node does not have this state, and its method needs one.
+            _LostState: the node does not have this state, and its method needs one.
         """
         newest = f"{STATE_PREFIX}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:

@@ -284,8 +284,8 @@ def names_subject(name: str) -> bool:
 
     >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "patient_nbr")]
     [True, True, True, True, True]
-    >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit")]
-    [False, False, False, False, False, False]
+    >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit", "PT")]
+    [False, False, False, False, False, False, False]
     """
     parts = split_name(name)
     numbered = len(parts) > 1 and parts[-1] in NUMBER_WORDS
@@ -300,8 +300,10 @@ def names_subject(name: str) -> bool:
 def names_person(name: str) -> bool:
     """Return True if a name can only mean a number that identifies a person, unlike ``stays_in_week_nights``."""
     parts, neutral = split_name(name), NEUTRAL_WORDS | {"stay", "hadm", "icustay"}
-    return any(map(PERSON_WORD_PATTERN.fullmatch, parts)) and all(
-        p in neutral or PERSON_WORD_PATTERN.fullmatch(p) for p in parts
+    return (
+        any(map(PERSON_WORD_PATTERN.fullmatch, parts))
+        and all(p in neutral or PERSON_WORD_PATTERN.fullmatch(p) for p in parts)
+        and parts != ["pt"]  # alone, the prothrombin time
     )
 
 
