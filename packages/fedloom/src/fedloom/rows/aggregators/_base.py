@@ -138,7 +138,8 @@ class Aggregator(Value, ABC):
         try:
             self.require(m)
         except ConfigError as error:
-            raise self._suggest_value(error, m) from None
+            refusal = self._suggest_value(error, m)
+            raise refusal from None
 
     def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
         """Return the error with advice on the maximum number of attackers (or used rows) for which m rows suffice."""
