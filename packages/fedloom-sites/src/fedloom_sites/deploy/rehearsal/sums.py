@@ -43,15 +43,9 @@ def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
 
 
 def play_session(
-    site: RehearsedSite,
-    rogue: RogueServer,
-    t: int,
-    download: bytes | None,
-    *models: bytes,
-    clients: Collection[int] | None = None,
-    survivors: Collection[int] | None = None,
-    **more: Any,
-) -> tuple[RogueSession, SessionTerms]:
+    site: RehearsedSite, rogue: RogueServer, t: int, download: bytes | None, *models: bytes,
+    clients: Collection[int] | None = None, survivors: Collection[int] | None = None, **more: Any,
+) -> tuple[RogueSession, SessionTerms]:  # fmt: skip
     """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
     The vector of the rehearsed site determines how long the vectors of the other sites are.

@@ -262,16 +262,9 @@ class Docstrings(Source):
         users = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))
         x, y = (torch.cat(of) for of in zip(*parts, strict=True))
         return Dataset(
-            "docstrings",
-            x,
-            y,
-            classes=vocabulary[2:],
-            columns={"module": users},
-            levels={"module": tuple(names)},
-            users=users,
-            user_names=tuple(names),
-            vocabulary=vocabulary,
-        )
+            "docstrings", x, y, classes=vocabulary[2:], columns={"module": users}, levels={"module": tuple(names)},
+            users=users, user_names=tuple(names), vocabulary=vocabulary,
+        )  # fmt: skip
 
 
 def text_windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:

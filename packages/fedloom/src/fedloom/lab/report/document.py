@@ -128,16 +128,10 @@ def _script_json(value: object) -> str:
 
 
 def render_document(
-    runs: list[Run],
-    rows: list[Row],
-    shown: list[Figure],
-    tex: str,
-    compared: Sequence[Pair] = (),
-    by_site: Sequence[SiteGains] = (),
-    models: Models = "best-on-validation",
-    sections: Mapping[str, Section] = MappingProxyType({}),
-    conclusions: Sequence[Conclusion] = (),
-) -> str:
+    runs: list[Run], rows: list[Row], shown: list[Figure], tex: str, compared: Sequence[Pair] = (),
+    by_site: Sequence[SiteGains] = (), models: Models = "best-on-validation",
+    sections: Mapping[str, Section] = MappingProxyType({}), conclusions: Sequence[Conclusion] = (),
+) -> str:  # fmt: skip
     """Render the whole report page."""
     bodies = {
         group: render_part("gallery", figures=[figure for figure in shown if figure.group == group])
