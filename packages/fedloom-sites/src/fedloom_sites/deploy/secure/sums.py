@@ -247,19 +247,9 @@ class SecureSums:
             parts = {c: part for c, (_, _, _, part) in vectors.items()}
             self._relays.keep_vectors(t, course.nonce, terms, everyone, signed, parts)
         return PendingSum(
-            t,
-            course.nonce,
-            everyone,
-            terms.digest,
-            [*sealed],
-            [*vectors],
-            signed,
-            terms.sums,
-            terms.model_digests,
-            total,
-            counters=masked_counters,
-            link=link,
-        )
+            t, course.nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.model_digests,
+            total, counters=masked_counters, link=link,
+        )  # fmt: skip
 
     def _judge(
         self,
@@ -497,15 +487,10 @@ class SecureSums:
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _step(
-        self,
-        course: _SessionCourse,
-        kind: Kind,
-        requests: dict[int, SiteRequest],
-        read: Callable[[int, bytes], Any],
-        need: int | None = None,
-        most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
+        self, course: _SessionCourse, kind: Kind, requests: dict[int, SiteRequest], read: Callable[[int, bytes], Any],
+        need: int | None = None, most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
-    ) -> tuple[_SessionCourse, dict[int, Any]]:
+    ) -> tuple[_SessionCourse, dict[int, Any]]:  # fmt: skip
         """Carry out a step of a session, and return the new progress and the sites' answers, keyed by client."""
         progress = course.progress.advance(kind)
 
