@@ -1,6 +1,6 @@
-"""A masked deployment with real processes, over TLS, on every run of the tests.
+"""One plain and one masked deployment with real processes, over TLS, on every run of the tests.
 
-`make test-deploy` plays many more, a plain one among them.
+`make test-deploy` plays many more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}
 
 
 @pytest.mark.timeout(1800)  # a minute on an idle machine
-@pytest.mark.parametrize("masked", [pytest.param(False, marks=[pytest.mark.slow, pytest.mark.deploy]), True])
+@pytest.mark.parametrize("masked", [False, True])
 def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: Any, tmp_path: Path) -> None:
     tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
     folder = tmp_path / "try"
