@@ -130,8 +130,8 @@ MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate over the second, in points.
 
 With both limits, 21 of the 31 public tables whose correct roles were written down beforehand are drafted correctly, 10
-lead to a question, and no draft is wrong. Of 23 other tables in four languages, 13 are drafted correctly and 10 lead to
-a question.
+lead to a question, and no draft is wrong. Of 23 further tables with columns in four languages, 13 are drafted correctly
+and 10 lead to a question.
 """
 MAX_SHOWN_CANDIDATES = 6
 """Maximum number of candidates that a question lists."""
@@ -168,7 +168,7 @@ def is_coded(column: ColumnProfile) -> bool:
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column is named like a time and contains more than two numbers, nearly all of them at least 0."""
+    """Return True if a column is named like a time and contains more than two numbers, nearly all at least 0."""
     numbers = column.numbers
     named = TIME_PATTERN.search(column.name) and not OTHER_TIME_PATTERN.search(column.name)
     return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).mean() >= MIN_ENTRY_SHARE)
