@@ -255,7 +255,7 @@ WRITTEN: dict[str, tuple[str, Key]] = {
     "survie_cancer": ("centre:t age:n stade:t duree_suivi:n deces:b", Key("duree_suivi", "deces", "centre")),
     "predictive_maintenance": ("UDI:i Type:t Torque_[Nm]:n Machine_failure:b", Key("Machine_failure")),
     "turbofan": ("unit:c cycle:c s2:n s3:n RUL:m", Key("RUL")),
-    "student_performance": ("school:t sex:w age:y studytime:c failures:c absences:c G1:c G3:c", Key("G3", site="school")),
+    "student_performance": ("school:t age:y studytime:c failures:c absences:c G1:c G3:c", Key("G3", site="school")),
     "churn": ("gender:w SeniorCitizen:b tenure:m MonthlyCharges:n Contract:t Churn:w", Key("Churn")),
     "air_quality": ("station:t temp:n humidity:n NO2:n PM25:n", Key("PM25", site="station")),
     "stroke": ("id:i gender:w age:n hypertension:b bmi:n stroke:b", Key("stroke")),
