@@ -20,7 +20,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed"),
-    pytest.mark.timeout(900),
 ]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 

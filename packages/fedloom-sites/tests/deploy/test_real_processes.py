@@ -1,6 +1,6 @@
-"""One plain and one masked deployment with real processes, over TLS, on every run of the tests.
+"""A masked deployment with real processes, over TLS, on every run of the tests.
 
-`make test-deploy` plays many more.
+`make test-deploy` plays many more, a plain one among them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}
 """Kinds of messages of a round, plain and masked."""
 
 
-@pytest.mark.timeout(600)  # a minute on an idle machine
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.timeout(1800)  # a minute on an idle machine
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=[pytest.mark.slow, pytest.mark.deploy]), True])
 def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: Any, tmp_path: Path) -> None:
     tables = {"evaluate": {"every": 9}, "engine": {"dtype": "float64", "gradient_engine": "loop"}}
     folder = tmp_path / "try"

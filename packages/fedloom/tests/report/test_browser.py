@@ -68,7 +68,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     def opened(path: Path, size: str = "desktop", look: str = "light") -> Page:
         width, height = SIZES[size]
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=look)
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(600_000)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
