@@ -256,9 +256,8 @@ class Divergence:
         if self.round is None:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
             self.sentence = (
-                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since "
-                f"round {first} it is more than {DIVERGENCE_FACTOR:g} times its start of "
-                f"{self._start:.3g}"
+                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since round {first} it "
+                f"is more than {DIVERGENCE_FACTOR:g} times its start of {self._start:.3g}"
             )
 
 
