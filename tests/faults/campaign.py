@@ -16,14 +16,16 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tomli_w
+import torch
 from flwr.app import Message
 
 from fedloom.errors import FedloomError
@@ -38,6 +40,8 @@ MINUTES = float(os.environ.get("FEDLOOM_FAULTS_MINUTES", "55"))
 """Minutes of one call, after which the campaign stops and the next call goes on."""
 CLOCK_STRIDE = 8
 """Every so many operations the clock jumps in one try."""
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Folder in memory for the disks of the tries."""
 JUMP_SECONDS = 400 * 86400.0
 KINDS = (*DISK_FAULTS, "clock", "no locks", "late reply", "lost reply")
 WORDS = {
@@ -171,36 +175,69 @@ def wrong_with(one: Try, expected: Any, folder: Path) -> str:
         return f"the same command again: {type(error).__name__}: {error}"
 
 
-def play(tries: Sequence[Try], end: float) -> Iterator[tuple[Try, str]]:
-    """Play tries of one command until a moment of the monotonic clock."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as temporary:
-        reference = COMMANDS[tries[0].command](Path(temporary) / "reference") if tries else None
-        expected = None
-        for k, one in enumerate(tries):
-            if time.monotonic() > end:
-                return
-            if k == 0 and reference is not None:
-                assert reference.act() is None
-                expected = reference.found()
-                assert expected
-            yield one, wrong_with(one, expected, Path(temporary) / f"{k}")
+def play(tries: Sequence[Try], end: float, apply: Callable[..., Iterable[Any]] = map) -> Iterator[tuple[Try, str]]:
+    """Play tries in their order until a moment of the monotonic clock. `apply` is `map`, also the one of a pool."""
+    for one, reason in zip(tries, apply(partial(reason_of, end), tries), strict=True):
+        if reason is None:
+            return
+        yield one, reason
+
+
+def reason_of(end: float, one: Try) -> str | None:
+    """What is wrong with one try, in a folder of its own. None if there is no time left."""
+    if time.monotonic() > end:
+        return None
+    with tempfile.TemporaryDirectory(dir=MEMORY) as temporary:
+        return wrong_with(one, expected_of(one.command), Path(temporary) / "try")
+
+
+@cache
+def expected_of(name: str) -> Any:
+    """What a command leaves without any fault."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as temporary:
+        command = COMMANDS[name](Path(temporary) / "reference")
+        assert command.act() is None
+        expected = command.found()
+    assert expected
+    return expected
+
+
+def begin_worker() -> None:
+    """Prepare a process of a pool."""
+    torch.set_num_threads(1)
+    os.fsync = lambda _fd: None  # the disks of these tests know what was fsynced
 
 
 def all_tries(name: str) -> list[Try]:
     """Every fault at every place of a command."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as temporary:
         places = places_of(name, Path(temporary))
     return [Try(name, kind, at) for kind, some in places.items() for at in some]
 
 
 def in_turn(tries: Sequence[Try], rows: Mapping[str, Any]) -> list[Try]:
-    """What is left of the tries, in a fixed random order, a part of every fault at a time."""
+    """What is left of the tries, in a fixed random order, a part of every fault at a time. What was wrong comes first,
+    since it may be repaired by now."""
     order = np.random.default_rng(0).permutation(len(tries))
     by_kind: dict[str, list[Try]] = {kind: [] for kind in rows}
     for k in order:
         by_kind[tries[int(k)].kind].append(tries[int(k)])
     left = {kind: some[rows[kind]["tried"] :] for kind, some in by_kind.items()}
-    return [one for row in itertools.zip_longest(*left.values()) for one in row if one is not None]
+    wrong = [Try(tries[0].command, kind, place_of(text)) for kind, row in rows.items() for text in row["wrong"]]
+    return wrong + [one for row in itertools.zip_longest(*left.values()) for one in row if one is not None]
+
+
+def note(one: Try, reason: str, row: dict[str, Any]) -> None:
+    """Note a try in its row of the record."""
+    before = len(row["wrong"])
+    row["wrong"] = [text for text in row["wrong"] if place_of(text) != one.at]
+    row["tried"] += before == len(row["wrong"])
+    row["wrong"] += [f"{one.at}: {reason}"[:300]] if reason else []
+
+
+def place_of(text: str) -> int:
+    """The place of a try that was wrong, from its line of the record."""
+    return int(text.partition(":")[0])
 
 
 def read_record() -> dict[str, Any]:

@@ -20,9 +20,9 @@ from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
 from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError, free_ports
 from fedloom_sites.deploy.site.pinned import REFUSED_CONNECTION_HINT
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(300)]
-REFUSAL = 60.0
-"""Seconds within which a node that is not let in has ended; measured: 3 to 6."""
+pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+REFUSAL = 300.0
+"""Seconds within which a node that is not let in has ended; measured: 3 to 6 on an idle machine."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def network(written, tmp_path_factory):
         yield here
 
 
-def until(here, node, status, seconds=60):
+def until(here, node, status, seconds=300):
     """Wait until a node has a status."""
     end = time.monotonic() + seconds
     while (found := statuses(here).get(node)) != status:
@@ -117,7 +117,7 @@ def test_plain_http(network):
     assert "Exit Code: 303" in refused(network, "plain-key", words)
     without_key = [*without(words, "--auth-supernode-private-key"), "--max-retries", "2"]
     assert "Exit Code: 305" in refused(network, "plain", without_key)
-    with socket.create_connection((network.server.address, network.server.port), timeout=10) as plain:
+    with socket.create_connection((network.server.address, network.server.port), timeout=120) as plain:
         plain.sendall(b"GET /v1/fleet/pull-messages HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             assert b"200" not in plain.recv(100)
@@ -128,7 +128,7 @@ def test_tls_before_1_2(network):
     with pytest.warns(DeprecationWarning, match="deprecated"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     with (
-        socket.create_connection((network.server.address, network.server.port), timeout=10) as plain,
+        socket.create_connection((network.server.address, network.server.port), timeout=120) as plain,
         pytest.raises((ssl.SSLError, ConnectionError)),
     ):
         context.wrap_socket(plain, server_hostname="localhost")
@@ -190,7 +190,7 @@ def gate(network, tmp_path_factory):
     with ManagedProcesses() as processes:
         words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
         running = processes.start("gate", words, {}, folder / "log")
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while True:
             running.check()
             with contextlib.suppress(OSError):
@@ -203,7 +203,7 @@ def gate(network, tmp_path_factory):
 
 def answer(network, address, method, path, body=b""):
     context = ssl.create_default_context(cafile=network.server.ca)
-    connection = HTTPSConnection(address, timeout=20, context=context)
+    connection = HTTPSConnection(address, timeout=120, context=context)
     try:
         connection.request(method, path, body)
         return connection.getresponse().status
@@ -232,7 +232,7 @@ def test_the_gate_does_not_let_the_command_line_in(network, gate, tmp_path):
         env={"HOME": str(tmp_path), **process_environment(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert '"success": true' not in done.stdout

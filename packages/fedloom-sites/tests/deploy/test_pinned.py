@@ -40,18 +40,18 @@ def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
 def test_the_process_that_starts_tasks_has_the_secret_and_the_sites_own_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secrets = []
+    secrets, folder = [], tmp_path / "state" / "experiment"  # which somebody has removed since the site was checked
     for _ in range(2):
-        given = started(monkeypatch, tmp_path)
-        assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
-        assert given.pop("secret") == (tmp_path / "secret").read_bytes().hex()
-        secrets.append((tmp_path / "secret").read_bytes())
+        given = started(monkeypatch, folder)
+        assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
+        assert given.pop("secret") == (folder / "secret").read_bytes().hex()
+        secrets.append((folder / "secret").read_bytes())
     assert [len(s) for s in secrets] == [32, 32]
     assert secrets[0] != secrets[1]
     first = given.pop("path").split(os.pathsep)[0]
     here = os.getpid()
     assert given == {"address": "127.0.0.1:9094", "insecure": True, "parent_pid": here, "own parent": here}
-    assert first == str(tmp_path / "bin")
+    assert first == str(folder / "bin")
     assert stat.S_IMODE((Path(first) / CLIENT_PROGRAM).stat().st_mode) == 0o700
 
 

@@ -25,6 +25,7 @@ from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.models import find_owned_models, score_site_model
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
+from tests.deploy.test_network import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -47,14 +48,17 @@ def deployment(experiment, method, folder, rounds=2):
 
 @pytest.fixture(scope="module")
 def network(experiment, tmp_path_factory):
-    """A server and three sites that stay for all tests."""
+    """A server and three sites that stay for all tests. A site that is still starting needs its state, which the tests
+    replace."""
     folder = deployment(experiment, "fedavg", tmp_path_factory.mktemp("network") / "try")
     with ManagedProcesses() as processes:
         here = LoopbackDeployment(folder, processes)
         here.start_server()
-        here.register_all()
+        nodes = here.register_all()
         for name in here.sites:
             here.start_site(name)
+        for node in nodes.values():
+            until(here, node, "online")
         yield here
 
 
@@ -172,7 +176,7 @@ def test_interrupted_by_a_signal_nothing_is_left(experiment, tmp_path):
                 launcher.terminate()
                 break
         rest = launcher.stdout.read()
-        assert launcher.wait(60) == 130, rest
+        assert launcher.wait(300) == 130, rest
     assert "interrupted. Every process has ended. Run" in rest
     listing = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout
     left = [line for line in listing.splitlines() if str(folder) in line and not line.startswith("Z")]

@@ -1,6 +1,7 @@
 """The site's process that stays: one however many ask, of one experiment, gone with its owner, no loss when killed."""
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -30,6 +31,7 @@ from fedloom_sites.deploy.site.handover import (
     socket_path,
     state_folder,
 )
+from fedloom_sites.deploy.site.pinned import SECRET_OPTION
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.test_processes import gone, runs
 
@@ -260,6 +262,23 @@ def test_a_node_begins_though_its_settings_are_wrong(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "7\n"
     assert done.stderr.startswith("fedloom: cannot read the site file")
+
+
+@pytest.mark.parametrize("fault", ["settings", "state"])
+def test_a_node_that_cannot_start_ends_with_a_sentence(tmp_path, fault):
+    """Its tasks' secret cannot be written; the unit repeats the start until the disk is repaired."""
+    file = tmp_path / "none.toml"
+    if fault == "state":
+        file = files(scene(tmp_path, "fedavg", **SMALL))[0]
+        shutil.rmtree(state_folder(file), ignore_errors=True)
+        state_folder(file).write_text("no folder")
+    words = [sys.executable, "-P", "-m", handover.__name__, str(file), "flower-supernode", "--port", "1"]
+    secret = state_folder(file) / "secret" if fault == "state" else "secret"
+    done = subprocess.run([*words, SECRET_OPTION, str(secret)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    what = "cannot write" if fault == "state" else "cannot read the site file"
+    assert done.stderr.splitlines()[-1].startswith(f"fedloom: {what}")
 
 
 def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):

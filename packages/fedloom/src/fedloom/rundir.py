@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from os import PathLike, fsencode, fspath
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote_plus
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -114,6 +114,21 @@ def label_of(method: Mapping[str, object]) -> str:
     ('Pulled', 'mine')
     """
     return str(method.get("label", str(method.get("algorithm")).rpartition(":")[2]))
+
+
+def compared_tables(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tables of an experiment's methods, and a table for each model that an analysis fits for comparison.
+
+    >>> compared_tables({"method": [{"label": "a"}], "analysis": [{"kind": "ridge", "compare": True}, {"kind": "cox"}]})
+    [{'label': 'a'}, {'label': 'ridge', 'algorithm': 'ridge'}]
+    """
+    tables = [dict(table) for table in document.get("method", ()) if isinstance(table, Mapping)]
+    for table in document.get("analysis", ()):
+        if isinstance(table, Mapping) and table.get("compare"):
+            options = {key: value for key, value in table.items() if key not in ("kind", "compare")}
+            named = {"algorithm": str(table.get("kind"))}
+            tables.append({"label": label_of(named), **named, **options})
+    return tables
 
 
 def file_name(label: str) -> str:

@@ -79,7 +79,7 @@ def cox(
                 "--bins cannot be combined with --penalty firth or a cross-validated --strength. Use --penalty "
                 "ridge with a --strength that was chosen without --bins"
             )
-        table = survival_rows(read(file).source, time, event, data_dir, held_out)
+        table = survival_rows(read(file, trains=False).source, time, event, data_dir, held_out)
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(

@@ -14,6 +14,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
 from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
+from fedloom.engine.checks.rehearsal import check_early_stop
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.early_stop import EarlyStop
@@ -160,6 +161,9 @@ def simulate(
         replay = Replay(initial, cohorts, batches, projection)
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)
+    for call in callbacks:
+        if isinstance(call, EarlyStop):
+            check_early_stop(call, job, server)
     rule = setting.early_stop  # its last round is not always its result
     calls: list[Progress] = [*callbacks, *([] if rule is None else [rule])]
     result = _resume_and_run(job, server, place, calls, pause, advance=advance)

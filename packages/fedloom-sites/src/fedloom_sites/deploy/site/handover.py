@@ -98,7 +98,10 @@ def main(words: list[str]) -> None:
     except (FedloomError, OSError) as error:  # the first message reports it too
         sys.stderr.write(f"fedloom: {error}\n")
     if SECRET_OPTION in words:
-        run_network(words[1:], state_folder(Path(words[0]).resolve()))
+        try:
+            run_network(words[1:], state_folder(Path(words[0]).resolve()))
+        except FedloomError as error:
+            sys.exit(f"fedloom: {error}")
     os.execv(words[1], words[1:])
 
 

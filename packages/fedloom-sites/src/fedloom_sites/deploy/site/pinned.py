@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedloom.errors import ConfigError
+
 SECRET_OPTION = "--superexec-auth-secret-file"
 CLIENT_PROGRAM = "flwr-clientapp"
 """Name under which Flower starts the program of a task."""
@@ -41,13 +43,15 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
     Args:
         words: command of the site's network process, which contains the port and the secret's file.
         folder: folder with the experiment's state at the site, to which the tasks' program is written.
+
+    Raises:
+        ConfigError: the secret or the program cannot be written, for example because the disk is full.
     """
     from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 
     shared, port = secrets.token_bytes(32), words[words.index("--port") + 1]
     _write_file(Path(words[words.index(SECRET_OPTION) + 1]), shared, 0o600)
     programs = folder / "bin"
-    programs.mkdir(mode=0o700, exist_ok=True)
     interpreter = f"exec {shlex.quote(sys.executable)} -P -m {__name__}"
     _write_file(programs / CLIENT_PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
     parent = os.getpid()
@@ -67,7 +71,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 def run_network(words: Sequence[str], folder: Path) -> None:
     """Turn this process into a site's network process, and start the process that starts its tasks.
 
-    The arguments are the same as for `start_executor`.
+    The arguments and errors are the same as for `start_executor`.
     """
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
@@ -78,10 +82,15 @@ def run_network(words: Sequence[str], folder: Path) -> None:
 
 
 def _write_file(path: Path, content: bytes, mode: int) -> None:
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
+    """Write a file of the state anew, and create its folder if necessary."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def main() -> None:

@@ -364,9 +364,11 @@ class Sized(Partition):
             PartitionError: a client would have fewer than `min_size` samples.
         """
         if self.clients * self.min_size > len(pool):
+            design = pool.data.design
+            units = "samples" if design is None or design.subject is None else "subjects"
             raise PartitionError(
-                f"{self.kind}: {self.clients} clients with at least {self.min_size} samples each need "
-                f"more than the {len(pool)} samples of {pool.data.name}. Use fewer clients or a "
+                f"{self.kind}: {self.clients} clients with at least {self.min_size} {units} each need "
+                f"more than the {len(pool)} {units} of {pool.data.name}. Use fewer clients or a "
                 "smaller min_size"
             )
 

@@ -283,29 +283,6 @@ def check_attack(setting: Setting) -> None:
         )
 
 
-def check_early_stop(setting: Setting, fed: Federation) -> None:
-    """Raise an error if the part of the data that early stopping watches is empty or not evaluated.
-
-    Raises:
-        ConfigError: the part is empty or is not evaluated. The message states the reason.
-    """
-    rule = setting.early_stop
-    if rule is None:
-        return
-    if rule.part not in setting.evaluate.parts:
-        raise Refused(
-            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part",
-            rule="early-stop-part",
-            fix=f"set {{evaluate.parts = {[*setting.evaluate.parts, rule.part]}}}",
-        )
-    if not int(fed.sizes(rule.part).sum()):
-        raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has samples in this part",
-            rule="early-stop-part-empty",
-            fix="set {early_stop.part = 'train'}, or use a larger {partition.validation}",
-        )
-
-
 def check_root(aggregator: Aggregator | None, n: int) -> None:
     """Raise an error if an aggregation rule trusts a client that does not exist.
 

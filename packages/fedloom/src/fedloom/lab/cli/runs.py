@@ -157,7 +157,7 @@ def _print_plan(plan: Plan) -> None:
     from fedloom.lab.printing import print_rows
 
     head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
-    methods, seeds = len(plan.experiment.methods), len(head.seeds)
+    methods, seeds = len(plan.experiment.compared), len(head.seeds)
     sizes = {part: fed.sizes(part) for part in fed.parts}
     train = sizes["train"]
     say(f"{head.name}: {methods} methods, {seeds} seeds, {methods * seeds} runs, into {plan.out}")

@@ -137,10 +137,10 @@ class Tuning:
             clients, self._checksum = partial(self.experiment.partition, data), data.checksum
         whole = {s: clients(s) for s in seeds}
         for s, fed in whole.items():
-            for analysis in self.experiment.analyses:
-                check_analysis(analysis, fed, self.experiment.common)
             for method in self.experiment.methods:
                 check(method.setting.with_(seed=s), fed)
+                for analysis in self.experiment.analyses:
+                    check_analysis(analysis, fed, method.setting.with_(seed=s))
         self.federations: dict[int, Federation] = {s: remove_test(fed) for s, fed in whole.items()}
         if any(not int(fed.sizes(TRIAL_PART).sum()) for fed in self.federations.values()):
             raise ConfigError(

@@ -389,7 +389,7 @@ class _TableReading:
         ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
         subjects = None if self.design.subject is None else np.nan_to_num(coded[self.design.subject][0], nan=-1)
         units = None if subjects is None else subjects.astype(np.int64)
-        yield from table_findings(features, outcome, owners, ranged, units)
+        yield from table_findings(features, outcome, owners, ranged, units, self.design.order is not None)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:

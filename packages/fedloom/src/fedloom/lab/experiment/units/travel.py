@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
+from fedloom.analyses.fitted import run_setting
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keep_group_columns
-from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, DataError, FedloomError, RunStopped, Stop
 from fedloom.lab.experiment.file import parse
 from fedloom.lab.experiment.schema import Experiment
@@ -163,11 +163,11 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
     with unit_folder() as folder:
         plan = parse(read_document(experiment), "executor")
         fed = read_federation(experiment, key["seed"])
-        setting = next(m.setting for m in plan.methods if m.label == key["label"]).with_(seed=key["seed"])
+        setting = next(m.setting for m in plan.compared if m.label == key["label"]).with_(seed=key["seed"])
         setting, place = setting.with_(engine=setting.engine.with_(workers=1)), folder / "state"
         failure, interrupted = "", False
         try:
-            interrupted = simulate(setting, fed, folder=place).stop is Stop.INTERRUPTED
+            interrupted = run_setting(setting, fed, folder=place).stop is Stop.INTERRUPTED
         except (CodeError, RunStopped) as error:
             failure = str(error)
         files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} if place.is_dir() else {}
