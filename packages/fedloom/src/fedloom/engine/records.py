@@ -262,9 +262,8 @@ class Divergence:
         if self.round is None:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
             self.sentence = (
-                f"round {self.round}: the {'training' if self._part == 'train' else self._part} loss of the {model} "
-                f"model is {loss:.3g}, and since round {first} it is more than {WATCHED_PARTS[self._part]:g} times its "
-                f"start of {self._start:.3g}"
+                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since round {first} it "
+                f"is more than {DIVERGENCE_FACTOR:g} times its start of {self._start:.3g}"
             )
 
 
