@@ -261,9 +261,10 @@ class Divergence:
     def _tell(self, model: str) -> None:
         if self.round is None:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
+            part = "training" if self._part == "train" else self._part
             self.sentence = (
-                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since round {first} it "
-                f"is more than {DIVERGENCE_FACTOR:g} times its start of {self._start:.3g}"
+                f"round {self.round}: the {part} loss of the {model} model is {loss:.3g}, and since round {first} it "
+                f"is more than {WATCHED_PARTS[self._part]:g} times its start of {self._start:.3g}"
             )
 
 
