@@ -103,10 +103,9 @@ EVENT_WORDS = words(
 )
 """Names of events in a person's life, which are usually the target."""
 RESULT_WORDS = words(
-    "los lengthofstay class classes result results diagnosis category classification disease disorder "
-    "severity quality choice output ill sick expire expired default price sales "
-    "outcome target label death died mortality ergebnis diagnose resultado resultat risultato esito diagnostico "
-    "diagnostic diagnosi"
+    "los lengthofstay class classes result results diagnosis category classification disease disorder severity quality "
+    "choice output ill sick expire expired default price sales outcome target label death died mortality ergebnis "
+    "diagnose resultado resultat risultato esito diagnostico diagnostic diagnosi"
 )
 """Words that occur in the names of outcomes, but also in the names of features."""
 
