@@ -27,7 +27,7 @@ from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 from tests.deploy.test_network import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 METHODS = ("fedavg", "flame", "fedslr", "fiaelt", "fedacs", "scaffold")
 SECRET = "runtime.secret"

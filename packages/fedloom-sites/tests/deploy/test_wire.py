@@ -26,7 +26,7 @@ from fedloom_sites.deploy.setting_files import read_server, read_site, settings_
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.wire import connected
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 VICTIM, LIAR = 1, 2
 

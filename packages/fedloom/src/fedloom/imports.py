@@ -33,17 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "IMPORT_PATH_PATTERN",
-    "UserFunction",
-    "find_class",
-    "find_maker",
-    "function",
-    "import_object",
-    "importable",
-    "is_path",
-    "path_of",
-    "source_of",
-    "text_of",
+    "IMPORT_PATH_PATTERN", "UserFunction", "find_class", "find_maker", "function", "import_object", "importable",
+    "is_path", "path_of", "source_of", "text_of",
 ]  # fmt: skip
 
 

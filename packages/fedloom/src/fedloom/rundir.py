@@ -25,28 +25,16 @@ METRICS_FILE, TIMINGS_FILE, PARTITION_FILE = "metrics.parquet", "timings.parquet
 CONFUSION_FILE, TSNE_FILE = "confusion.parquet", "tsne.parquet"
 GROUPS_FILE, PREDICTIONS_FILE, IMPORTANCE_FILE = "groups.parquet", "predictions.parquet", "importance.parquet"
 CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER = (
-    "checkpoints",
-    "models",
-    "adapted",
-    "tracking",
-    "live",
-)
+    "checkpoints", "models", "adapted", "tracking", "live",
+)  # fmt: skip
 MAX_NAME_BYTES = 255
 """Maximum length of a file name on common file systems."""
 WORK_FOLDER = ".work"
 """Folder with the claims of processes that share a run directory. A claim reserves a run for one process."""
 RESULT_FILES = (
-    METRICS_FILE,
-    TIMINGS_FILE,
-    PARTITION_FILE,
-    CONFUSION_FILE,
-    TSNE_FILE,
-    GROUPS_FILE,
-    PREDICTIONS_FILE,
-    IMPORTANCE_FILE,
-    SUMMARY_FILE,
-    REPORT_FILE,
-)
+    METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, CONFUSION_FILE, TSNE_FILE, GROUPS_FILE, PREDICTIONS_FILE,
+    IMPORTANCE_FILE, SUMMARY_FILE, REPORT_FILE,
+)  # fmt: skip
 """Files that a run rewrites, except for its settings and the analysis files that other packages add."""
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 

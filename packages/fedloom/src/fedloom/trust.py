@@ -177,8 +177,7 @@ def is_standard(module: str) -> bool:
     first = module.partition(".")[0]
     if first in sys.stdlib_module_names:
         return True
-    loaded = sys.modules.get(first)
-    file = getattr(loaded, "__file__", None)
+    file = getattr(sys.modules.get(first), "__file__", None)
     return file is not None and _is_in_library(Path(file))
 
 

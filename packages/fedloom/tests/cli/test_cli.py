@@ -528,7 +528,7 @@ def test_interrupt_leaves_a_resumable_run(tmp_path: Path) -> None:
     while not list((tmp_path / "out").glob("checkpoints/*/*.json")) and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     lines = [line for line in errors.decode().splitlines() if "interrupted" in line or "same command" in line]
     assert lines == ["interrupted: 0 of 4 runs are finished. Run the same command again to continue"]

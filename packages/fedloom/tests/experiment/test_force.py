@@ -125,7 +125,7 @@ def test_another_process_with_force_is_refused_while_the_first_runs(tmp_path: Pa
     command = [sys.executable, "-m", "fedloom.lab.cli", "run", str(file), "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         try:
-            end = time.monotonic() + 300
+            end = time.monotonic() + 600
             while not list(out.glob(f"{LIVE_FOLDER}/*")) and first.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)  # a run listens to signals once its first round has begun
             before = set(contents(out))
@@ -135,7 +135,7 @@ def test_another_process_with_force_is_refused_while_the_first_runs(tmp_path: Pa
             assert before <= set(contents(out))
         finally:
             os.kill(first.pid, signal.SIGINT)
-            first.wait(300)
+            first.wait(600)
     assert (out / "experiment.toml").exists()
     assert {run["status"] for run in json.loads((out / "summary.json").read_text())["runs"]} == {"interrupted"}
 

@@ -299,7 +299,10 @@ class Site(SharedSettings):
     @model_validator(mode="after")
     def _one_of_them(self) -> Site:
         if self.verifies and self.epsilon is not None:
-            raise ValueError("epsilon needs uploads with noise, which verify in the table secure does not allow")
+            raise ValueError(
+                "epsilon needs uploads with noise, which verify in the table secure does not allow. Omit epsilon or "
+                "verify"
+            )
         if self.client >= self.clients:
             raise ValueError(f"client must be from 0 to {self.clients - 1}, got {self.client}")
         return self

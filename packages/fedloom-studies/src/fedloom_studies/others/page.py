@@ -173,8 +173,7 @@ def _say_state(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _limit_text(recipe: Recipe) -> str:
-    of = unit(recipe.paper.figure)
-    return of.difference(recipe.paper.gap_limit).removeprefix("+")
+    return unit(recipe.paper.figure).difference(recipe.paper.gap_limit).removeprefix("+")
 
 
 def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:

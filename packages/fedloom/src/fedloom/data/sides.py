@@ -223,8 +223,7 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
             "client, as in fl.Dataset.create(frame, target='ill', client_column='site'), and pass "
             "partition=fl.partitions.natural()"
         )
-    sampler = type(getattr(obj, "sampler", None))
-    subset = sampler not in (type(None), SequentialSampler, RandomSampler)
+    subset = type(getattr(obj, "sampler", None)) not in (type(None), SequentialSampler, RandomSampler)
     collates = getattr(obj, "collate_fn", default_collate) not in (default_collate, default_convert)
     hints = {
         "toarray": "give x.toarray()",

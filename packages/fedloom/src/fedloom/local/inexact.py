@@ -74,17 +74,9 @@ def gradient_descent(
 
 
 def inexact(
-    w: Tensor,
-    work: Work,
-    pull: tuple[float, Tensor],
-    shift: Tensor,
-    solver: Solver,
-    smooth: float,
-    r: float,
-    most: int,
-    inner: int | None = None,
-    lr: float | None = None,
-) -> DescentResult:
+    w: Tensor, work: Work, pull: tuple[float, Tensor], shift: Tensor, solver: Solver, smooth: float, r: float,
+    most: int, inner: int | None = None, lr: float | None = None,
+) -> DescentResult:  # fmt: skip
     """Minimize L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w> approximately, starting at ``w``.
 
     The solvers "svrg" and "gd" stop when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the

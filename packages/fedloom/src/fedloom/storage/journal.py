@@ -99,8 +99,7 @@ class Journal:
             RunDirError: the journal belongs to a different set of clients or a different model.
             DamagedCheckpoint: the journal is damaged.
         """
-        newest = self.generations()[-1:]
-        return bool([self._header(g) for g in newest])
+        return bool([self._header(g) for g in self.generations()[-1:]])
 
     def generations(self) -> list[int]:
         """Return the numbers of the checkpoints that have a journal, in ascending order."""

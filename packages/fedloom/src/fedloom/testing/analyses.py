@@ -237,8 +237,7 @@ def join_clients(first: ClientRows, second: ClientRows) -> ClientRows:
     cut = len(first)
 
     def fetch(rows: Tensor) -> Tensor:
-        pieces = [client.inputs for client in (first, second)]
-        return torch.cat(pieces)[rows]
+        return torch.cat([client.inputs for client in (first, second)])[rows]
 
     return ClientRows(
         torch.cat([first.x, second.x]),

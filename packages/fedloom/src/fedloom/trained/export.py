@@ -245,15 +245,9 @@ def _export_onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     output = "probabilities" if facts.classes else "values"
     with _suppress_output():
         program: Any = torch.onnx.export(
-            raw,
-            (_example_rows(model),),
-            input_names=["samples"],
-            output_names=[output],
-            dynamic_shapes=_dynamic_batch(),
-            dynamo=True,
-            verbose=False,
-            custom_translation_table=_onnx_operators(),
-        )
+            raw, (_example_rows(model),), input_names=["samples"], output_names=[output],
+            dynamic_shapes=_dynamic_batch(), dynamo=True, verbose=False, custom_translation_table=_onnx_operators(),
+        )  # fmt: skip
     model_proto: Any = program.model_proto
     if facts.table is not None:
         model_proto = onnx.compose.add_prefix(model_proto, "net/", rename_inputs=False, rename_outputs=False)

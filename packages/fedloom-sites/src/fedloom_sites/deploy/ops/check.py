@@ -86,15 +86,9 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[CheckFinding]:
         offline: True to omit the connection to the server.
     """
     checks: tuple[Check, ...] = (
-        _check_versions,
-        _check_experiment,
-        _check_data,
-        _check_memory,
-        _check_keys,
-        _check_authority,
-        _check_disk,
+        _check_versions, _check_experiment, _check_data, _check_memory, _check_keys, _check_authority, _check_disk,
         _check_port,
-    )
+    )  # fmt: skip
     findings: set[CheckFinding] = set()
     for check in checks if offline else (*checks, _check_server):
         for finding in _findings_of(check, site):

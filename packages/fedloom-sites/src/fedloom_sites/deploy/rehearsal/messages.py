@@ -239,8 +239,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
 
 def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of requesting statistics of small groups of patients."""
-    trainer = site.copy().trainer
-    groups = SiteGroups(trainer)
+    groups = SiteGroups(site.copy().trainer)
     if not groups.sums.groups:
         raise InapplicableAttack("the experiment publishes no groups")
     counts = {name: int(rows.sum()) for name, rows in groups.members.items()}

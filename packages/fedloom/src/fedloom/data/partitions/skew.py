@@ -200,8 +200,7 @@ class FemnistFedProx(Sized):
 
     def _counts(self, classes: int, drawn: Floats) -> Ints:
         q = self.labels_per_client
-        sizes = drawn + self.extra
-        each = np.maximum(np.floor(sizes / q).astype(np.int64), 2)
+        each = np.maximum(np.floor((drawn + self.extra) / q).astype(np.int64), 2)
         counts = np.zeros((self.clients, classes), np.int64)
         users = np.arange(self.clients)[:, None]
         counts[users, (users + np.arange(q)) % classes] = each[:, None]

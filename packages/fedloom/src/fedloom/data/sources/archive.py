@@ -43,14 +43,8 @@ rows, with a ratio below `MAX_UNPACKING_RATIO`, takes minutes to unpack."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
 DAMAGED_FILE_ERRORS = (
-    EOFError,
-    OSError,
-    lzma.LZMAError,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-)
+    EOFError, OSError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error, NotImplementedError,
+)  # fmt: skip
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".zip")
 Wanted = Callable[[str], bool]
 

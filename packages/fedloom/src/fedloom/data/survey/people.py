@@ -309,8 +309,7 @@ def names_person(name: str) -> bool:
 
 def split_name(name: str) -> list[str]:
     """Return the words in a name such as ``hospital_id`` or ``hospitalId``, each as in `plain_name`."""
-    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return [plain_name(word) for word in re.split(r"[\W\d_]+", split) if word]
+    return [plain_name(word) for word in re.split(r"[\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)) if word]
 
 
 def _last_words(name: str) -> frozenset[str]:

@@ -239,15 +239,9 @@ class Advice(NamedTuple):
 
 
 def form_advice(
-    outcome: RaceOutcome,
-    fed: Federation,
-    metric: str,
-    margin: float | None,
-    budget: int,
-    work: int,
-    left_out: Mapping[str, str],
-    budget_of: Callable[[int, int], float],
-) -> Advice:
+    outcome: RaceOutcome, fed: Federation, metric: str, margin: float | None, budget: int, work: int,
+    left_out: Mapping[str, str], budget_of: Callable[[int, int], float],
+) -> Advice:  # fmt: skip
     """Derive the answer of a race from its outcome.
 
     Args:

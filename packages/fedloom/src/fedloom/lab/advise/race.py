@@ -162,17 +162,9 @@ def _race_costs(methods: Sequence[LapShares], planned: float) -> tuple[float, fl
 
 
 def race(
-    arms: Mapping[str, Sequence[Arm]],
-    stay: int,
-    budget: float,
-    work: int,
-    seeds: Sequence[int],
-    run: RunLaps,
-    tell: Callable[[str], None] = lambda _line: None,
-    *,
-    higher: bool,
-    planned: Callable[[], int] = lambda: 0,
-) -> RaceOutcome:
+    arms: Mapping[str, Sequence[Arm]], stay: int, budget: float, work: int, seeds: Sequence[int], run: RunLaps,
+    tell: Callable[[str], None] = lambda _line: None, *, higher: bool, planned: Callable[[], int] = lambda: 0,
+) -> RaceOutcome:  # fmt: skip
     """Run a race between methods and return its outcome.
 
     Args:
@@ -193,16 +185,9 @@ def race(
 
 class _Race:
     def __init__(
-        self,
-        arms: Mapping[str, Sequence[Arm]],
-        budget: float,
-        work: int,
-        seeds: Sequence[int],
-        sign: float,
-        run: RunLaps,
-        tell: Callable[[str], None],
-        planned: Callable[[], int],
-    ) -> None:
+        self, arms: Mapping[str, Sequence[Arm]], budget: float, work: int, seeds: Sequence[int], sign: float,
+        run: RunLaps, tell: Callable[[str], None], planned: Callable[[], int],
+    ) -> None:  # fmt: skip
         self._planned = planned
         self._arms: dict[str, Sequence[Arm]] = dict(arms)
         self._budget, self._work, self._seeds, self._sign, self._run, self._tell = budget, work, seeds, sign, run, tell

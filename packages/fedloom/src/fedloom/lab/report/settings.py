@@ -93,16 +93,9 @@ def _versions_line(run: Run) -> dict[str, str]:
 
 def _runs_table(run: Run) -> str:
     heads = (
-        "Method",
-        "Seed",
-        "Status",
-        "Rounds",
-        "Seconds",
-        "Gradient engine",
-        "Clients per batch",
-        "Parameters",
+        "Method", "Seed", "Status", "Rounds", "Seconds", "Gradient engine", "Clients per batch", "Parameters",
         "Why it ended",
-    )
+    )  # fmt: skip
     lines = []
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))
@@ -119,8 +112,7 @@ def _differences_table(runs: list[Run]) -> str | None:
     if not keys:
         return None
     lines = [[key, *(str(f.get(key, "")) for f in flat)] for key in keys]
-    heads = ["Setting", *(run.label for run in runs)]
-    return render_scrolling_table("Settings that differ", heads, lines)
+    return render_scrolling_table("Settings that differ", ["Setting", *(run.label for run in runs)], lines)
 
 
 def _flatten_options(options: object, prefix: str = "") -> dict[str, Any]:

@@ -159,8 +159,7 @@ class Network(Oracle):
         for i, count in enumerate(data.counts):
             if count:
                 self.set_statistics(w[i], batch.ids[i : i + 1])
-                outputs = self.run(w[i], data.x[i, :count])
-                loss[i] = batch_loss(self.task, outputs, data, i)
+                loss[i] = batch_loss(self.task, self.run(w[i], data.x[i, :count]), data, i)
         return loss
 
     def activations(

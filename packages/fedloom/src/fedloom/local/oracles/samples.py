@@ -44,16 +44,9 @@ class Samples:
     """
 
     def __init__(
-        self,
-        fed: Federation,
-        batch: Batch,
-        dtype: torch.dtype,
-        class_weights: Tensor | None = None,
-        labels_each: Tensor | None = None,
-        *,
-        changed: bool = False,
-        augment: Augment | None = None,
-    ) -> None:
+        self, fed: Federation, batch: Batch, dtype: torch.dtype, class_weights: Tensor | None = None,
+        labels_each: Tensor | None = None, *, changed: bool = False, augment: Augment | None = None,
+    ) -> None:  # fmt: skip
         self._fed, self._batch, self._changed, self._augment = fed, batch, changed, augment
         self.weight = batch.total.to(fed.device, dtype).reciprocal()
         if not batch.full:
