@@ -80,9 +80,9 @@ def test_sets_are_those_of_crepes(trained: Result, by_client: bool, alpha: float
 @pytest.mark.parametrize("model", ["global", "personal"])
 @pytest.mark.parametrize("by_client", [False, True])
 def test_mean_coverage_is_the_theorems(trained: Result, by_client: bool, model: str) -> None:
-    """Over 40 draws of the calibration rows: from 1 - a to 1 - a + 1/(n + 1) + the mass of a bin, +- 3 errors."""
+    """Over 100 draws of the calibration rows: from 1 - a to 1 - a + 1/(n + 1) + the mass of a bin, +- 3 errors."""
     coverage, most = [], []
-    for draw in range(40):
+    for draw in range(100):
         table = fl.analyze("conformal", trained, draw=draw, by_client=by_client, model_kind=model).table.to_pandas()
         if not by_client:
             table = table.iloc[:1]

@@ -236,9 +236,8 @@ def _check_weight_share(site: Site, train: int) -> Iterator[CheckFinding]:
     if most > MAX_SAFE_SHARE:
         yield CheckFinding(
             "note",
-            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, "
-            "and such a sum nearly reveals the site's upload. Ask the coordinator to set it to "
-            f"{MAX_SAFE_SHARE:g} or less",
+            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, and such a sum "
+            f"nearly reveals the site's upload. Ask the coordinator to set it to {MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
         return

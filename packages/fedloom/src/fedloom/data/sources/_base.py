@@ -170,9 +170,8 @@ def number_names(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
     if len(labels) and (labels.min() < 0 or labels.max() >= MAX_CLASSES):
         bad = int(((labels < 0) | (labels >= MAX_CLASSES)).argmax())
         raise DataError(
-            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from "
-            f"0 to at most {MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if "
-            "labels are measurements"
+            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from 0 to at most "
+            f"{MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if labels are measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 
