@@ -140,9 +140,8 @@ def fit_of_sums(
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
         outside = f"; {losses.uncovered} of {losses.events} events are after the last bin" if losses.uncovered else ""
-        raise DataError(
-            f"no bin has {terms.least} events at any site. Agree on wider bins or on a smaller minimum count{outside}"
-        )
+        what, wider = ("site has", "") if terms.stratify else ("bin of a site has", "wider bins or on ")
+        raise DataError(f"no {what} {terms.least} events{outside}. Agree on {wider}a smaller min_events")
     spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
     if not (spread > sites * terms.step).all():
         raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Omit this column")
