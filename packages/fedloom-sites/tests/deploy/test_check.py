@@ -141,11 +141,11 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
 
 
 def test_a_signing_key_that_the_sites_have_not_agreed_on(site, tmp_path):
-    secure = secured(tmp_path, "fedavg").sites[0].secure
+    secure = secured(tmp_path, "fedavg", partition={"kind": "iid", "clients": 3}).sites[0].secure
     said = "".join(refused(changed(site, secure=secure)))
     assert f"{site.signing_key} is not the key that all sites have agreed on for site-1" in said
-    own = public_key_line(site.signing_key.read_bytes())
-    assert "agreed on" not in "".join(refused(changed(site, secure=changed(secure, keys=(secure.keys[0], own, *secure.keys[2:])))))
+    keys = (secure.keys[0], public_key_line(site.signing_key.read_bytes()), *secure.keys[2:])
+    assert "agreed on" not in "".join(refused(changed(site, secure=changed(secure, keys=keys))))
 
 
 def test_authority_that_is_missing_damaged_or_out_of_date(site):
