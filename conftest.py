@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+import random  # noqa: TID251 (the library must not use it, and tests that do get a seed)
 import re
 import shutil
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import typer.testing
 from _pytest.doctest import DoctestModule
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, register_random, settings
 
 import tests  # noqa: F401 (the namespace of all packages; pytest alone would make one of the first folder)
 
@@ -59,6 +62,61 @@ class OnlyExamples:
         if b">>>" in file_path.read_bytes():
             return found
         return [one for one in found if not isinstance(one, DoctestModule)]
+
+
+class OfTorch:
+    """The global CPU generator of torch, which is imported only if a test imports it (then it begins at a constant)."""
+
+    def seed(self, seed: int) -> None:
+        if "torch" in sys.modules:  # torch.manual_seed would also write down the call stack for GPUs that start later
+            sys.modules["torch"].default_generator.manual_seed(seed)
+
+    def getstate(self) -> object:
+        return sys.modules["torch"].default_generator.get_state() if "torch" in sys.modules else None
+
+    def setstate(self, state: object) -> None:
+        if state is not None:
+            sys.modules["torch"].default_generator.set_state(state)
+
+
+class Seeded:
+    """Global generators of torch, numpy and Python, seeded with the name of each test, module and shared fixture.
+
+    A model that a test makes without a seed is the same in every run, whatever other tests the process ran before.
+    """
+
+    def __init__(self) -> None:
+        self.torch = OfTorch()
+        register_random(self.torch)  # as Hypothesis does with the other two, for every example
+
+    def seed(self, name: str) -> None:
+        number = zlib.crc32(name.encode())
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        self.torch.seed(number)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> None:
+        self.seed(collector.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.seed(item.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        before = random.getstate(), np.random.get_state(), self.torch.getstate()  # noqa: NPY002
+        self.seed(f"{request.node.nodeid} {fixturedef.argname}")
+        try:
+            return (yield)
+        finally:  # the first test that asks for the fixture draws what the others draw
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+            self.torch.setstate(before[2])
 
 
 class Attacks:
@@ -148,6 +206,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(hidden)
     config.pluginmanager.register(OnlyExamples())  # for src too, where a conftest of tests is not asked
     config.pluginmanager.register(Attacks())
+    config.pluginmanager.register(Seeded())
 
 
 def pytest_collection_finish() -> None:

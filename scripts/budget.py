@@ -17,6 +17,7 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ HEAD = """# Lines of code per package and room, at most; scripts/check holds it.
 """
 
 
+@cache
 def count_lines(text: str) -> int:
     """Return the lines of code of a Python file."""
     strings = set[int]()

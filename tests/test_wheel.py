@@ -129,7 +129,6 @@ def test_versions_that_were_seen_to_fail_are_excluded(failing: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_recipes_are_estimated_from_the_wheel(fedloom: Callable[..., str]) -> None:
     assert "flame-table3-mnist" in fedloom("-m", "fedloom", "reproduce", "--list")
 

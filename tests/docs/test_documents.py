@@ -39,7 +39,6 @@ MEASURED = "studies/pages/scale-measurements.md"
 WITH_CODE = [d for d in documents.DOCUMENTS if any(b.language in documents.RUN for b in documents.blocks(d))]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", WITH_CODE)
 def test_every_block_runs(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -40,7 +40,7 @@ def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
     lines = [",".join([*map(str, row), "test" if k % 4 == 0 else "train"]) for k, row in enumerate(rows)]
     (tmp_path / "t.csv").write_text("\n".join(["site,p,q,r,days,died,fold", *lines]))
     text = f'[data]\nsource = "{tmp_path}/t.csv"\nclient_column = "site"\n{{}}\n[partition]\nkind = "natural"\n'
-    text += '[[method]]\nalgorithm = "fedavg"\n'
+    # no method: nothing is trained
     (tmp_path / "t.toml").write_text(text.format('target = "days"\nevent = "died"'))
     (tmp_path / "g.toml").write_text(text.format('target = "died"\ndrop = ["fold", "days"]'))
     train = np.arange(N) % 4 > 0

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.analyses import Question
+from fedloom.analyses import Question, client_rows
+from fedloom.data import DATA_PARTS
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, DataError, Refused
@@ -45,6 +46,35 @@ def test_thresholds_are_the_exact_quantiles_but_for_a_bin(trained: Result) -> No
         rank = math.ceil((len(own) + 1) * 0.9 - 1e-9)
         assert table["rows"][client] == len(own)
         assert 0 <= table.threshold[client] - own[rank - 1] <= 1e-4 + 1e-9
+
+
+def split_rows(result: Result, client: int, analysis: Conformal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Outputs ``[N, c]`` of the global model for a client's test rows, targets, and whether a row calibrates."""
+    rows = client_rows(result.job.eval_fed, client)
+    rows = rows.select(rows.part == DATA_PARTS.index("test"))
+    output = result.job.oracle.run(result.models.rows("global"), rows.inputs).double().numpy()
+    return output, rows.y[:, 0].numpy(), (analysis._draws(rows) < analysis.calibration_fraction).numpy()
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.1, 0.4])
+@pytest.mark.parametrize("by_client", [False, True])
+def test_sets_are_those_of_crepes(trained: Result, by_client: bool, alpha: float) -> None:
+    """A threshold is the end of a bin, so a set has at most the classes whose scores lie in the bin in addition."""
+    crepes = pytest.importorskip("crepes")
+    analysis = Conformal(alpha=alpha, by_client=by_client, bins=100_000)
+    table = fl.analyze(analysis, trained).table.to_pandas()
+    parts = [split_rows(trained, client, analysis) for client in range(5)]
+    joined = parts if by_client else [tuple(map(np.concatenate, zip(*parts, strict=True)))]
+    for (output, label, drawn), limit in zip(joined, table.threshold, strict=True):
+        score = 1 - torch.from_numpy(output).softmax(1).numpy()
+        own = score[drawn][np.arange(drawn.sum()), label[drawn].astype(int)]
+        oracle = crepes.ConformalClassifier().fit(own)
+        level = 1 - alpha - 1e-9  # crepes keeps a class whose p-value is alpha itself, which the theorem does not need
+        wanted = np.asarray(oracle.predict_set(score[~drawn], confidence=level, smoothing=False)) == 1
+        found = score[~drawn] <= limit
+        assert wanted.any(), "sets that are not all empty"
+        assert not (wanted & ~found).any()
+        assert (score[~drawn][found & ~wanted] > limit - 1e-5 - 1e-12).all()
 
 
 @pytest.mark.parametrize("model", ["global", "personal"])
@@ -140,6 +170,20 @@ def test_intervals_of_numbers_have_the_exact_quantiles_but_for_a_bin(numbers: Re
     written = predictions.decided(None, 0.5).table()
     assert written["prediction from"].to_pylist() == [0.5, 1.5]
     assert written["prediction to"].to_pylist() == [1.5, 2.5]
+
+
+@pytest.mark.parametrize("by_client", [False, True])
+def test_intervals_are_those_of_crepes(numbers: Result, by_client: bool) -> None:
+    crepes = pytest.importorskip("crepes")
+    analysis = Conformal(by_client=by_client, max_error=50.0, bins=100_000)
+    table = fl.analyze(analysis, numbers).table.to_pandas()
+    parts = [split_rows(numbers, client, analysis) for client in range(5)]
+    joined = parts if by_client else [tuple(map(np.concatenate, zip(*parts, strict=True)))]
+    for (output, target, drawn), limit in zip(joined, table.threshold, strict=True):
+        oracle = crepes.ConformalRegressor().fit(residuals=target[drawn] - output[drawn, 0])
+        wanted = oracle.predict_int(output[~drawn, 0], confidence=0.9)
+        found = output[~drawn] + [[-limit, limit]]
+        assert np.abs(found - wanted).max() <= 50 / 100_000 + 1e-9
 
 
 def test_mean_coverage_of_intervals_is_the_theorems(numbers: Result) -> None:

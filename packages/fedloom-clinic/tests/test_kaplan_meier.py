@@ -107,5 +107,5 @@ def test_what_it_cannot_be_of_is_a_sentence() -> None:
         fl.analyze("kaplan-meier", fl.load("digits"), width=1.0)
     with pytest.raises(ConfigError, match="group"):
         fl.analyze("kaplan-meier", patients(), width=1.0, group="ward")
-    with pytest.raises(Refused, match="no bin has 50 rows"):
+    with pytest.raises(Refused, match="have 50 subjects with an event in the same time bin"):
         fl.analyze("kaplan-meier", patients(), width=30.0, group="arm", rules={"min_clients": 3, "min_subjects": 50})

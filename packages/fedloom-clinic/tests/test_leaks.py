@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_iris
 from sklearn.metrics import roc_auc_score
+from sklearn.preprocessing import TargetEncoder
 from typer.testing import CliRunner
 
 import fedloom as fl
@@ -206,6 +207,173 @@ def test_two_columns_that_give_the_target_are_noted(sign: int, digits: int) -> N
     assert any(f"together give 'total' (age {'+' if sign > 0 else '-'} crp)" in note for note in notes), notes
     blurred = frame.assign(total=total + np.random.default_rng(1).normal(size=N))
     assert not any("together" in n for n in fl.Dataset.create(blurred, "total", task="regression").notes)
+
+
+def _by(frame: pd.DataFrame, groups: Any, column: str = "died") -> Any:
+    """The mean of a column over the rows of each group, for every row."""
+    return frame[column].groupby(np.asarray(groups)).transform("mean")
+
+
+def _encoded(frame: pd.DataFrame, groups: Any, column: str = "died") -> Any:
+    groups = np.asarray(groups)[:, None]
+    kind = "continuous" if column == "cost" else "binary"
+    return TargetEncoder(target_type=kind).fit(groups, frame[column]).transform(groups)[:, 0]
+
+
+def _left_out(frame: pd.DataFrame, groups: Any, column: str) -> Any:
+    each = frame[column].groupby(np.asarray(groups))
+    return (each.transform("sum") - frame[column]) / (each.transform("count") - 1)
+
+
+_DRAWN = np.random.default_rng(9)
+ZIP, WARD = _DRAWN.integers(0, 25, N), _DRAWN.choice(list("abcdefgh"), N)
+DOCTOR, STAGE = _DRAWN.choice(30, N, p=np.arange(1, 31) / 465), _DRAWN.integers(4, size=N)
+COST = _DRAWN.normal(200, 40, N).round(2)
+FEE, VISITS, SIZE = _DRAWN.gamma(3, 9, N).round(2), _DRAWN.poisson(0.8, N), _DRAWN.normal(1.7, 0.1, N).round(2)
+MONEY: dict[str, Any] = {"target": "cost", "task": "regression"}
+DERIVED: dict[str, tuple[Callable[[pd.DataFrame], dict[str, Any]], dict[str, Any], str]] = {
+    "mean per zip code": (lambda f: {"rate": _by(f, ZIP)}, {}, "column 'rate' is the mean of 'died' in groups"),
+    "rounded percents": (lambda f: {"rate": (100 * _by(f, ZIP)).round(1)}, {}, "column 'rate' is the mean of 'died'"),
+    "standardized": (
+        lambda f: {"rate": (_by(f, ZIP) - f["died"].mean()) / 0.21}, {}, "column 'rate' is the mean of 'died'"),
+    "the other class": (lambda f: {"alive": 1 - _by(f, ZIP)}, {}, "column 'alive' is the mean of 'died'"),
+    "of one class": (
+        lambda f: {"rate": _by(f.assign(s=STAGE == 2), ZIP, "s"), "stage": STAGE}, {"target": "stage"},
+        "column 'rate' is the mean of 'stage'"),
+    "of a measurement": (
+        lambda f: {"mean {x}": _by(f.assign(c=COST), WARD, "c"), "cost": COST}, MONEY,
+        "column 'mean {x}' is the mean of 'cost'"),
+    "sums by doctor": (
+        lambda f: {"doctor": DOCTOR, "cases": f["died"].groupby(DOCTOR).transform("sum")}, {},
+        "column 'cases' is the sum of 'died' by 'doctor'"),
+    "TargetEncoder": (lambda f: {"code": _encoded(f, ZIP)}, {}, "column 'code' is the mean of 'died'"),
+    "TargetEncoder of numbers": (
+        lambda f: {"code": _encoded(f.assign(cost=COST), ZIP, "cost"), "cost": COST}, MONEY,
+        "column 'code' is the mean of 'cost'"),
+    "smoothed": (
+        lambda f: {"zip": ZIP, "code": (_by(f, ZIP) * (n := np.bincount(ZIP)[ZIP]) + 9 * f["died"].mean()) / (n + 9)},
+        {}, "column 'code' is the mean of 'died'"),
+    "leave one out": (
+        lambda f: {"zip": ZIP, "code": _left_out(f, ZIP, "died")}, {}, "'died' exactly among rows with the same 'zip'"),
+    "leave one out of numbers": (
+        lambda f: {"zip": ZIP, "code": _left_out(f.assign(c=COST), ZIP, "c"), "cost": COST}, MONEY,
+        "column 'code' alone predicts 'cost' exactly among rows with the same 'zip'"),
+    "units by site": (
+        lambda f: {"ward": WARD, "bill": COST * (1 + 9 * (WARD == "a") + 0.1 * (WARD == "b")), "cost": COST},
+        {**MONEY, "client_column": "ward"}, "column 'bill' alone predicts 'cost' exactly among rows with the same"),
+    "product": (lambda f: {"fee": FEE, "n": 1 + VISITS, "cost": FEE * (1 + VISITS)}, MONEY, "give 'cost' (fee * n)"),
+    "product with zeros": (lambda f: {"fee": FEE, "n": VISITS, "cost": FEE * VISITS}, MONEY, "give 'cost' (fee * n)"),
+    "ratio": (lambda f: {"fee": FEE, "n": 1 + VISITS, "cost": (FEE / (1 + VISITS)).round(3)}, MONEY, "(fee / n)"),
+    "power": (lambda f: {"kg": COST, "m": SIZE, "cost": (COST / SIZE**2).round(1)}, MONEY, "give 'cost' (kg / m^2)"),
+    "sum of three": (
+        lambda f: {"fee": FEE, "n": 9 * VISITS, "m": 99 * SIZE, "cost": FEE + 9 * VISITS + 99 * SIZE}, MONEY,
+        "give 'cost' (fee + n + m)"),
+    "weighted": (
+        lambda f: {"one": COST, "two": FEE, "cost": (0.4 * COST + 0.6 * FEE).round()}, MONEY, "(0.4 * one + 0.6 * two"),
+    "next row": (lambda f: {"then": np.roll(COST, -1), "cost": COST}, MONEY, "'then' contains 'cost' of the next row"),
+    "previous row": (
+        lambda f: {"then": np.roll(COST, 1), "cost": COST}, MONEY, "'then' contains 'cost' of the previous row"),
+    "next class": (lambda f: {"then": np.roll(f["died"], -1)}, {}, "'then' contains 'died' of the next row"),
+    "next class by name": (
+        lambda f: {"then": np.roll(WARD, -1), "ward": WARD}, {"target": "ward", "categorical": ["then"]},
+        "'then' contains 'ward' of the next row"),
+    "a week before": (
+        lambda f: {"then": np.roll(COST, 7), "cost": COST}, MONEY, "'then' contains 'cost' of the row 7 rows above"),
+    "next visit": (
+        lambda f: {"then": pd.Series(COST).groupby(np.arange(N) // 4).shift(-1).fillna(0), "cost": COST}, MONEY,
+        "'then' contains 'cost' of the next row"),
+    "merged classes": (lambda f: {"late": STAGE // 2, "stage": STAGE}, {"target": "stage"}, "'late' follows from"),
+    "one class with an error": (
+        lambda f: {"late": (STAGE == 3) ^ (np.arange(N) == 5), "stage": STAGE}, {"target": "stage"},
+        "'late' follows from 'stage'"),
+    "one number": (lambda f: {"two": VISITS == 2, "cost": VISITS}, MONEY, "'two' follows from 'cost'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DERIVED)
+def test_a_column_that_is_computed_from_the_target_is_noted(case: str) -> None:
+    build, options, words = DERIVED[case]
+    frame = pd.DataFrame(table())
+    frame = frame.drop(columns="died" if "target" in options else []).assign(**build(frame))
+    notes = fl.Dataset.create(frame, **{"target": "died", **options}).notes
+    assert any(words in note for note in notes), notes
+
+
+def test_the_previous_outcome_is_known_where_later_rows_are_the_test_rows() -> None:
+    frame = pd.DataFrame(table()).assign(day=np.arange(N) * 3 + 7, then=np.roll(COST, 1), cost=COST)
+    assert not any("previous row" in n for n in fl.Dataset.create(frame, **MONEY, order="day").notes)
+
+
+def _longitudinal(r: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    child, age = np.repeat(np.arange(60), 6), np.tile(np.arange(6), 60) + 3
+    height = 80 + 6 * age + r.normal(0, 4, 60)[child] + r.normal(0, 0.4, 360)
+    return {"child": child, "age": age, "height": height.round(1)}, {"task": "regression", "subject": "child"}
+
+
+def _on_training_rows(r: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    zips, trains = r.integers(0, 30, 1000), r.random(1000) < 0.7
+    died = (r.random(1000) < r.uniform(0.1, 0.9, 30)[zips]).astype(int)
+    rate = pd.Series(died[trains]).groupby(zips[trains]).mean().reindex(zips).to_numpy()
+    return {"area": zips, "rate": rate, "age": r.normal(size=1000), "died": died}, {}
+
+
+def _crossed(r: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    zips = r.integers(0, 30, 1000)
+    died = (r.random(1000) < r.uniform(0.1, 0.9, 30)[zips]).astype(int)
+    halves = np.arange(1000) % 2
+    means = pd.Series(died).groupby([zips, halves]).mean()
+    return {
+        "area": zips,
+        "code": [means[zips[k], 1 - halves[k]] for k in range(1000)],
+        "age": r.normal(size=1000),
+        "died": died,
+    }, {}
+
+
+def _grades(r: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    first = r.normal(11, 3, 400).round()
+    second = (first + r.normal(0, 1.2, 400)).round()
+    return {"G1": first, "G2": second, "G3": (second + r.normal(0, 0.9, 400)).round()}, {"task": "regression"}
+
+
+HONEST: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "growth": _longitudinal, "encoded on training rows": _on_training_rows, "encoded across folds": _crossed,
+    "grades": _grades,
+    "a score that is calibrated": lambda r: (
+        lambda s: ({"score": s, "age": r.normal(size=900), "y": s + r.normal(0, 1.5, 900).round()},
+                   {"task": "regression"}))(r.integers(0, 11, 900)),
+    "a rate of the year before": lambda r: (
+        lambda h, p: ({"hospital": h, "before": (r.binomial(80, p) / 80)[h], "age": r.normal(size=1500),
+                       "died": (r.random(1500) < p[h]).astype(int)}, {})
+        )(r.integers(30, size=1500), r.uniform(0, 1, 30)),
+    "nearly a product": lambda r: (
+        lambda a, b: ({"a": a, "b": b, "y": a * b * np.exp(0.03 * r.normal(size=N))},
+                      {"task": "regression"}))(*np.exp(r.normal(size=(2, N)))),
+    "nearly a sum": lambda r: (
+        lambda a, b: ({"a": a, "b": b, "y": 3 * a + 2 * b + 0.05 * r.normal(size=N)},
+                      {"task": "regression"}))(*r.normal(size=(2, N))),
+    "more columns than rows can tell apart": lambda r: (
+        {**{f"x{k}": r.normal(size=120) for k in range(110)}, "y": r.normal(size=120)}, {"task": "regression"}),
+    "a slow sensor": lambda r: (
+        lambda t: ({"t": (np.roll(t, 3) + r.normal(0, 0.1, 600)).round(1), "power": (9 - t).round(1)},
+                   {"task": "regression"}))(np.cumsum(r.normal(size=600))),
+    "classes in blocks": lambda r: (
+        lambda y: ({"x": np.roll(y, 2) ^ (r.random(600) < 0.1), "a": r.normal(size=600), "y": y}, {})
+        )(np.arange(600) // 20 % 2),
+    "rare": lambda r: ({"a": r.random(2000) < 0.004, "b": r.normal(size=2000), "y": r.random(2000) < 0.006}, {}),
+    "few small numbers": lambda r: (
+        {**{f"g{k}": r.integers(0, 5, 60) for k in range(10)}, "y": r.integers(5, size=60)}, {"task": "regression"}),
+    "matched cases": lambda r: (
+        {"stratum": np.arange(400) // 4, "exposed": r.integers(2, size=400), "y": np.arange(400) % 4 == 0}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HONEST)
+def test_honest_columns_are_not_taken_for_the_target(case: str) -> None:
+    for seed in range(2):
+        columns, options = HONEST[case](np.random.default_rng(seed))
+        notes = fl.Dataset.create(pd.DataFrame(columns), **{"target": [*columns][-1], **options}).notes
+        assert [note for note in notes if "may mean missing" not in note] == [], seed
 
 
 UNITS: dict[str, tuple[float, float, float, float]] = {

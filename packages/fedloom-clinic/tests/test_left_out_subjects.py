@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pandas as pd
+import pytest
 
 import fedloom as fl
-from fedloom_clinic.left_out import remove_client, scores_of_new
+from fedloom.errors import ConfigError
+from fedloom_clinic.left_out import LeftOut, remove_client, scores_of_new
 
 
 def test_nobody_who_was_trained_on_is_scored_as_a_new_patient() -> None:
@@ -25,3 +30,61 @@ def test_nobody_who_was_trained_on_is_scored_as_a_new_patient() -> None:
     elsewhere = {*frame["patient_id"][frame["hospital"] != "a"]}
     alone = (~frame["patient_id"].isin(elsewhere) & (frame["hospital"] == "a")).sum()
     assert 0 < alone <= rows < (frame["hospital"] == "a").sum()
+
+
+X, Y = np.sin(np.arange(120.0)).reshape(40, 3), np.arange(40) % 2
+SITES = {name: (X[k::4], Y[k::4]) for k, name in enumerate("abcd")}
+
+
+@pytest.mark.parametrize(
+    ("choices", "rule"),
+    [
+        ({"client_weights": [1.0, 2.0, 3.0, 4.0]}, ""),
+        ({"early_stop": {"patience": 2}, "evaluate": {"parts": ["validation", "test"]}}, ""),
+        ({"sampler": {"kind": "uniform", "clients": 4}}, "sampler-clients"),
+        ({"aggregator": {"kind": "fltrust", "root": 2}}, "left-out-trusted-client"),
+        ({"aggregator": {"kind": "median"}, "sampler": {"kind": "uniform", "clients": 3}}, ""),
+        ({"devices": {"kind": "equal"}, "schedule": {"kind": "buffered", "buffer": 4}}, "schedule-buffer"),
+    ],
+    ids=str,
+)
+def test_runs_without_a_client_are_checked_before_the_first_round_and_then_work(
+    choices: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    cut = fl.partitions.natural(validation=0.2)
+    given: dict[str, Any] = {"rounds": 1, "seeds": [0], "partition": cut, "progress_bar": False, **choices}
+    if rule:
+        with pytest.raises(ConfigError, match="left-out trains without client") as caught:
+            fl.compare(
+                ["fedavg"],
+                fl.Dataset.create((X, Y), clients=np.arange(40) % 4),
+                analyses=["left-out"],
+                folder=tmp_path / "r",
+                **given,
+            )
+        assert caught.value.rule == rule
+        assert not (tmp_path / "r").exists()
+    else:
+        fl.compare(
+            ["fedavg"],
+            fl.Dataset.create((X, Y), clients=np.arange(40) % 4),
+            analyses=["left-out"],
+            folder=tmp_path / "r",
+            **given,
+        )
+        assert (tmp_path / "r" / "left_out.parquet").exists()
+
+
+def test_clients_keep_their_own_values_when_another_client_is_left_out() -> None:
+    fed = fl.Federation.create(SITES)
+    result = fl.simulate("fedavg", fed, rounds=1)
+    setting = fl.Setting.create(
+        "fedavg", client_weights=[1.0, 2.0, 3.0, 4.0], aggregator={"kind": "fltrust", "root": 3}
+    )
+    weights = dict(zip(fed.names, (1.0, 2.0, 3.0, 4.0), strict=True))
+    runs = [*LeftOut().units(setting.with_(aggregator=None), fed, result)]
+    assert [dict(zip(run.fed.names, run.setting.client_weights, strict=True)) for run in runs] == [
+        {name: weight for name, weight in weights.items() if name != left} for left in fed.names
+    ]
+    for run in [next(LeftOut().units(setting, fed, result))]:
+        assert run.fed.names[run.setting.aggregator.root] == fed.names[3]

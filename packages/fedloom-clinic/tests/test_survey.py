@@ -441,11 +441,11 @@ OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, A
     ),
     "one-hot": (
         lambda f: f.assign(stage=COUNT % 3, is_0=COUNT % 3 == 0, is_1=COUNT % 3 == 1), {"target": "stage"},
-        "column 'is_1' alone predicts 'stage'",
+        "column 'is_1' follows from 'stage'",
     ),
     "mean by site": (
         lambda f: f.assign(site=SITES, rate=f.groupby(SITES)["ill"].transform("mean") * 100),
-        {"target": "ill", "client_column": "site"}, "column 'rate' is the mean of 'ill' by client",
+        {"target": "ill", "client_column": "site"}, "column 'rate' is the mean of 'ill' in groups of rows",
     ),
     "missing at one site": (
         lambda f: f.assign(site=SITES, crp=f["crp"].where(~((SITES == "c") & (f["ill"] == 0)))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,35 @@ def test_small_cells_are_merged_and_totals_are_of_all_rows() -> None:
     assert glucose["mean"] == pytest.approx(frame.glucose.mean(), abs=1e-9)
 
 
+@pytest.mark.parametrize("size", [5, 12, 20, 60, 300])
+def test_few_rows_get_fewer_bins(size: int) -> None:
+    """No bin counts fewer than the minimum at too few clients, and figures other than quantiles are exact."""
+    rng = np.random.default_rng(size)
+    frame = pd.DataFrame({
+        "site": np.repeat(list("abcde"), size), "crp": rng.lognormal(1, 1.2, 5 * size), "y": [0, 1, 1, 0, 1] * size,
+    })  # fmt: skip
+    data = fl.Dataset.create(frame, "y", client_column="site")
+    found = row(
+        fl.analyze("table-1", data, rules={"min_subjects": 5, "min_clients": 3}).table.to_pandas(), "crp", "all"
+    )
+    assert (found["mean"], found.deviation) == (pytest.approx(frame.crp.mean()), pytest.approx(frame.crp.std()))
+    assert sum(found.counts) == 5 * size
+    by_site = [np.histogram(some, found.edges)[0] for _, some in frame.groupby("site").crp]
+    assert ((np.stack(by_site) >= 5).sum(0) >= 3).all()
+    assert (len(found.counts) == 1) == np.isnan(found["median"]), "one bin says nothing about a quantile"
+    assert len(found.counts) > size / 60
+
+
+def test_the_fix_for_too_few_subjects_works() -> None:
+    frame = patients()[1].assign(crp=np.nan)
+    frame.loc[frame.index[:4], "crp"] = 1.0
+    rules = {"min_subjects": 5, "min_clients": 3}
+    read = partial(fl.Dataset.create, target="died", client_column="site", categorical=("ward", "arm"), impute=True)
+    with pytest.raises(Refused, match="have 5 subjects with a number in 'crp'.*Agree on columns without 'crp'"):
+        fl.analyze("table-1", read(frame), rules=rules)
+    assert len(fl.analyze("table-1", read(frame.drop(columns="crp")), rules=rules).table)
+
+
 @pytest.mark.parametrize("gaps", [0, 1, 4, 5, 30])
 @pytest.mark.parametrize("group", [None, "arm"])
 def test_no_figure_shows_gaps_of_fewer_subjects_than_the_minimum(gaps: int, group: str | None) -> None:
@@ -180,7 +210,7 @@ def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
     frame.to_csv(tmp_path / "t.csv", index=False)
     (tmp_path / "t.toml").write_text(
         f'[data]\nsource = "{tmp_path}/t.csv"\ntarget = "died"\nclient_column = "site"\ncategorical = ["ward", "arm"]\n'
-        '[partition]\nkind = "natural"\n[[method]]\nalgorithm = "fedavg"\n'
+        '[partition]\nkind = "natural"\n'  # no method: nothing is trained
     )
     said = CliRunner().invoke(app, ["analyze", "table-1", str(tmp_path / "t.toml"), "--set", "group=arm"])
     assert said.exit_code == 0, said.output

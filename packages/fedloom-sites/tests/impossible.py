@@ -23,6 +23,14 @@ def make_flat() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, CLASSES))
 
 
+def make_infinite() -> nn.Module:
+    """A model that cannot be trained, because a parameter is infinite."""
+    net = make_net()
+    with torch.no_grad():
+        next(net.parameters())[0, 0] = torch.inf
+    return net
+
+
 def make_net() -> nn.Module:
     """A model with a body and a head."""
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, CLASSES))
@@ -285,6 +293,13 @@ def _rows() -> list[Row]:
         Row("early stopping by a part without scores", "early-stop-part", choices={
             "early_stop": {"patience": 2}, "evaluate": {"parts": ["test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
+        Row("early stopping by a model that FedAvg does not have", "early-stop-model", choices={
+            "early_stop": {"part": "train", "model": "personal"}, "evaluate": {"parts": ["train", "test"]}
+        }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
+        Row("early stopping by the AUROC of three classes", "early-stop-metric", choices={
+            "early_stop": {"part": "train", "metric": "auroc"}, "evaluate": {"parts": ["train", "test"]}
+        }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
+        Row("an infinite parameter", "initial-model-not-finite", model="make_infinite"),
         Row("random crops of rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
         # how it is computed
         Row("a GPU that is not there", "device-missing", choices={"engine": {"device": "cuda:7"}},

@@ -123,7 +123,7 @@ def test_threads_take_turns_with_the_global_generator() -> None:
         child = multiprocessing.get_context("fork").Process(target=draw, args=(0,))
         child.start()  # while a thread that the child does not have draws
         assert list(drawn) == [float(torch.rand((), generator=generator(k), dtype=torch.float64)) for k in range(8)]
-    child.join(30)
+    child.join(600)
     assert child.exitcode == 0
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -20,6 +20,8 @@ BLANK_LEVELS = ("", MISSING_LEVEL)
 """Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
 """Word with which a user makes each client its own group."""
+RANGE_GROWTH = 5
+"""Factor between the widths of nested ranges of bins, in which clients state whether they have enough rows."""
 
 
 class MergedCells(NamedTuple):
@@ -153,35 +155,50 @@ def merge_small_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: b
     )
 
 
-def merge_bins(filled: Tensor, rules: Rules) -> Tensor:
+def range_widths(bins: int) -> list[int]:
+    """Return the widths of nested ranges of bins: 1, the powers of `RANGE_GROWTH`, and all bins."""
+    widths = [1]
+    while widths[-1] * RANGE_GROWTH < bins:
+        widths.append(widths[-1] * RANGE_GROWTH)
+    return list(dict.fromkeys([*widths, bins]))
+
+
+def merge_bins(
+    filled: Tensor, rules: Rules, widths: Sequence[int], bins: int, what: str, fix: str = "wider bins, fewer groups"
+) -> Tensor:
     """Return the index of the merged bin that each bin belongs to, ``[B]``.
 
-    A bin is merged with the bins after it until the merged bin contains rows of enough clients.
-
-    The bins after the last merged bin are added to this bin.
+    A bin is merged with the bins after it until each of enough clients has enough rows in a range inside the merged
+    bin. The bins after the last merged bin are added to this bin.
 
     Args:
-        filled: 1 where a client has at least the minimum number of rows in a bin, otherwise 0, for each group, ``[n, G,
-            B]``.
+        filled: 1 where a client has at least the minimum number of rows in a range of bins, otherwise 0, for each
+            group, ``[n, G, R]``.
         rules: agreed rules.
+        widths: widths of the ranges. The ranges of each width divide the bins, and are ordered by width and place.
+        bins: number of bins B.
+        what: description of the rows, which is used in messages.
+        fix: agreement that makes the error disappear, other than a smaller minimum count.
 
     Raises:
-        ConfigError: there is no bin in which enough clients have rows in every group.
+        Refused: there is no range in which enough clients have rows in every group.
     """
-    bins = filled.shape[2]
     if not forbids_small_cells(rules):
         return torch.arange(bins)
-    inside, place, of = torch.zeros(filled.shape[:2], dtype=torch.bool), 0, list[int]()
+    ranges = [(low, min(low + width, bins)) for width in widths for low in range(0, bins, width)]
+    inside, start, place, of = torch.zeros(filled.shape[:2], dtype=torch.bool), 0, 0, list[int]()
     for k in range(bins):
-        inside |= filled[:, :, k] > 0
+        for at, (low, high) in enumerate(ranges):
+            if low >= start and high == k + 1:
+                inside |= filled[:, :, at] > 0
         of.append(place)
         if bool((inside.sum(0) - rules.missing >= rules.min_clients).all()):
-            inside, place = torch.zeros_like(inside), place + 1
+            inside, start, place = torch.zeros_like(inside), k + 1, place + 1
     if not place:
         raise Refused(
-            f"no bin has {rules.min_subjects} rows at {rules.min_clients + rules.missing} clients in every group",
+            f"fewer than {rules.min_clients + rules.missing} clients have {rules.min_subjects} {what}",
             rule="small-cells",
-            fix="agree on wider bins, fewer groups, or a smaller minimum count",
+            fix=f"agree on {fix}, or a smaller minimum count",
         )
     return torch.tensor(of).clamp(max=place - 1)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, ClientRows, Schema
 from fedloom.data.site_rows import column_names, numbers_of
@@ -37,6 +37,33 @@ class DesignColumns(NamedTuple):
     y: Floats
     left_out: int
     rows: Tensor
+
+
+class LinearPredictor(nn.Module):
+    """Linear model of outputs ``[b, c]`` for inputs ``[b, *shape]``: numbers in the target's unit, or class scores."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs in the same dtype as the inputs."""
+        return inputs.flatten(1) @ self.weight.to(inputs).T + self.bias.to(inputs)
+
+
+def linear_model(
+    terms: AnalysisTerms, beta: Floats, intercept: float = 0.0, *, flagged: bool = True
+) -> LinearPredictor | None:
+    """Return the model with a regression's coefficients ``[p]``, or None if the columns are not the inputs of models.
+
+    Columns that are omitted have the weight 0.
+    """
+    if not terms.schema.columns_are_inputs:
+        return None
+    kept = torch.from_numpy(select_columns(terms, flagged=flagged))
+    weight = torch.zeros(1, len(kept), dtype=torch.float64)
+    weight[:, kept] = torch.from_numpy(beta)
+    return LinearPredictor(weight, torch.tensor([intercept], dtype=torch.float64))
 
 
 def require_columns(schema: Schema, what: str) -> None:

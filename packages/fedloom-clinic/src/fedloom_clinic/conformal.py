@@ -168,8 +168,7 @@ class Conformal(Analysis):
         if question.name == "reached":
             return Bounds.counts(owners * len(self._nodes), 1.0)
         if question.name == "scores":
-            ends = self._ends(question.values["reached"], terms)
-            return Bounds.counts(sum(len(of) - 1 for of in ends), most)
+            return Bounds.counts(sum(len(of) - 1 for of in self._ends(question.values["reached"], terms)), most)
         rows = torch.full((owners,), most, dtype=torch.float64)
         high = torch.cat([rows, rows, most * max(len(terms.schema.classes), 1) * torch.ones(owners)])
         return Bounds.between(torch.zeros(3 * owners), high, 1.0)

@@ -22,9 +22,11 @@ from fedloom_clinic.cells import forbids_small_cells
 from fedloom_clinic.columns import (
     MAX_ROW_SHARE,
     Floats,
+    LinearPredictor,
     columns_of,
     design_of,
     flag_columns,
+    linear_model,
     list_omitted_columns,
     ranges_of,
     require_columns,
@@ -184,10 +186,13 @@ class Cox(Penalized):
         folds = [flag_folds(client, terms, self._events, least)] if self.strength == "cv" else []
         return torch.cat([bins, *folds, flag_columns(client, terms)])
 
-    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
+    def conclude(
+        self, ask: Callable[[Question], Total], terms: AnalysisTerms
+    ) -> tuple[pa.Table, LinearPredictor | None]:
         names = columns_of(terms, flagged=not self.shows_rows)
         if self.shows_rows:
-            return cox_table(self._exact(ask, terms, names), names, self._agreement(terms)), None
+            exact = self._exact(ask, terms, names)
+            return cox_table(exact, names, self._agreement(terms)), linear_model(terms, exact.fit.beta, flagged=False)
         agreed = self._merged(terms)
         start_silent: list[int] = []
 
@@ -210,7 +215,9 @@ class Cox(Penalized):
         crossed = paths if self.strength == "cv" else None
         fit = fit_of_sums(total, agreed, names, len(terms.sizes), crossed)
         table = cox_table(fit, names, agreed)
-        return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), None
+        return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), linear_model(
+            terms, fit.fit.beta
+        )
 
     def remarks(self, table: pa.Table) -> Sequence[str]:
         beyond, rare, events = (int(table[name][0].as_py()) for name in ("late_lost", "rare_lost", "events"))

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, Total, Transcript
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import count_subjects, forbids_small_cells
 from fedloom_clinic.columns import (
+    LinearPredictor,
     columns_of,
     design_of,
     flag_columns,
     has_dominant_row,
+    linear_model,
     list_omitted_columns,
     missing_target_range_error,
     ranges_of,
@@ -95,6 +97,14 @@ class Glm(Penalized):
         False, description="use a separate intercept for each client. Clients then reveal sums of their own rows"
     )
 
+    @model_validator(mode="after")
+    def _compares_one_model(self) -> Glm:
+        if self.compare and self.by_client:
+            raise ValueError(
+                "with by_client, there is no model of all clients to compare. Omit `by_client` or `compare`"
+            )
+        return self
+
     @property
     def shows_rows(self) -> bool:
         return self.by_client
@@ -148,7 +158,9 @@ class Glm(Penalized):
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(design_of(client, terms).rows)
 
-    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
+    def conclude(
+        self, ask: Callable[[Question], Total], terms: AnalysisTerms
+    ) -> tuple[pa.Table, LinearPredictor | None]:
         fit, bound = self._fit(ask, terms)
         low, high = fit.interval()
         figures = {"coefficient": fit.beta, "standard_error": fit.se, "low": low, "high": high, "p": fit.p_values}
@@ -160,7 +172,7 @@ class Glm(Penalized):
         facts["left_out"] = int(terms.sizes.sum()) - fit.rows
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
-        return table, None
+        return table, linear_model(terms, fit.beta[self._intercepts(terms) :], float(fit.beta[0]))
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values

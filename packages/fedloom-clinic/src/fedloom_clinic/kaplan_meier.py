@@ -110,7 +110,8 @@ class KaplanMeier(Analysis):
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         filled = flags[:, len(names) :].view(len(flags), len(names), -1)
         filled = (groups.members @ filled > 0).double()[:, groups.reached(flags[:, : len(names)])]
-        of = merge_bins(filled, terms.rules)
+        what = "subjects with an event in the same time bin, in every group"
+        of = merge_bins(filled, terms.rules, (1,), filled.shape[2], what)
         last = [int((of == k).nonzero().max()) for k in range(int(of.max()) + 1)]
         return SurvivalCounts(groups, ends[last])
 

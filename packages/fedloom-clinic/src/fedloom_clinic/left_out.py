@@ -17,7 +17,9 @@ from fedloom.data import DATA_PARTS, Federation, Split
 from fedloom.data.groups import subjects_of
 from fedloom.engine import Setting
 from fedloom.engine.result import Result
-from fedloom.errors import Refused
+from fedloom.engine.setup import check
+from fedloom.errors import ConfigError, Refused
+from fedloom.rows.aggregators import FLTrust
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
@@ -40,12 +42,40 @@ class LeftOut(Analysis):
                 rule="left-out-too-few-clients",
                 fix="omit this analysis",
             )
+        if setting is None:
+            return
+        for client in range(fed.n):
+            try:
+                check(_remove_from_setting(setting, client), remove_client(fed, client))
+            except ConfigError as error:
+                raise error.placed(f"left-out trains without client {fed.names[client]!r}") from None
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
-        scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")
         for client in range(fed.n) if "global" in result.models.kinds() else ():
             score = partial(scores_of_new, fed=fed, client=client)
-            yield FurtherRun(setting.with_(evaluate=scored), remove_client(fed, client), score)
+            yield FurtherRun(_remove_from_setting(setting, client), remove_client(fed, client), score)
+
+
+def _remove_from_setting(setting: Setting, client: int) -> Setting:
+    """Return the setting of a run without the given client. The other clients keep the values that belong to them.
+
+    Raises:
+        Refused: the aggregation rule needs this client.
+    """
+    rule, stop, weights = setting.aggregator, setting.early_stop, setting.client_weights
+    every, parts = (setting.rounds, ("test",)) if stop is None else (setting.evaluate.every, (stop.part, "test"))
+    changes: dict[str, object] = {"evaluate": setting.evaluate.with_(every=every, parts=parts, select_on="test")}
+    if isinstance(rule, FLTrust):
+        if rule.root == client:
+            raise Refused(
+                f"aggregator 'fltrust' trusts this client ({client})",
+                rule="left-out-trusted-client",
+                fix="omit {aggregator}, or omit this analysis",
+            )
+        changes["aggregator"] = rule.with_(root=rule.root - (rule.root > client))
+    if isinstance(weights, tuple):
+        changes["client_weights"] = weights[:client] + weights[client + 1 :]
+    return setting.with_(**changes)
 
 
 def remove_client(fed: Federation, client: int) -> Federation:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, from_numpy
 
-from fedloom.analyses import AnalysisTerms, ClientRows, Question, ScriptedAnalysis, Transcript
+from fedloom.analyses import AnalysisTerms, ClientRows, ModelAnalysis, Question, ScriptedAnalysis, Transcript
 from fedloom.errors import Refused
 from fedloom_clinic.cells import forbids_small_cells
 from fedloom_clinic.columns import (
@@ -37,7 +37,7 @@ FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
 """Number of fits of a cross-validation that one question covers."""
 
 
-class Penalized(ScriptedAnalysis):
+class Penalized(ModelAnalysis, ScriptedAnalysis):
     """Regression with a penalty, computed from sums over clients."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(

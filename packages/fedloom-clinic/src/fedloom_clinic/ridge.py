@@ -17,10 +17,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, ModelAnalysis, Question, Schema, ScriptedAnalysis, Total
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.columns import missing_target_range_error
+from fedloom_clinic.columns import LinearPredictor, missing_target_range_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,19 +42,7 @@ class RidgeRows(NamedTuple):
     rows: Tensor
 
 
-class LinearPredictor(nn.Module):
-    """Linear model of outputs ``[b, c]`` for inputs ``[b, *shape]``: numbers in the target's unit, or class scores."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs in the same dtype as the inputs."""
-        return inputs.flatten(1) @ self.weight.to(inputs).T + self.bias.to(inputs)
-
-
-class RidgeRegression(ScriptedAnalysis):
+class RidgeRegression(ModelAnalysis, ScriptedAnalysis):
     """Ridge regression over the training rows of all clients, computed from sums.
 
     For classes, the targets are one-hot vectors.
@@ -62,6 +50,7 @@ class RidgeRegression(ScriptedAnalysis):
 
     kind: ClassVar[str] = "ridge"
     tasks: ClassVar = ("regression", "binary", "classification")
+    needs_independent: ClassVar[bool] = False
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
 
     wider: ClassVar[str] = "Give a larger max_input, or agree on a wider target_range"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from fedloom_clinic.cells import MISSING_LEVEL, MergedCells
+from fedloom_clinic.cells import MISSING_LEVEL, MergedCells, range_widths
 
 Floats = NDArray[np.float64]
 TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
@@ -77,6 +77,12 @@ class SummaryColumn:
         range, and a sum.
         """
         return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
+
+    @property
+    def flags(self) -> int:
+        """Number of cells of the column in which a client states whether it has enough subjects."""
+        bins = len(self.of)
+        return len(self.cells.names) if self.edges is None else sum(-(-bins // width) for width in range_widths(bins))
 
 
 class GroupMoments(NamedTuple):
@@ -186,9 +192,9 @@ def _difference(first: Floats, second: Floats) -> float:
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
     """Return a quantile computed from counts in bins, assuming that rows are spread evenly within each bin.
 
-    Return None if there are no rows.
+    Return None if there are no rows, or a single bin, which tells nothing about the quantile.
     """
-    if not counts.any():
+    if not counts.any() or len(counts) == 1:
         return None
     below = np.append(0.0, counts.cumsum())
     return float(np.interp(level * below[-1], below, edges))
@@ -217,6 +223,9 @@ def note_clients(rows: list[dict[str, object]]) -> None:
         note = (
             f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"
         )
+        if row["median"] is None:  # as of a single bin
+            row["note"] = note
+            continue
         here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))
         ratio = max(here / elsewhere, elsewhere / here) if here * elsewhere > 0 else 0.0
         for factor, units in UNIT_FACTORS.items():

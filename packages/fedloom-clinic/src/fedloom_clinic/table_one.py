@@ -33,6 +33,7 @@ from fedloom_clinic.cells import (
     level_codes,
     merge_bins,
     merge_small_cells,
+    range_widths,
     unmerged_cells,
 )
 from fedloom_clinic.summaries import (
@@ -120,7 +121,7 @@ class TableOne(ScriptedAnalysis):
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
             some = client.select(code == g)
-            counts += [_subjects_by_level(some, column) for column in columns]
+            counts += [_subjects_by_cell(some, column) for column in columns]
         return (torch.cat(counts) >= terms.rules.min_subjects).double()
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -264,13 +265,15 @@ class TableOne(ScriptedAnalysis):
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
         filled = (groups.members @ blocks > 0)[:, groups.reached(flags[:, : len(names)])]
         kept = list[SummaryColumn]()
-        for column, cells in zip(columns, filled.double().split([c.size for c in columns], 2), strict=True):
+        for column, cells in zip(columns, filled.double().split([c.flags for c in columns], 2), strict=True):
             if column.edges is None:
                 every = cells.amin(1)  # in every group
                 gaps = bool(cells[:, :, -1].any())
                 kept.append(replace(column, cells=merge_small_cells(column.cells.names, every, terms.rules, gaps)))
                 continue
-            of = merge_bins(cells[:, :, : self.bins], terms.rules)
+            what = f"subjects with a number in {column.name!r} within its range, in every group"
+            fix = f"columns without {column.name!r}, fewer groups"
+            of = merge_bins(cells, terms.rules, range_widths(self.bins), self.bins, what, fix)
             ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
             kept.append(replace(column, edges=column.edges[[0, *ends]], of=of))
         return groups, kept
@@ -329,18 +332,18 @@ def _rows_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
-def _subjects_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
+def _subjects_by_cell(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of subjects that have a row in each cell of a column.
 
-    The counts follow the order of the column's values in an answer. In place of the sum, the count is 0.
+    The cells of a numeric column are ranges of bins (see `merge_bins`).
     """
     values = client.x[:, column.place]
     if column.edges is None:
         return count_subjects(level_codes(values, column.levels), client.subjects, len(column.cells.names))
-    bins, whole = len(column.edges) - 1, _scale_column(client, column)[1]
-    code = torch.where(values.isnan(), bins, bins + 1)
-    code[whole] = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
-    return torch.cat([count_subjects(code, client.subjects, bins + 2), torch.zeros(1).double()])
+    whole, bins = _scale_column(client, column)[1], len(column.of)
+    place = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
+    subjects = client.subjects[whole]
+    return torch.cat([count_subjects(place // width, subjects, -(-bins // width)) for width in range_widths(bins)])
 
 
 def _count_groups(

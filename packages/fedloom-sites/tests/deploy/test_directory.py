@@ -396,7 +396,7 @@ def test_systemd_takes_the_units(written, tmp_path):
         (tmp_path / f"{name}.service").write_text(text)
     files = [tmp_path / f"{name}.service" for name in texts]
     done = subprocess.run(
-        ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False, timeout=60
+        ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -69,7 +69,6 @@ def shown(words: list[str]) -> None:
     assert all(letter >= " " or letter in "\n\t" for letter in done.output), (words, done.output)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_files_of_the_server_may_be_anything(kind: str, copy: Path, record_property: Any) -> None:
     server = copy / "server"
@@ -85,7 +84,6 @@ def test_files_of_the_server_may_be_anything(kind: str, copy: Path, record_prope
         path.write_bytes(content)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_files_of_a_site_may_be_anything(kind: str, copy: Path, record_property: Any) -> None:
     site, names = copy / "sites" / "site-0", ("site.toml", "experiment.toml", "signing-key", "ca.crt")

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
 from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError, free_ports
 from fedloom_sites.deploy.site.pinned import REFUSED_CONNECTION_HINT
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 REFUSAL = 300.0
 """Seconds within which a node that is not let in has ended; measured: 3 to 6 on an idle machine."""
 

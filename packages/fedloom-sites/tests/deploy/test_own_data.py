@@ -146,7 +146,6 @@ def test_a_local_run_refuses_before_anything_starts(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.deploy
-@pytest.mark.timeout(900)
 def test_a_deployed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one kind of file: how a site reads each of them is tested above."""
     made = init(tmp_path, monkeypatch, {"source": "cohort.parquet"})

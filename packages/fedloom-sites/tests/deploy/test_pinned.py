@@ -58,7 +58,7 @@ def test_the_process_that_starts_tasks_has_the_secret_and_the_sites_own_program(
 def test_the_program_of_a_task_is_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, tmp_path)
     shown = subprocess.run(
-        [tmp_path / "bin" / CLIENT_PROGRAM, "--help"], capture_output=True, text=True, check=True, timeout=60
+        [tmp_path / "bin" / CLIENT_PROGRAM, "--help"], capture_output=True, text=True, check=True, timeout=600
     )
     assert "with the app that is installed here" in " ".join(shown.stdout.split())
 

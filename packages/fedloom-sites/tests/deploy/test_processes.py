@@ -14,10 +14,10 @@ from fedloom_sites.deploy.ops import reaper
 from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_ports
 
 CHILD = (
-    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); time.sleep(1000)"
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '2000']); print(p.pid, flush=True); time.sleep(2000)"
 )
 STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(1000)"
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(2000)"
 )
 
 
@@ -30,7 +30,7 @@ def runs(pid):
         return False
 
 
-def gone(pid, seconds=120):
+def gone(pid, seconds=600):
     """Whether a process ends, long before it would by itself; it is the system's to bury what is not our own child."""
     end = time.monotonic() + seconds
     while runs(pid) and time.monotonic() < end:
@@ -38,7 +38,7 @@ def gone(pid, seconds=120):
     return not runs(pid)
 
 
-def output(process, seconds=120):
+def output(process, seconds=600):
     end = time.monotonic() + seconds
     while not (text := process.log.read_text()) and time.monotonic() < end:
         time.sleep(0.02)
@@ -51,7 +51,7 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
     try:
         with ManagedProcesses() as processes:
             one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
-            two = processes.start("two", ["sleep", "100"], {}, tmp_path / "two.log")
+            two = processes.start("two", ["sleep", "2000"], {}, tmp_path / "two.log")
             pids += [one.pid, two.pid, int(output(one))]
             assert all(runs(pid) for pid in pids)
             if error is not None:
@@ -87,8 +87,8 @@ def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
         "from fedloom_sites.deploy.ops.processes import ManagedProcesses\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         "with ManagedProcesses() as p:\n"
-        f"    one = p.start('one', ['sleep', '1000'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
-        "    print(one.pid, flush=True)\n    time.sleep(1000)\n"
+        f"    one = p.start('one', ['sleep', '2000'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
+        "    print(one.pid, flush=True)\n    time.sleep(2000)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -96,7 +96,7 @@ def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
         pid = int(launcher.stdout.readline())
         assert runs(pid)
         launcher.send_signal(number)
-        assert launcher.wait(120) != 0
+        assert launcher.wait(600) != 0
     assert gone(pid)
 
 
@@ -105,7 +105,7 @@ def test_the_reaper_ends_what_it_is_given_and_nothing_else(tmp_path):
     with ManagedProcesses() as processes:
         one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
         two = processes.start("two", [sys.executable, "-c", STUBBORN], {}, tmp_path / "two.log")
-        three = processes.start("three", ["sleep", "100"], {}, tmp_path / "three.log")
+        three = processes.start("three", ["sleep", "2000"], {}, tmp_path / "three.log")
         four = subprocess.Popen(["true"], start_new_session=True)
         four.wait()
         child, _ = int(output(one)), output(two)
@@ -116,7 +116,7 @@ def test_the_reaper_ends_what_it_is_given_and_nothing_else(tmp_path):
 
 def test_no_reaper_stays(tmp_path):
     with ManagedProcesses() as processes:
-        processes.start("one", ["sleep", "100"], {}, tmp_path / "one.log")
+        processes.start("one", ["sleep", "2000"], {}, tmp_path / "one.log")
         pid = processes._reaper.pid
         assert runs(pid)
     assert not runs(pid)
@@ -127,7 +127,7 @@ def test_without_its_reaper_the_block_ends_them_itself(tmp_path):
         one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
         child = int(output(one))
         os.kill(processes._reaper.pid, signal.SIGKILL)
-        two = processes.start("two", ["sleep", "100"], {}, tmp_path / "two.log")
+        two = processes.start("two", ["sleep", "2000"], {}, tmp_path / "two.log")
         assert runs(child)
     assert all(gone(pid) for pid in (one.pid, two.pid, child))
 
@@ -137,7 +137,7 @@ def test_the_end_comes_as_soon_as_they_have_ended(tmp_path, monkeypatch):
     before = time.monotonic()
     with ManagedProcesses() as processes:
         for name in ("one", "two", "three"):
-            processes.start(name, ["sleep", "1000"], {}, tmp_path / f"{name}.log")
+            processes.start(name, ["sleep", "2000"], {}, tmp_path / f"{name}.log")
     assert time.monotonic() - before < reaper.GROUP_GRACE_SECONDS / 5
 
 

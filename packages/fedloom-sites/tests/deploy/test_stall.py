@@ -13,7 +13,7 @@ from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError
 from fedloom_sites.deploy.setting_files import read_server, settings_text
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 DEADLINE = 90.0
 ROUNDS = 3

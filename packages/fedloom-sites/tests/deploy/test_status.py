@@ -208,7 +208,7 @@ def test_metrics_are_served_while_it_runs_and_not_after(tmp_path):
 
     def fault(node, message, reply):
         if message.content["head"]["round"] == 3:
-            seen.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode())
+            seen.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600).read().decode())
         return reply
 
     assert here.serve(here.grid(fault), metrics_port=port) is Stop.DONE
@@ -216,7 +216,7 @@ def test_metrics_are_served_while_it_runs_and_not_after(tmp_path):
     assert 'fedloom_site_rounds_accepted{site="site-1"} 2.0' in seen[0]
     assert 'fedloom_site_loss{model="global",site="site-0"}' in seen[-1]
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600)
 
 
 def test_no_port_serves_nothing_and_a_taken_one_is_refused(tmp_path, monkeypatch):

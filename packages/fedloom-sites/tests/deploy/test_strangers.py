@@ -188,7 +188,6 @@ def test_three_sites_give_the_bits_of_the_simulation(case: str, nets: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["unet", "lstm"])
 def test_real_processes_give_the_bits_of_the_simulation(case: str, nets: Path, tmp_path: Path) -> None:
     document = {"name": "stranger", "seeds": [0], "method": [{"algorithm": "fedavg"}], **tables_of(case, nets)}

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured, sum_honestly, terms_of
+from tests.deploy.test_coalitions import Colluder
 from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")
@@ -196,19 +198,6 @@ def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_pat
     assert len(steady) >= THRESHOLD or turned
     assert found <= known or len(steady) < THRESHOLD
     assert changes or not found
-
-
-class Colluder(SessionMember):
-    """A site that signs every list of sites, and gives its shares for every sum."""
-
-    def _check_change(self, *_: Any) -> None:
-        return
-
-    def _check_counters(self, *_: Any) -> None:
-        return
-
-    def _enter(self, record: dict[str, Any], signed: Any) -> list[int]:
-        return [*signed]
 
 
 @pytest.mark.parametrize("changes", [0, MAX_CHANGES])
@@ -449,15 +438,16 @@ def test_experiments_in_turn_cost_no_change_and_hide_none() -> None:
     """Each experiment has rounds and states of its own; a record of an earlier version has those of one."""
     weights = {"uploads": dict.fromkeys("abcd", (1.0,))}
 
-    def after(record: CohortChanges, experiment: str, t: int, d: int) -> CohortChanges:
+    def after(record: CohortChanges, experiment: str, t: int, d: int, lost: int = 0) -> CohortChanges:
         bases = {**dict.fromkeys("abc", t - 1), "d": d}
-        return record.add_sum("abcd", weights, AnswerStates(experiment, t, bases))
+        return record.add_sum("abcd", weights, AnswerStates(experiment, t + lost, bases))
 
     returned = after(after(CohortChanges({}, 9), "one", 3, 2), "one", 4, 1)  # d was not in the sum of round 3
     assert returned.record["changes"] == {"d": 1}
     other = after(returned, "two", 1, 0)
     assert other.record["changes"] == {"d": 1}
-    assert after(other, "one", 4, 1).record["changes"] == {"d": 2}, "the sum of round 4 was given up"
+    assert after(other, "one", 4, 1, 1).record["changes"] == {"d": 2}, "the sum of round 4 was given up"
+    assert after(returned, "one", 4, 1) is returned, "the same sum again"
     assert after(after(other, "two", 2, 1), "one", 5, 4).record["changes"] == {"d": 2}
     quiet = after(after(after(after(CohortChanges({}, 0), "one", 1, 0), "two", 1, 0), "one", 2, 1), "two", 2, 1)
     assert quiet.record["changes"] == {}
@@ -496,14 +486,31 @@ def test_a_finished_round_can_be_repeated_after_a_site_has_returned(tmp_path: Pa
 
 
 def test_uploads_are_summed_again_without_the_scores_that_were_given_up(tmp_path: Path) -> None:
-    """The site that lost its last state has no change left; the second sum of the round is no further change."""
-    opened, ones = opened_sums(tmp_path, 1), {f"{c}": (1.0,) for c in range(5)}
-    for t, sums in ((1, {"uploads": 1}), (2, {"uploads": 2, "scores": 1}), (2, {"uploads": 2})):
-        bases = {**dict.fromkeys(ones, t - 1), "4": 0}
+    """The site that lost its last state has no change left; the second sum of the round is no further change.
+
+    The server counts as the sites do.
+    """
+    opened, ones = opened_sums(tmp_path, 2), {f"{c}": (1.0,) for c in range(5)}
+    here, notes = secured(tmp_path / "server", "fedavg", agreed={"changes": 2}), list[Any]()
+    assert here.server.secure is not None
+    settings = here.server.with_(secure=here.server.secure.with_(names=tuple("abcde")))
+    server = SecureSums(cast(Any, SimpleNamespace(note=lambda *args: notes.append(args), members={})), settings)
+    for t, sums in enumerate(({"uploads": 1}, {"uploads": 2, "scores": 1}, {"uploads": 2}, {"uploads": 3}), 1):
+        r = sums["uploads"]
+        bases = dict.fromkeys(ones, r - 1) | ({"4": 0} if r == 2 else {})
         asked, weights = {what: f"{what} {r}" for what, r in sums.items()}, dict.fromkeys(sums, ones)
         opened.check_change(sums, asked, bases, "", weights)
         opened.reveal(os.urandom(4).hex(), sums, asked, bases, 3, weights=weights)
-    assert (read_checked(tmp_path / "state" / "data-data" / "opened.json") or {})["sites"]["changes"] == {"e": 1}
+        terms = terms_of(5).with_(
+            round=r, accepted=(*bases.values(),), scored=sums.get("scores", -1), figures=("3",) * 5 * ("scores" in sums)
+        )
+        asked_sites = (terms, dict.fromkeys(range(5), (1.0,)), range(5))
+        server._check_leaving(*asked_sites)
+        server._enter_change(*asked_sites)
+        expected = {} if t == 1 else {"e": min(2, t - 1 - (t > 2))}
+        assert (read_checked(tmp_path / "state" / "data-data" / "opened.json") or {})["sites"]["changes"] == expected
+        assert (read_checked(here.server.checkpoints / "summed-sites.json") or {})["changes"] == expected
+    assert [round for _, round, *_ in notes] == [2, 3]
 
 
 def test_sites_whose_names_are_numbers_stay_in_the_sums(tmp_path: Path) -> None:

@@ -156,7 +156,6 @@ def test_the_model_of_another_site_is_not_this_ones(kept):
     assert [found.site.site for found in find_owned_models(folder)] == ["site-1"]
 
 
-@pytest.mark.timeout(60)
 def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(kept):
     (one,) = find_owned_models(kept[0])
     one.model.path.unlink()

@@ -17,7 +17,7 @@ from fedloom_sites.deploy.server.run import FINISHED_HINT
 from fedloom_sites.deploy.site.models import find_owned_models, score_site_model
 from tests.deploy.test_network import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 METHODS = ("fedavg", "flame", "fedslr", "fiaelt", "fedacs", "scaffold")
 SECRET = "runtime.secret"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -304,6 +304,113 @@ def test_a_server_cannot_choose_among_the_opened_models(tmp_path: Path, monkeypa
         amend.rotate(tmp_path, "site-1")
 
 
+class Relayed(NamedTuple):
+    """A run of two rounds, and the nonce and arrays that its server relays of each round."""
+
+    here: Scene
+    rounds: dict[int, tuple[bytes, list[bytes]]]
+
+
+def relay_rounds(folder: Path, **changes: Any) -> Relayed:
+    here, rounds = secured(folder, "fedavg", 4, agreed=VERIFIED, **SHORT, **changes), dict[int, Any]()
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        if kind_of(message) == "relay":
+            rounds[int(message.content["head"]["round"])] = (
+                bytes(message.content["head"]["session"]),
+                arrays_of(message),
+            )
+        return reply
+
+    assert here.serve(here.grid(look)) is Stop.DONE
+    return Relayed(here, rounds)
+
+
+@pytest.fixture(scope="module")
+def relayed(tmp_path_factory: pytest.TempPathFactory) -> Relayed:
+    return relay_rounds(tmp_path_factory.mktemp("relayed"))
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory: pytest.TempPathFactory) -> Relayed:
+    """Another experiment of the same sites on the same data, whose arrays have the same lengths."""
+    return relay_rounds(tmp_path_factory.mktemp("other"), local={"lr": 0.01, "epochs": 1, "batch_size": 200})
+
+
+def edit(place: int, change: Callable[[dict[int, bytes]], dict[int, bytes]]) -> Callable[[Any, Any], list[bytes]]:
+    """Return a forgery that changes the parts of the sites in one array of a record."""
+
+    def forge(own: list[bytes], _other: list[bytes]) -> list[bytes]:
+        head = own[place][:2] if place == 4 else b""
+        rest = own[place][len(head) :]
+        parts = change(secure.split_parts(rest, len(rest) // 5 - 4))
+        return [*own[:place], head + secure.join_parts(parts), *own[place + 1 :]]
+
+    return forge
+
+
+def from_other(*places: int) -> Callable[[Any, Any], list[bytes]]:
+    """Return a forgery that takes arrays of another record."""
+    return lambda own, other: [(other if k in places else own)[k] for k in range(5)]
+
+
+FORGERIES: dict[str, tuple[Callable[[Any, Any], list[bytes]], str]] = {
+    "vectors of the other round": (from_other(3), "is not the vector that the client has signed"),
+    "vectors and shares of the other round": (from_other(3, 4), "is not the vector that the client has signed"),
+    "shares of the other round": (from_other(4), "fits the committed value"),
+    "keys of the other round": (from_other(1), "not signed by that client for this session"),
+    "consents of the other round": (from_other(2), "has not signed this sum"),
+    "terms of the other round": (from_other(0), "the relayed sum belongs to round"),
+    "all arrays of the other round": (from_other(*range(5)), "the relayed sum belongs to round"),
+    "two vectors exchanged": (edit(3, lambda v: v | {0: v[1], 1: v[0]}), "is not the vector that the client"),
+    "a site more": (edit(2, lambda v: v | {5: v[4]}), "contains sites that did not share masks"),
+    "a site less": (edit(2, lambda v: {c: v[c] for c in range(4)}), "has not signed this sum"),
+    "a vector less": (edit(3, lambda v: {c: v[c] for c in range(4)}), "do not belong to the sites that"),
+    "consents of three sites": (edit(2, lambda v: v | dict.fromkeys((3, 4), bytes(64))), "only 3 sites have signed"),
+    "shares of three sites": (edit(4, lambda v: {c: v[c] for c in range(3)}), "only 3 sites sent their shares"),
+    "shares of one site for all": (edit(4, lambda v: dict.fromkeys(v, v[0])), "fits the committed value"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_no_site_opens_a_forged_record(forgery: str, relayed: Relayed, tmp_path: Path) -> None:
+    """Each forgery is made of arrays that the sites have signed; the true records are opened after it."""
+    forge, sentence = FORGERIES[forgery]
+    (nonce, own), (after, other) = relayed.rounds[1], relayed.rounds[2]
+    replay = ModelReplay(
+        relayed.here.sites[0].with_(state=tmp_path), lambda: relayed.here.experiment, lambda _line: None
+    )
+    with pytest.raises(ProtocolBroken, match=sentence):
+        replay.add(1, nonce, forge(own, other))
+    assert replay.add(1, nonce, own)
+    with pytest.raises(ProtocolBroken, match=sentence):
+        replay.add(2, after, forge(other, own))
+    assert replay.add(2, after, other)
+
+
+def test_no_site_opens_a_record_of_another_agreement(relayed: Relayed, other_run: Relayed, tmp_path: Path) -> None:
+    """Another experiment, another threshold, other names, and two keys exchanged."""
+    site, foreign = relayed.here.sites[0], other_run.rounds[1]
+    agreed = site.secure
+    assert agreed is not None
+    keys = agreed.keys
+    for k, (value, (nonce, parts)) in enumerate(
+        (
+            (agreed, foreign),
+            (agreed.with_(threshold=3), relayed.rounds[1]),
+            (agreed.with_(names=("slte-0", *agreed.names[1:])), relayed.rounds[1]),
+            (agreed.with_(keys=(keys[1], keys[0], *keys[2:])), relayed.rounds[1]),
+        )
+    ):
+        here = site.with_(state=tmp_path / f"{k}", secure=value)
+        replay = ModelReplay(here, lambda: relayed.here.experiment, lambda _line: None)
+        with pytest.raises(ProtocolBroken, match="not signed by that client for this session"):
+            replay.add(1, nonce, parts)
+    for name in ("s\u0131te-0", "\u0455ite-0", "site-0\u200b", "site-0\n", "\uff53ite-0"):  # dotless i, Cyrillic s
+        with pytest.raises(ValidationError, match="names"):
+            SecureSettings.model_validate(agreed.model_dump() | {"names": (name, *agreed.names[1:])})
+
+
 # ------------------------------------------------------------------------------------------------ faults and absence
 
 
@@ -438,3 +545,9 @@ def test_experiments_with_the_same_initial_model_have_the_same_first_link(tmp_pa
     links = [relay.compute_first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
     assert one.server.fingerprint != other.server.fingerprint
     assert links[0] == links[1] != links[2]
+    started = [here.server.with_(start="a" * 64) for here in (one, third)]  # which leaves nothing to the seed
+    links = [
+        relay.compute_first_link(server, here.experiment.methods[0].setting)
+        for server, here in zip(started, (one, third), strict=True)
+    ]
+    assert links[0] == links[1] != relay.compute_first_link(one.server, one.experiment.methods[0].setting)

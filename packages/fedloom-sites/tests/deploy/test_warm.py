@@ -37,7 +37,6 @@ from tests.deploy.test_processes import gone, runs
 
 SMALL = {"rounds": 2, "partition": {"kind": "iid", "clients": 2, "max_train_per_client": 60}}
 SLEEP = [sys.executable, "-c", "import time; time.sleep(3000)"]
-pytestmark = pytest.mark.timeout(900)  # processes that import torch, on a machine that does much else
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def processes(file):
     return found
 
 
-def waited(condition, seconds=120):
+def waited(condition, seconds=600):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -133,8 +132,8 @@ def test_the_same_bits_from_one_process_per_site_also_after_kills(tmp_path, owne
 
 
 def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started_anew(tmp_path, owner, monkeypatch):
-    """At once: in a small part of what it may take, here an hour."""
-    monkeypatch.setattr(handover, "START_SECONDS", 3600.0)
+    """At once: in a small part of what it may take, here five hours."""
+    monkeypatch.setattr(handover, "START_SECONDS", 18000.0)
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, process_environment
 from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 FOLDER = Path(__file__).parents[4] / "examples" / "flower"
 ROUNDS, NODES = 2, 2

@@ -444,9 +444,9 @@ class Recomputed:
 
 
 def recorded_rows(protocol: str = "rounds") -> list[dict[str, Any]]:
-    """Rows of a protocol in the table of the repository."""
+    """Rows of a protocol, or of both (""), in the table of the repository."""
     rows: list[dict[str, Any]] = pc.read_csv(ROOT / "studies" / "pages" / "map" / "map.csv").to_pylist()
-    return [row for row in rows if row["protocol"] == protocol]
+    return [row for row in rows if protocol in ("", row["protocol"])]
 
 
 def checked(text: str, rows: list[dict[str, Any]]) -> None:
@@ -549,8 +549,14 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
             assert text.endswith("Not run.")
     blind = re.search(r"In (\d+) of (\d+) federations, there are too few seeds to detect a gain of 3 points", page)
     assert blind is not None
-    decides = [Recomputed([row for row in rows if row["setup"] == name]).decides for name in run]
+    fresh = [Recomputed([row for row in rows if row["setup"] == name]) for name in run]
+    decides = [one.decides for one in fresh]
     assert [int(blind[1]), int(blind[2])] == [decides.count(False), len(decides)]
+    alone = [one.decides for one in fresh if not one.better]
+    assert f"Of the {len(alone)} federations without a better method, {sum(alone)} have enough seeds." in page
+    stale = {(row["setup"], row["method"], row["protocol"]) for row in recorded_rows("") if row["stale"]}
+    old = [sum(key[2] == protocol for key in stale) for protocol in ("rounds", "gradients")]
+    assert f"{old[0]} at equal rounds and {old[1]} at equal gradients" in page
     ranked_ = re.search(r"(\d+) methods have results in all (\d+) federations with tuning", page)
     assert ranked_ is not None
     tuned = [
@@ -814,7 +820,7 @@ def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_
     titles = [title.strip() for title in page.split("| method and rule |")[1].split("\n")[0].split("|")[:-1]]
     rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in page.splitlines() if " ± " in line[:60])}
     assert [*rows] == [name for name, cell in cells if cell.setup.name == titles[0]]
-    best: dict[str, tuple[str, float]] = {}
+    best: dict[str, tuple[str, float, int]] = {}
     for attack, column in zip(titles, zip(*rows.values(), strict=True), strict=True):
         of = means[attack]
         baseline = max(("local", "fedavg"), key=lambda name: of[name].mean())
@@ -828,16 +834,19 @@ def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_
         won = [name for name in rivals if words[name] == "better" and name not in REFERENCE_METHODS]
         if won:
             top = max(won, key=lambda name: of[name].mean())
-            best[attack] = top, 100 * float((of[top] - of[baseline]).mean())
+            best[attack] = top, 100 * float((of[top] - of[baseline]).mean()), len(won)
     assert best.keys() == {*titles} - {"random labels"}
     worst = {name: min(of[name].mean() for of in means.values()) for name in rows}
     strongest = max(worst.keys() - {"local", "fedavg"}, key=lambda name: worst[name])
     for text in (page, sentence):
-        named = re.findall(r"`([^`]+)` under ([a-z ]+) \(\+([\d.]+) ± [\d.]+ points\)", text)
-        assert {attack: name for name, attack, _ in named} == {attack: name for attack, (name, _) in best.items()}
-        for _, attack, points in named:
+        named = re.findall(
+            r"`([^`]+)` under \*([a-z ]+)\* \(\+([\d.]+) ± [\d.]+ points(?:, the best of (\d+) \w+)?\)", text
+        )
+        assert {attack: name for name, attack, *_ in named} == {attack: name for attack, (name, *_) in best.items()}
+        for _, attack, points, count in named:
             assert float(points) == pytest.approx(best[attack][1], abs=0.051)
-        assert "No method with any rule is better than the baseline under random labels." in text
+            assert int(count or 1) == best[attack][2]
+        assert "No method with any rule is better than the baseline under *random labels*." in text
         assert f"`{strongest}` has the best worst case: {100 * worst[strongest]:.1f} %" in text
     some = {key: one for key, one in records.items() if key[0] == titles[0]}
     assert len(some) < len(records)

@@ -59,7 +59,7 @@ def test_a_cell_says_the_difference_in_its_unit_and_standard_errors() -> None:
 def test_figures_are_shown_in_units_that_people_use() -> None:
     for figure in ("accuracy", "common accuracy@mean", "accuracy/sigma", "train accuracy/weighted@validation"):
         assert unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
-        assert unit(figure).write_words(-0.0067, 0.0039) == "0.67 ± 0.39 points less than"
+        assert unit(figure).write_words(-0.0067, 0.0039) == "0.67 ± 0.39 points lower than"
         assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
     assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
     assert unit("samples_backward").write_words(math.log(0.5)) == "0.5 times as many gradients"

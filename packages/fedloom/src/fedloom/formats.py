@@ -123,14 +123,16 @@ def factor(log: float, half: float) -> str:
     >>> import math
     >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
     ('0.5 (0.4 to 0.625) times', '2 times', '0 times')
+
+    The interval is omitted if both of its ends round to the same value.
+
+    >>> factor(math.log(3.19), 1e-5)
+    '3.19 times'
     """
     if math.isnan(log):
         return ""
-    ends = (
-        f" ({_factor_text(log - half)} to {_factor_text(log + half)})"
-        if math.isfinite(log) and math.isfinite(half)
-        else ""
-    )
+    low, high = _factor_text(log - half), _factor_text(log + half)
+    ends = f" ({low} to {high})" if math.isfinite(log) and math.isfinite(half) and low != high else ""
     return f"{_factor_text(log)}{ends} times"
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from os import PathLike, fsencode, fspath
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote_plus
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,28 +25,16 @@ METRICS_FILE, TIMINGS_FILE, PARTITION_FILE = "metrics.parquet", "timings.parquet
 CONFUSION_FILE, TSNE_FILE = "confusion.parquet", "tsne.parquet"
 GROUPS_FILE, PREDICTIONS_FILE, IMPORTANCE_FILE = "groups.parquet", "predictions.parquet", "importance.parquet"
 CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER = (
-    "checkpoints",
-    "models",
-    "adapted",
-    "tracking",
-    "live",
-)
+    "checkpoints", "models", "adapted", "tracking", "live",
+)  # fmt: skip
 MAX_NAME_BYTES = 255
 """Maximum length of a file name on common file systems."""
 WORK_FOLDER = ".work"
 """Folder with the claims of processes that share a run directory. A claim reserves a run for one process."""
 RESULT_FILES = (
-    METRICS_FILE,
-    TIMINGS_FILE,
-    PARTITION_FILE,
-    CONFUSION_FILE,
-    TSNE_FILE,
-    GROUPS_FILE,
-    PREDICTIONS_FILE,
-    IMPORTANCE_FILE,
-    SUMMARY_FILE,
-    REPORT_FILE,
-)
+    METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, CONFUSION_FILE, TSNE_FILE, GROUPS_FILE, PREDICTIONS_FILE,
+    IMPORTANCE_FILE, SUMMARY_FILE, REPORT_FILE,
+)  # fmt: skip
 """Files that a run rewrites, except for its settings and the analysis files that other packages add."""
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
@@ -114,6 +102,21 @@ def label_of(method: Mapping[str, object]) -> str:
     ('Pulled', 'mine')
     """
     return str(method.get("label", str(method.get("algorithm")).rpartition(":")[2]))
+
+
+def compared_tables(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tables of an experiment's methods, and a table for each model that an analysis fits for comparison.
+
+    >>> compared_tables({"method": [{"label": "a"}], "analysis": [{"kind": "ridge", "compare": True}, {"kind": "cox"}]})
+    [{'label': 'a'}, {'label': 'ridge', 'algorithm': 'ridge'}]
+    """
+    tables = [dict(table) for table in document.get("method", ()) if isinstance(table, Mapping)]
+    for table in document.get("analysis", ()):
+        if isinstance(table, Mapping) and table.get("compare"):
+            options = {key: value for key, value in table.items() if key not in ("kind", "compare")}
+            named = {"algorithm": str(table.get("kind"))}
+            tables.append({"label": label_of(named), **named, **options})
+    return tables
 
 
 def file_name(label: str) -> str:

@@ -205,15 +205,9 @@ def list_functions(value: object, rule: str) -> list[Any]:
 
 
 def make_kind(
-    what: str,
-    registry: Mapping[str, type[T]],
-    options: Mapping[str, object],
-    where: str,
-    default: str = "",
-    *,
-    base: type,
-    hint: Hint = give_no_hint,
-) -> T:
+    what: str, registry: Mapping[str, type[T]], options: Mapping[str, object], where: str, default: str = "", *,
+    base: type, hint: Hint = give_no_hint,
+) -> T:  # fmt: skip
     """Return the value that a table in a file describes.
 
     The class is selected by the table's ``kind``, which is a name in the registry or an import path.

@@ -278,6 +278,10 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
     card = RUNNER.invoke(app, ["describe", "flame"]).output
     assert "Zhu" in card
     assert "rho = 0.1" in card
+    attack = RUNNER.invoke(app, ["describe", "backdoor"])
+    assert attack.exit_code == 2
+    assert "listed under attacks" in attack.output
+    assert "backdoor" in RUNNER.invoke(app, re.findall(r"fedloom (list \w+)", attack.output)[0].split()).output
     missing = RUNNER.invoke(app, ["describe", "flam"])
     assert missing.exit_code == 2
     assert "did you mean 'flame'" in missing.output
@@ -524,7 +528,7 @@ def test_interrupt_leaves_a_resumable_run(tmp_path: Path) -> None:
     while not list((tmp_path / "out").glob("checkpoints/*/*.json")) and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     lines = [line for line in errors.decode().splitlines() if "interrupted" in line or "same command" in line]
     assert lines == ["interrupted: 0 of 4 runs are finished. Run the same command again to continue"]

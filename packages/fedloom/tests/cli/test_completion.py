@@ -28,13 +28,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     command.chmod(0o755)
     home = tmp_path_factory.mktemp("home")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "HOME": str(home), "ZDOTDIR": str(home)}
+    made = {**os.environ, "PATH": path, "HOME": str(home), "ZDOTDIR": str(home)}
+    shown = subprocess.run(["fedloom", "--show-completion", "bash"], env=made, capture_output=True, text=True)
+    return {**made, "SHOWN": shown.stdout}
 
 
 def in_bash(program: dict[str, str], line: str) -> list[str]:
     """Words that bash offers at the end of a line, by the script that fedloom prints."""
     ask = f"""
-eval "$(fedloom --show-completion bash)"
+eval "$SHOWN"
 IFS=$' ' read -r -a COMP_WORDS <<< {json.dumps(line)}
 [[ {json.dumps(line)} == *" " ]] && COMP_WORDS+=("")
 COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))

@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.storage import read_toml
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.attack("hostile files")]
+pytestmark = pytest.mark.attack("hostile files")
 
 
 @pytest.fixture(autouse=True)

@@ -279,3 +279,34 @@ def test_a_refit_trains_on_all_samples_after_cross_validation(tmp_path: Path, mo
         "train": 60, "validation": 0, "test": 0,
     }  # fmt: skip
     assert len(open_run(tmp_path / "runs" / "cv-refit").predict(tmp_path / "t.csv", "ditto").scores) == 60
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "sizes"),
+    [
+        ("", "", (60, 0, 0)),
+        ("[evaluate]\nparts = ['test']", "", (60, 0, 0)),
+        ("", "partition.validation=0.25", (45, 15, 0)),
+        ("[early_stop]\npatience = 1\n[evaluate]\nparts = ['validation', 'test']", "", (54, 6, 0)),
+        ("[early_stop]\npart = 'train'", "", (60, 0, 0)),
+    ],
+)
+def test_a_refit_trains_on_all_rows_that_no_other_key_needs_and_ends_as_done(
+    table: str, change: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.csv").write_text("x,site,y\n" + "".join(f"{k % 7},{'ab'[k % 3 > 0]},{k % 2}\n" for k in range(60)))
+    (tmp_path / "e.toml").write_text(
+        "rounds = 2\n[data]\nsource = 't.csv'\nclient_column = 'site'\n[partition]\nkind = 'natural'\n"
+        f"validation = 0.1\n{table}\n[[method]]\nalgorithm = 'fedavg'\n"
+    )
+    given = ["--set", change] if change else []
+    done = call("run", "e.toml", "--refit", *given)
+    assert done.exit_code == 0, done.output
+    assert "trained, but not evaluated" in done.output
+    experiment = read(tmp_path / "e.toml", given[1:], refit=True)
+    federation = experiment.partition(experiment.source.read(None), 0)
+    assert tuple(int(federation.sizes(part).sum()) for part in ("train", "validation", "test")) == sizes
+    refused = call("run", "e.toml", "--refit", "--set", "partition.test=0.2")
+    assert refused.exit_code == 2
+    assert "Omit --refit or --set partition.test" in refused.output

@@ -48,7 +48,7 @@ class Watched:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def get(self, path: str = "/", host: str | None = None, method: str = "GET") -> tuple[int, str]:
-        line = http.client.HTTPConnection(LOCAL_HOST, self.server.server_port, timeout=60)
+        line = http.client.HTTPConnection(LOCAL_HOST, self.server.server_port, timeout=600)
         line.request(method, path, headers={"Host": host or f"{LOCAL_HOST}:{self.server.server_port}"})
         answer = line.getresponse()
         return answer.status, answer.read().decode()
@@ -154,20 +154,19 @@ def _interrupt(event: Event) -> None:
 
 def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, LivePage]) -> None:
     _, server, _ = watched
-    line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=60)
+    line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=600)
     name = {"Host": f"{LOCAL_HOST}:{server.server.server_port}"}
     line.request("GET", "/", headers=name)
     first = line.getresponse()
     first.read()
     for tag, status in ((first.headers["ETag"], 304), ('"another"', 200)):
-        line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=60)
+        line = http.client.HTTPConnection(LOCAL_HOST, server.server.server_port, timeout=600)
         line.request("GET", "/", headers={**name, "If-None-Match": tag})
         answer = line.getresponse()
         assert (answer.status, bool(answer.read())) == (status, status == 200)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None:
     """The page is not loaded again: tab, look and charts stay; a method that is added later comes by itself."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -179,8 +178,11 @@ def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None
     server = Watched(page)
     complaints: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=600_000
+        )
         shown = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
+        shown.set_default_timeout(600_000)
         shown.on("console", lambda message: complaints.append(message.text))
         shown.on("pageerror", lambda error: complaints.append(str(error)))
         shown.goto(f"http://{LOCAL_HOST}:{server.server.server_port}/")
@@ -192,8 +194,8 @@ def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None
         shown.evaluate("window.mine = document.querySelector('#partition .chart svg')")
         text["method"].append({"algorithm": "ditto"})
         Plan(parse(text), out).run(page=False)
-        shown.locator(".results tbody th", has_text="ditto").first.wait_for(timeout=60_000)
-        shown.locator(f"#{chosen} svg.marks", has_text="ditto").wait_for(timeout=60_000)
+        shown.locator(".results tbody th", has_text="ditto").first.wait_for()
+        shown.locator(f"#{chosen} svg.marks", has_text="ditto").wait_for()
         assert shown.evaluate("window.mine.isConnected")
         assert shown.locator("#curves .tabs input:checked").get_attribute("value") == chosen
         assert shown.locator("html").get_attribute("data-look") == "dark"

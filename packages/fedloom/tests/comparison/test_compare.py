@@ -24,6 +24,7 @@ import fedloom as fl
 from fedloom.algorithms import Algorithm, Delta, Ditto, FedProx, Model
 from fedloom.errors import ConfigError, RunDirError, RunStopped
 from fedloom.lab.experiment import Plan, parse
+from fedloom.lab.printing import print_results
 from fedloom.lab.report.comparison.plots import critical_difference
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 from fedloom.lab.tune import Tuning
@@ -451,7 +452,9 @@ def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:
     assert set(found.to_pandas().status) == {"done"}
 
 
-def test_clean_and_attacked_runs_are_compared_on_the_clients_that_never_attack(tmp_path: Path) -> None:
+def test_clean_and_attacked_runs_are_compared_on_the_clients_that_never_attack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     backdoor = {"kind": "backdoor", "size": 2, "target": "7"}
     methods = {
         "clean": {"algorithm": "fedavg", "attack": {**backdoor, "fraction": 0.0}},
@@ -470,6 +473,8 @@ def test_clean_and_attacked_runs_are_compared_on_the_clients_that_never_attack(t
         sizes = got[label, 0].job.eval_fed.sizes("test")[benign]
         assert rows[label]["accuracy"] == pytest.approx(float(values.nanmean()))
         assert rows[label]["accuracy_weighted"] == pytest.approx(float((values * sizes).sum() / sizes.sum()))
+    print_results(got.table())
+    assert "attack success" in capsys.readouterr().out
     assert got["apart", 0].job.setting.attack is None
     again = fl.compare(methods, "digits", folder=tmp_path / "run", attack=common, **options)
     assert again.table().equals(got.table())

@@ -202,8 +202,11 @@ def test_a_reply_of_something_else_is_refused() -> None:
 def test_the_command_has_the_same_files(alone: dict[str, bytes], tmp_path: Path) -> None:
     tomli_w = pytest.importorskip("tomli_w")
     (tmp_path / "small.toml").write_text(tomli_w.dumps({**SMALL, "name": "experiment"}))
-    pytest.importorskip("loky")
-    call("run", tmp_path / "small.toml", "--out", tmp_path / "out", "--executor", "loky:2")
+    loky = pytest.importorskip("loky")
+    try:
+        call("run", tmp_path / "small.toml", "--out", tmp_path / "out", "--executor", "loky:2")
+    finally:
+        loky.get_reusable_executor(reuse=True).shutdown()  # its threads would be in the forks of later tests
     assert {k: v for k, v in contents(tmp_path / "out").items() if k in alone} == alone
 
 

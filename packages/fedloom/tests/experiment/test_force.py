@@ -23,6 +23,7 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.tune import Tuning
+from fedloom.rundir import LIVE_FOLDER
 from fedloom.storage.locks import lock
 
 pytestmark = pytest.mark.attack("two runs on one directory")
@@ -124,9 +125,9 @@ def test_another_process_with_force_is_refused_while_the_first_runs(tmp_path: Pa
     command = [sys.executable, "-m", "fedloom.lab.cli", "run", str(file), "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         try:
-            end = time.monotonic() + 120
-            while not (out / "partition.parquet").exists() and time.monotonic() < end:
-                time.sleep(0.1)
+            end = time.monotonic() + 600
+            while not list(out.glob(f"{LIVE_FOLDER}/*")) and first.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)  # a run listens to signals once its first round has begun
             before = set(contents(out))
             second = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--force", "--set", "rounds=1"])
             assert second.exit_code == 2, second.output
@@ -134,7 +135,7 @@ def test_another_process_with_force_is_refused_while_the_first_runs(tmp_path: Pa
             assert before <= set(contents(out))
         finally:
             os.kill(first.pid, signal.SIGINT)
-            first.wait(60)
+            first.wait(600)
     assert (out / "experiment.toml").exists()
     assert {run["status"] for run in json.loads((out / "summary.json").read_text())["runs"]} == {"interrupted"}
 

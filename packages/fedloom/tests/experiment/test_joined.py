@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ SMALL: dict[str, Any] = {
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],
 }
-LONG = {**SMALL, "rounds": 60, "seeds": [0, 1, 2, 3], "engine": {"workers": 1, "checkpoint_every": 0.05}}
+LONG = {**SMALL, "rounds": 20, "seeds": [0, 1, 2, 3], "engine": {"workers": 1, "checkpoint_every": 0.05}}
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -58,12 +60,29 @@ def start(document: dict[str, Any], out: Path) -> int:
     return fork(lambda: join(document, out))
 
 
+def start_together(out: Path, moments: list[int], number: signal.Signals) -> list[int]:
+    """Processes that join, of which each begins a run before any goes on; some stop themselves at the n-th event."""
+    begun, heard = multiprocessing.get_context("fork").Barrier(len(moments)), list[int]()
+
+    def work(moment: int) -> None:
+        def hear(event: Event) -> None:
+            heard.append(event.round)
+            if len(heard) == 1:
+                begun.wait(600)
+            if len(heard) == moment:
+                signal.raise_signal(number)
+
+        join(LONG, out, hear)
+
+    return [fork(partial(work, moment)) for moment in moments]
+
+
 def alone(document: dict[str, Any], out: Path) -> dict[str, bytes]:
     Plan(parse(document, "small"), out).run(page=False)
     return contents(out)
 
 
-def soon(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def soon(condition: Callable[[], object], seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -84,35 +103,31 @@ def test_one_process_that_joins_gives_the_files_of_one_alone(small: dict[str, by
 
 
 def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_path: Path) -> None:
-    draw, out = torch.Generator().manual_seed(7), tmp_path / "out"
-    processes = [start(LONG, out) for _ in range(8)]
-    victims, claims = list[int](), Claims(out / WORK_FOLDER)
-    while len(victims) < 3:
-        holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
-        alive = [h.pid for h in holders if h is not None and not h.ended and h.pid not in victims]
-        if alive:
-            time.sleep(0.2 * float(torch.rand(1, generator=draw)))
-            victims.append(alive[int(torch.randint(len(alive), (1,), generator=draw))])
-            os.kill(victims[-1], signal.SIGKILL)
-        time.sleep(0.01)
-    assert [end(pid) for pid in processes] == [-signal.SIGKILL if pid in victims else 0 for pid in processes]
+    draw, out, ends = torch.Generator().manual_seed(7), tmp_path / "out", [0] * 8
+    for victim in torch.randperm(8, generator=draw)[:3].tolist():
+        ends[victim] = int(torch.randint(1, 18, (), generator=draw))
+    processes = start_together(out, ends, signal.SIGKILL)
+    assert [end(pid) for pid in processes] == [-signal.SIGKILL if last else 0 for last in ends]
     assert contents(out) == alone(LONG, tmp_path / "alone")
+
+
+@pytest.fixture(scope="module")
+def writes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Number of changes that one process makes to the disk."""
+    steps = list[str]()
+    disk.hook = lambda step, _path: steps.append(step)
+    try:
+        join(SMALL, tmp_path_factory.mktemp("counted") / "out")
+    finally:
+        disk.hook = None
+    return len(steps)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
 def test_a_process_that_ends_at_any_write_leaves_nothing_that_holds_the_next_up(
-    small: dict[str, bytes], tmp_path: Path, share: float
+    small: dict[str, bytes], writes: int, tmp_path: Path, share: float
 ) -> None:
-    def count(_op: str, _path: Path) -> None:
-        steps.append(1)
-
-    steps = list[int]()
-    disk.hook = count
-    try:
-        join(SMALL, tmp_path / "counted")
-    finally:
-        disk.hook = None
-    assert in_a_fork(lambda: join(SMALL, tmp_path / "out"), round(share * len(steps))) == 137
+    assert in_a_fork(lambda: join(SMALL, tmp_path / "out"), round(share * writes)) == 137
     join(SMALL, tmp_path / "out")
     assert contents(tmp_path / "out") == small
 
@@ -145,9 +160,7 @@ def test_one_that_joins_goes_on_with_what_a_run_alone_has_left(small: dict[str, 
 
 def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first, second = start(LONG, out), start(LONG, out)
-    soon(lambda: len(list(out.glob(f"{WORK_FOLDER}/*/*/state"))) >= 2)
-    os.kill(first, signal.SIGINT)
+    first, second = start_together(out, [2, 0], signal.SIGINT)
     assert (end(first), end(second)) == (1, 0)
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
@@ -197,18 +210,24 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
 def test_a_claim_is_free_once_its_counter_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process on another machine nothing but the counter is known; its clock says nothing."""
     first, second = Claims(tmp_path / "work"), Claims(tmp_path / "work")
-    monkeypatch.setattr(claims_module, "PULSE_SECONDS", 0.05)
-    monkeypatch.setattr(claims_module, "EXPIRY_SECONDS", 0.5)
+    now = [0.0]
+    monkeypatch.setattr(claims_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(claims_module, "PULSE_SECONDS", 0.01)
     claim = first.take("unit")
     assert claim is not None
     monkeypatch.setattr(claims_module, "_boot_identity", lambda: "another machine")
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
+    for _ in range(4):
+        before = claim._counter
         assert second.take("unit") is None
-        time.sleep(0.02)
+        soon(lambda: claim._counter > before + 1)  # noqa: B023
+        now[0] += claims_module.EXPIRY_SECONDS - 1
     claim._stop()  # as if its machine had lost its power
-    soon(lambda: second.take("unit"), 10)
+    assert second.take("unit") is None
+    now[0] += claims_module.EXPIRY_SECONDS
+    taken = second.take("unit")
+    assert taken is not None
     assert first.take("unit") is None
+    taken.release()
 
 
 def test_the_first_result_stays(tmp_path: Path) -> None:
@@ -255,9 +274,9 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
     words = ["run", str(tmp_path / "long.toml"), "--out", str(tmp_path / "out"), "--join"]
     command = [sys.executable, "-m", "fedloom.lab.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
-        soon(lambda: list(tmp_path.glob(f"out/{WORK_FOLDER}/*/*/live/*")), 120)
+        soon(lambda: list(tmp_path.glob(f"out/{WORK_FOLDER}/*/*/live/*")))
         first.send_signal(signal.SIGINT)
-        _, said = first.communicate(timeout=60)
+        _, said = first.communicate(timeout=600)
     assert first.returncode == 130
     lines = [line for line in said.splitlines() if "round" not in line]
     assert lines == [

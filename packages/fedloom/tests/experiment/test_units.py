@@ -197,7 +197,8 @@ def test_other_experiments_and_folders_do_not_merge(tmp_path: Path) -> None:
 def test_the_status_of_a_directory_names_who_works_on_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(event: Event) -> None:
         if (event.label, event.round) == ("ditto", 2) and not seen:
-            time.sleep(0.2)
+            while not any(row["so far"] for row in list_status(tmp_path / "out") if row["state"] == "working"):
+                time.sleep(0.02)  # until this process has written it
             seen.extend(list_status(tmp_path / "out"))
 
     monkeypatch.setattr("fedloom.storage.claims.PULSE_SECONDS", 0.02)

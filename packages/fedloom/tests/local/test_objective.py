@@ -231,6 +231,16 @@ def test_a_falling_loss_is_taken_if_the_outputs_of_the_model_are_bounded(end: Ca
     make_oracle(module, task_of(fed.data, objective), fed)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_falling_loss_is_refused_whatever_the_signs_of_the_initial_outputs_are(seed: int) -> None:
+    fed, objective = Problem(CASES["softmax"]).fed, Objective(loss=functional.nll_loss)
+    with as_global(generator(seed, purpose="test"), torch.device("cpu")):
+        module = torch.nn.Sequential(torch.nn.Linear(fed.data.shape[0], 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
+    torch.nn.init.constant_(module[2].bias, -100)
+    with pytest.raises(ConfigError, match="nll_loss' has no lower bound"):
+        make_oracle(module, task_of(fed.data, objective), fed)
+
+
 def test_a_loss_may_have_constants() -> None:
     problem = Problem(CASES["softmax"])
     make_oracle(problem.module, task_of(problem.fed.data, Objective(loss=Learned(trains=False))), problem.fed)

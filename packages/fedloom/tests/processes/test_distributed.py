@@ -40,8 +40,6 @@ from fedloom.storage.store import Store
 from tests import commands
 from tests.processes import rank_program
 
-pytestmark = pytest.mark.timeout(900)  # processes that import torch, on a machine that does much else
-
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -207,18 +205,7 @@ def slow(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(test)
 
 
-def left_behind() -> set[str]:
-    return {p.name for p in Path("/dev/shm").glob("fedloom-*")} if Path("/dev/shm").is_dir() else set()
-
-
-@pytest.fixture
-def tidy():
-    before = left_behind()
-    yield
-    assert left_behind() <= before
-
-
-def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path, tidy: None) -> None:
+def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path) -> None:
     file = written(tmp_path, EVERYTHING.replace("clients_per_batch = 3", "clients_per_batch = 3, state_memory_mib = 0"))
     want = alone(file, tmp_path / "one")
     in_forks(file, tmp_path / "out")
@@ -226,7 +213,7 @@ def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path, tidy: Non
     assert len({Path(name).parent for name in want if name.startswith("models")}) == METHODS.count("[[method]]")
 
 
-def test_ranks_give_the_same_bits_under_a_schedule(tmp_path: Path, tidy: None) -> None:
+def test_ranks_give_the_same_bits_under_a_schedule(tmp_path: Path) -> None:
     text = (
         HEAD.replace("fraction = 0.6", "clients = 9")
         + 'devices = {kind = "lognormal"}\nengine = {clients_per_batch = 3}\n'
@@ -239,9 +226,7 @@ def test_ranks_give_the_same_bits_under_a_schedule(tmp_path: Path, tidy: None) -
     assert files(tmp_path / "out") == want
 
 
-def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ranks_resumes(
-    tmp_path: Path, tidy: None
-) -> None:
+def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     file = written(tmp_path, SHORT)
     want = alone(file, tmp_path / "one")
     code, said = end(start(PROGRAM, file, tmp_path / "out", 1, "flame", 3, FEDLOOM_RANK_TIMEOUT="3600"))
@@ -272,7 +257,7 @@ except RuntimeError as error:
 @slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
-def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, ranks: int, budget: int) -> None:
+def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, ranks: int, budget: int) -> None:
     file = written(
         tmp_path, EVERYTHING.replace("clients_per_batch = 3", f"clients_per_batch = 3, state_memory_mib = {budget}")
     )
@@ -285,20 +270,19 @@ def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, rank
 @pytest.mark.skipif(
     not has_bf16(torch.device("cpu")), reason="this processor has no bfloat16 instructions, so bfloat16"
 )
-def test_two_ranks_equal_one_process_in_bfloat16(tmp_path: Path, tidy: None) -> None:
+def test_ranks_equal_one_process_in_bfloat16(tmp_path: Path) -> None:
     how = 'model = {kind = "cnn", channels = [4], kernel = 3, hidden = [8]}\n'
     how += 'engine = {precision = "bf16", clients_per_batch = 3}\n'
     file = written(tmp_path, HEAD.replace("rounds = 4", "rounds = 2") + how + SHORT[SHORT.index("[[method") :])
     want = alone(file, tmp_path / "one")
-    code, said = end(start(PROGRAM, file, tmp_path / "out"))
-    assert code == 0, said
+    in_forks(file, tmp_path / "out")
     assert files(tmp_path / "out") == want
 
 
 @slow
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
 @pytest.mark.parametrize("victim", ["0", "1", "2"])
-def test_two_machines_resume_after_a_death(tmp_path: Path, tidy: None, victim: str, budget: int) -> None:
+def test_two_machines_resume_after_a_death(tmp_path: Path, victim: str, budget: int) -> None:
     file = written(
         tmp_path, SHORT.replace("clients_per_batch = 3", f"clients_per_batch = 3, state_memory_mib = {budget}")
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import mmap
 import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,7 +137,7 @@ def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> Non
         results = pool.map(mark, None, [*range(8)])
         assert next(results) == 0
         gate[0] = 1
-        assert _soon(begun, 5, 30 if ahead else 0.3) == ahead
+        assert _soon(begun, 5, 600 if ahead else 0.3) == ahead
         assert [*results] == [*range(1, 8)]
 
 
@@ -151,7 +151,7 @@ def test_the_last_tasks_are_given_ahead_one_for_everybody() -> None:
     with WorkerPool([mark], 2, ahead=True) as pool:
         results = pool.map(mark, None, [*range(4)])
         assert next(results) == 0
-        assert _soon(begun, 4, 30)
+        assert _soon(begun, 4, 600)
         assert [*results] == [1, 2, 3]
 
 
@@ -199,7 +199,6 @@ def test_an_error_of_a_task_that_waited_is_raised() -> None:
         assert [*pool.map(fail, None, list(range(8)))] == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("first", [False, True], ids=["after other answers", "before any answer"])
 def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(_shared: object, k: int) -> int:
@@ -226,38 +225,64 @@ def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkey
     assert sum("a signal has stopped it. 'kill -CONT" in line for line in lines) == 1  # others may be slow
 
 
+def test_only_silence_far_longer_than_every_answer_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Busy:
+        pid = 1
+
+        def is_stopped(self) -> bool:
+            return False
+
+    def pass_time(seconds: float, ends: int | None) -> None:
+        """Workers are busy for some seconds, and then one of them answers."""
+        silence.begin(workers)
+        now[0] += seconds
+        silence.look(workers)
+        if ends is not None:
+            silence.end(workers[ends])
+
+    now, silence = [0.0], pools._SilenceWatch()
+    workers: list[Any] = [Busy(), Busy()]
+    monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds, ends in ((0.01, 0), (0.01, 0), (0.1, 0), (0.1, 1), (0.4, 0), (0.4, 1)):
+        pass_time(seconds, ends)  # far longer, but not long
+    monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.1)
+    pass_time(0.4, 0)
+    pass_time(0.4, 1)  # long, but no longer than the other
+    assert not caplog.records
+    pass_time(10.0, None)
+    assert len(caplog.records) == 2
+
+
 def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported = mmap.mmap(-1, 1)
+    reported, later = mmap.mmap(-1, 1), [0.0]
 
     class Reported(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
             reported[0] = 1
 
-    def slow(_shared: object, seconds: float) -> float:
-        time.sleep(0 if seconds == math.inf else seconds)
-        while seconds == math.inf and not reported[0]:
+    def wait(_shared: object, forever: bool) -> bool:
+        while forever and not reported[0]:
             time.sleep(0.001)
-        return seconds
+        return forever
 
     lines: list[str] = []
     log, handler = logging.getLogger("fedloom"), Reported()
     log.addHandler(handler)
-    monkeypatch.setattr(pools, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
     try:
-        with WorkerPool([slow], 2) as pool:
-            list(pool.map(slow, None, [0.01, 0.01, 0.1]))  # far longer, but not long
-            monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.1)
-            list(pool.map(slow, None, [0.4, 0.4]))  # long, but no longer than the other
-            time.sleep(0.6)
-            monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 2.0)
-            slow_parent = pool.map(slow, None, [0.01, 0.01, 0.01, 0.01])
+        with WorkerPool([wait], 2) as pool:
+            monkeypatch.setattr(pools, "WATCH_SECONDS", 600.0)
+            slow_parent = pool.map(wait, None, [False] * 4)
             next(slow_parent)
-            time.sleep(2.5)  # of the parent, not of a worker
+            later[0] = 3600.0  # of the parent, not of a worker
             list(slow_parent)
             assert not lines
+            monkeypatch.setattr(pools, "WATCH_SECONDS", 0.02)
             monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.1)
-            list(pool.map(slow, None, [0.0, 0.0, math.inf]))
+            list(pool.map(wait, None, [False, False, True]))
     finally:
         log.removeHandler(handler)
     assert "the longest earlier answer took" in lines[-1]

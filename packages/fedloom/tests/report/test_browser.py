@@ -54,7 +54,7 @@ def store(path: Path, names: tuple[str, ...], rows: list[tuple]) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=600_000)
         yield started
         started.close()
 
@@ -68,7 +68,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
     def opened(path: Path, size: str = "desktop", look: str = "light") -> Page:
         width, height = SIZES[size]
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=look)
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(600_000)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(

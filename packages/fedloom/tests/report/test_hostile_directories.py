@@ -157,7 +157,6 @@ def test_files_that_break_parsers_get_a_sentence(name: str, copy: Path) -> None:
     assert file in outcome(copy)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("file", ["summary.json", "timings.parquet", "partition.parquet", "confusion.parquet"])
 def test_a_pipe_in_a_directory_is_not_waited_for(file: str, copy: Path) -> None:
     (copy / file).unlink(missing_ok=True)

@@ -8,10 +8,10 @@ import os
 import shutil
 import signal
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ from fedloom.lab.tune.search import (
     replace_params,
     space_of,
 )
-from fedloom.rundir import WORK_FOLDER
-from fedloom.storage import Claims, disk
+from fedloom.storage import disk
 from fedloom.values import fields_of
 from tests.commands import call, end, fork, in_a_fork
 
@@ -87,17 +86,17 @@ def rows(out: Path) -> list[dict[str, str]]:
 def test_processes_that_join_find_the_same_though_one_is_killed(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def die(*_trial: object) -> None:
+        """Kill the process that ends the first trial of all."""
+        with suppress(FileExistsError):
+            (tmp_path / "killed").mkdir()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def search() -> None:
         monkeypatch.setattr("fedloom.lab.tune.tuning.write_report", lambda *_, **__: None)  # a fork cannot draw
-        tuning(SMALL, tmp_path / "out").run(join=True)
+        tuning(SMALL, tmp_path / "out").run(die, join=True)
 
-    claims = Claims(tmp_path / "out" / WORK_FOLDER)
-    processes, killed = [fork(search) for _ in range(3)], None
-    while killed is None:
-        holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
-        killed = next((holder.pid for holder in holders if holder is not None and not holder.ended), None)
-        time.sleep(0.05)
-    os.kill(killed, signal.SIGKILL)
+    processes = [fork(search) for _ in range(3)]
     assert sorted(end(process) for process in processes) == [-signal.SIGKILL, 0, 0]
     tried = list[str]()
     tuning(SMALL, tmp_path / "out").run(lambda label, _trial: tried.append(label), join=True)

@@ -39,7 +39,7 @@ def glm(
         from fedloom_clinic.fits.glm import GlmSite, fit_glm
 
         chosen = read_strength(penalty, strength)
-        rows = rows_by_site(read(file).source, data_dir, centre=0.0, unit=1.0)
+        rows = rows_by_site(read(file, trains=False).source, data_dir, centre=0.0, unit=1.0)
         families = {"binary": "logistic", "count": "poisson", "regression": "linear"}
         if rows.data.task not in families:
             cure = "use fedloom cox for it" if rows.data.task == "survival" else "choose two classes of it"

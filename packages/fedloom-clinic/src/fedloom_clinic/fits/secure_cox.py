@@ -86,9 +86,8 @@ def fit_secure_cox(
         if beyond.any():
             k = int(beyond.argmax())
             raise DataError(
-                f"site {place}: {names[k]} has {beyond[k]} values outside the agreed range from "
-                f"{terms.low[k]:g} to {terms.high[k]:g}. Repair these values, or agree on a different "
-                "range"
+                f"site {place}: {names[k]} has {beyond[k]} values outside the agreed range from {terms.low[k]:g} to "
+                f"{terms.high[k]:g}. Repair these values, or agree on a different range"
             )
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]

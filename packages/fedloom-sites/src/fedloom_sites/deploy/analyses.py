@@ -124,8 +124,7 @@ class AgreedAnalysis:
 
     def publish(self, rows: ClientRows) -> int:
         """Return a site's flags encoded as bits."""
-        flags = self.analysis.publish(rows, self.before)
-        return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
+        return sum(bool(one) << k for k, one in enumerate(self.analysis.publish(rows, self.before).tolist()))
 
     def terms(self, terms: SessionTerms) -> AnalysisTerms:
         """Return the public facts about an analysis that follow from the terms of its session.
@@ -210,8 +209,7 @@ class AnswerForm:
 
     def __init__(self, bounds: Bounds, sites: int) -> None:
         self._bounds, self._sites = bounds, sites
-        exponents = torch.floor(torch.log2(bounds.step))
-        self._exponents = exponents.numpy().astype(np.int64)
+        self._exponents = torch.floor(torch.log2(bounds.step)).numpy().astype(np.int64)
         largest = torch.maximum(bounds.low.abs(), bounds.high.abs()).numpy()
         if not (np.isfinite(largest).all() and np.isfinite(self._exponents).all()):
             raise SumTooLarge("the bounds of an answer are not finite")
@@ -277,8 +275,7 @@ class AnswerForm:
 
 def _scale_by_power_of_two(multiple: int, exponent: int) -> float:
     """Return an integer times a power of two, rounded only once."""
-    whole = float(multiple)
-    return math.ldexp(whole, exponent)
+    return math.ldexp(float(multiple), exponent)
 
 
 def agreed_analyses(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,12 +68,12 @@ class Audit:
         with check_regular_file(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
-            lines = _complete_lines(file.read())
+            lines = complete_lines(file.read())
         for after, line in enumerate(reversed(lines)):
             number = (entry_of(line) or {}).get("number")
             if isinstance(number, int):
-                return LogEnd(number + after, _digest_line(lines[-1]))
-        return LogEnd(len(lines), _digest_line(lines[-1]) if lines else "")
+                return LogEnd(number + after, digest_line(lines[-1]))
+        return LogEnd(len(lines), digest_line(lines[-1]) if lines else "")
 
     def lines(self) -> list[dict[str, Any]]:
         """Return all entries of the log (see `lines_of`)."""
@@ -99,22 +100,32 @@ def verify_log(path: Path) -> LogEnd:
         raise RunDirError(
             f"the log {path} does not exist. Name a log, or the folder of a server or site that has already run"
         )
-    before = ""
-    lines = _complete_lines(_read_log_bytes(path))
-    for k, line in enumerate(lines, 1):
-        entry = entry_of(line)
-        is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
-        if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
-            raise RunDirError(
-                f"{path}: line {k} does not match the previous line, so one of the two lines was "
-                "changed, removed or inserted later. Compare the log with a copy of the log"
-            )
-        before = _digest_line(line)
+    lines = complete_lines(_read_log_bytes(path))
+    if (broken := find_broken_line(lines)) is not None:
+        raise RunDirError(
+            f"{path}: line {broken} does not match the previous line, so one of the two lines was "
+            "changed, removed or inserted later. Compare the log with a copy of the log"
+        )
     if not lines:
         raise RunDirError(
             f"{path} is empty, so there is no line to check. A log receives its first line when its program starts"
         )
-    return LogEnd(len(lines), before)
+    return LogEnd(len(lines), digest_line(lines[-1]))
+
+
+def find_broken_line(lines: Sequence[bytes]) -> int | None:
+    """Return the number of the first line that does not continue the chain of lines, or None if all lines do.
+
+    A line that a crash has truncated continues the chain if it is the last line or precedes a complete line.
+    """
+    before = ""
+    for k, line in enumerate(lines, 1):
+        entry = entry_of(line)
+        is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
+        if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
+            return k
+        before = digest_line(line)
+    return None
 
 
 def _read_log_bytes(path: Path) -> bytes:
@@ -124,11 +135,13 @@ def _read_log_bytes(path: Path) -> bytes:
         raise RunDirError(f"cannot read the log {path}: {error.strerror}") from None
 
 
-def _complete_lines(content: bytes) -> list[bytes]:
+def complete_lines(content: bytes) -> list[bytes]:
+    """Split the content of a log into lines. The last line may be truncated."""
     return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
-def _digest_line(line: bytes) -> str:
+def digest_line(line: bytes) -> str:
+    """Return the SHA-256 of a line as hexadecimal digits."""
     return hashlib.sha256(line).hexdigest()
 
 

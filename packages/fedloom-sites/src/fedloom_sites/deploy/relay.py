@@ -60,7 +60,8 @@ def compute_first_link(agreed: SharedSettings, setting: Setting) -> bytes:
     The digest of the model's numbers is not used, because they may differ between processors.
     """
     model = setting.model.model_dump(mode="json", exclude={"init_from"})
-    facts = [model, setting.seed, str(setting.engine.dtype), agreed.samples.shape, agreed.samples.outputs, agreed.start]
+    seed = setting.seed if agreed.start is None else None  # an agreed initial model is the same for all seeds
+    facts = [model, seed, str(setting.engine.dtype), agreed.samples.shape, agreed.samples.outputs, agreed.start]
     return hashlib.sha256(b"fedloom first model\n" + json.dumps(facts, sort_keys=True).encode()).digest()
 
 

@@ -108,8 +108,7 @@ class SecureSettings(Value):
         None,
         ge=0,
         description="minimum number of sites in every sum that have never left the sums over the same data. Any "
-        "combination of sums contains at least this many sites, not counting those that left (None: "
-        "the threshold)",
+        "combination of sums contains at least this many sites, not counting those that left (None: the threshold)",
     )
 
     verify: bool = Field(
@@ -299,7 +298,10 @@ class Site(SharedSettings):
     @model_validator(mode="after")
     def _one_of_them(self) -> Site:
         if self.verifies and self.epsilon is not None:
-            raise ValueError("epsilon needs uploads with noise, which verify in the table secure does not allow")
+            raise ValueError(
+                "epsilon needs uploads with noise, which verify in the table secure does not allow. Omit epsilon or "
+                "verify"
+            )
         if self.client >= self.clients:
             raise ValueError(f"client must be from 0 to {self.clients - 1}, got {self.client}")
         return self
@@ -337,8 +339,7 @@ class Server(SharedSettings):
         "site again",
     )
     absent_after: PositiveInt = Field(
-        3,
-        description="number of unanswered rounds after which a silent site counts as absent until it replies again",
+        3, description="number of unanswered rounds after which a silent site counts as absent until it replies again"
     )
     norm_bound: NormBound | None = Field(
         None,

@@ -91,9 +91,8 @@ class Local:
             return setting
         if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
-                "this node adds its own noise (Local(upload_transform=...)), and an upload can have "
-                f"only one transform. Remove upload_transform {type(channel).__name__} from the "
-                "strategy"
+                "this node adds its own noise (Local(upload_transform=...)), and an upload can have only one "
+                f"transform. Remove upload_transform {type(channel).__name__} from the strategy"
             )
         if (
             channel is not None
@@ -248,10 +247,11 @@ def _split_indices(parts: Mapping[str, Any]) -> dict[str, Split]:
 
 
 def _join_parts(samples: Dataset, parts: Mapping[str, Any]) -> Federation:
-    """Return a federation with the node as its only client, with notes on equal samples in two parts."""
+    """Return a federation with the node as its only client, with notes on subjects and equal samples."""
     splits = _split_indices(parts)
     copies = note_equal_rows(samples, {part: split.index.numpy() for part, split in splits.items()}, None)
-    return Federation(samples, splits, ("node",), notes=tuple(copies))
+    doubts = () if samples.design is None else samples.design.doubts
+    return Federation(samples, splits, ("node",), notes=(*doubts, *copies))
 
 
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:

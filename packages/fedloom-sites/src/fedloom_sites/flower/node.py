@@ -182,9 +182,8 @@ class _Node:
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(
-                f"{name} needs the server workflow of Flower's secure aggregation, but strategies of "
-                "Flower's message API have no such workflow. Omit it, and use fedloom deploy for "
-                "secure sums"
+                f"{name} needs the server workflow of Flower's secure aggregation, but strategies of Flower's message "
+                "API have no such workflow. Omit it, and use fedloom deploy for secure sums"
             )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
@@ -328,7 +327,7 @@ class _Node:
         """Return the accepted state, and delete all other states.
 
         Raises:
-            _Lost: the node does not have this state, and its method needs one.
+            _LostState: the node does not have this state, and its method needs one.
         """
         newest = f"{STATE_PREFIX}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:

@@ -108,7 +108,11 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
                 f"initial_arrays: {name!r} has the shape {shape}, but in the model the shape is {expected_shape}"
             )
         if not values[name].isfinite().all():
-            raise ConfigError(f"initial_arrays: {name!r} contains NaN or infinity. Pass a model with finite values")
+            raise Refused(
+                f"initial_arrays: {name!r} contains NaN or infinity",
+                rule="initial-model-not-finite",
+                fix="initialize all parameters with finite numbers",
+            )
     return values
 
 

@@ -183,14 +183,9 @@ def map_command(
             if join or budget is not None:
                 raise ConfigError("an executor already distributes the work. Omit --join and --budget")
             ended = measure_elsewhere(
-                open_executor(executor),
-                todo,
-                records,
-                recorded,
-                data_dir,
-                lambda line: say(line, err=True),
+                open_executor(executor), todo, records, recorded, data_dir, lambda line: say(line, err=True),
                 again=again,
-            )
+            )  # fmt: skip
         else:
             ended = measure_all(
                 todo, records, recorded, out / scale, data_dir, time, count_progress, lambda line: say(line, err=True),

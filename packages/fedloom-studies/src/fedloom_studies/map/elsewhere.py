@@ -61,8 +61,7 @@ def measure_elsewhere(
         if checksums[name]:
             cells.append(cell)
             first = read_records(results).get(key) if cell.protocol == "gradients" else None
-            before = records.get(key)
-            units.append(_write_unit(cell, checksums[name], before, first, again=again))
+            units.append(_write_unit(cell, checksums[name], records.get(key), first, again=again))
     with interruptible() as interrupted:
         for k, reply in compute_units(executor, PackedExperiment("", None), units, interrupted, compute_cell):
             cell = cells[k]

@@ -96,9 +96,10 @@ def _say_missing(records: Records) -> str:
 def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
     """Return sentences about the combinations that are better than the baseline, and about the best worst case."""
     better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
-    won = [f"`{best[0].method}` under {attack} ({signed(best[0].gain or NO_DIFFERENCE)} points)"
+    won = [f"`{best[0].method}` under *{attack}* ({signed(best[0].gain or NO_DIFFERENCE)} points"
+           f"{f', the best of {len(best)} combinations' * (len(best) > 1)})"
            for attack, best in better.items() if best]  # fmt: skip
-    none = join_with_and([attack for attack, best in better.items() if not best] or [""])
+    none = join_with_and([f"*{attack}*" for attack, best in better.items() if not best] or [""])
     parts = [f"**Better than the baseline: {join_with_and(won)}.**"] if won else []
     parts += [f"**No method with any rule is better than the baseline under {none}.**"] if none else []
     means = {attack: {s.method: s.figures["mean"].mean for s in j.standings} for attack, j in verdicts.items()}
@@ -108,7 +109,7 @@ def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
     if best:
         (points, attack), alone = lowest[best], lowest[REFERENCE_METHODS[0]][0]
         parts.append(
-            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under {attack}. Local training scores at "
+            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under *{attack}*. Local training scores at "
             f"least {fixed(100 * alone, 1)} % under every attack."
         )
     return " ".join(parts)

@@ -105,10 +105,11 @@ def finding_text(verdicts: Sequence[SetupVerdict]) -> str:
     rest = ["\n".join(f"- *{title}*: {list_names(s.method for s in better)}" for title, better in won)] if won else []
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
+    powered = sum(j.decides and not any(s.better for s in rivals_of(j)) for j in tested)
     last = (
         f"In {blind} of {len(tested)} federations, there are too few seeds to detect a gain of {WANTED_POINTS} points "
         f"with a probability of {percent(DETECTION_PROBABILITY)}. In these federations, an inconclusive verdict is no "
-        "evidence against a method."
+        f"evidence against a method. Of the {none} federations without a better method, {powered} have enough seeds."
     )
     return "\n\n".join(
         [

@@ -173,8 +173,7 @@ def _say_state(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _limit_text(recipe: Recipe) -> str:
-    of = unit(recipe.paper.figure)
-    return of.difference(recipe.paper.gap_limit).removeprefix("+")
+    return unit(recipe.paper.figure).difference(recipe.paper.gap_limit).removeprefix("+")
 
 
 def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -210,7 +209,7 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
     else:
         yield from (f"**As published** ({link}): {paper.protocol}", "")
     if done is None:
-        yield from (f"This recipe is {_say_state(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
+        yield from (f"State: {_say_state(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
         return
     shown = cells_of_table(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}
@@ -219,7 +218,8 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
         by_row.setdefault(row, {})[column] = _cell_value_text(recipe, cell)
     columns = list(dict.fromkeys(column for row in by_row.values() for column in row))
     yield from ('<div class="narrow" markdown="1">', "")
-    yield f"| fedloom / printed | {' | '.join(column or 'mean' for column in columns)} |"
+    values = "fedloom / printed" if any(cell.paper is not None for cell in shown) else "fedloom"
+    yield f"| {values} | {' | '.join(column or 'mean' for column in columns)} |"
     yield f"|{'---|' * (len(columns) + 1)}"
     for row, by_column in by_row.items():
         yield f"| {row} | {' | '.join(by_column.get(column, '-') for column in columns)} |"
@@ -229,7 +229,7 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
             yield f"- {column}: {paper.explained[column]}."
     verdicts = judge.judge_claims(recipe, done.numbers)
     if verdicts:
-        yield from ("", "| claim | verdict | smallest difference to a rival |", "|---|---|---|")
+        yield from ("", "| claim | verdict | difference from the closest rival |", "|---|---|---|")
     for one in verdicts:
         number = f"{interval_text(one.least.look, one.figure)} against {one.least.name}" if one.measured else "-"
         yield f"| {one.claim.text} | {one.words} | {number} |"

@@ -154,8 +154,7 @@ def _gradient_speed(plan: Experiment, method: Method, data: NominalDataset, clie
 
 
 def _random_federation(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
-    rng = generator(0, purpose="estimate")
-    x = torch.rand(samples, *shape, generator=rng)
+    x = torch.rand(samples, *shape, generator=generator(0, purpose="estimate"))
     names = tuple(str(c) for c in range(classes))
     return Dataset("random", x, torch.arange(samples) % classes, "classification", names)
 

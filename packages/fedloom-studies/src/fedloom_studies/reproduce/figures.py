@@ -96,7 +96,7 @@ class Unit(NamedTuple):
         return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
 
     def write_words(self, mean: float, half: float = math.nan) -> str:
-        """Render a tested difference in words: ``8.1 ± 5 points less than`` or ``1.2 (1.1 to 1.3) times as many``."""
+        """Render a tested difference in words: ``8.1 ± 5 points lower than`` or ``1.2 (1.1 to 1.3) times as many``."""
         if self.ratio:
             return f"{factor(mean, half)} {self.words[0]}"
         return f"{self._format_value(abs(mean), half)} {self.words[mean < 0]}"
@@ -116,7 +116,7 @@ class Unit(NamedTuple):
         )
 
 
-POINTS_UNIT = Unit("%", "points", 100.0, ("points more than", "points less than"))
+POINTS_UNIT = Unit("%", "points", 100.0, ("points higher than", "points lower than"))
 GRADIENTS_UNIT = Unit("gradients", "gradients", words=("as many gradients", ""), ratio=True)
 TRAFFIC_UNIT = Unit("MB", "MB", 1e-6, ("as many bytes", ""), ratio=True)
 VARIANCE_UNIT = Unit(words=("as large", ""), ratio=True)

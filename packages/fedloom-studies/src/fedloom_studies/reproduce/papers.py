@@ -230,7 +230,8 @@ def _paper_section_lines(
         )
         far = is_different_regime(_paper_anchors(recipes, summaries, sheet, name))
         came_out = ", not comparable" if far else _verdict_sentence(one, summary)
-        yield f"| [{one.paper.title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.kind}: {status}{came_out} |"
+        title = one.paper.title.removeprefix(f"{sheet.name}, ")
+        yield f"| [{title}]({PAPERS_FOLDER}/{name}.md) | {one.paper.kind}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
@@ -346,7 +347,7 @@ def _closest_rival_number(one: judge.JudgedClaim) -> str:
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
     sign = 1 if one.claim.higher is not None else -1
-    return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
+    return f"{of.value(float(rival) + sign * look.difference, look.half)}, threshold {rival}"
 
 
 def _is_current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
@@ -404,12 +405,7 @@ def _find_claim(recipe: Recipe, start: str) -> Claim | None:
 
 def _corrections_table(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Yield a table of published verdicts that were later changed, with the reasons."""
-    yield from (
-        "## Corrected",
-        "",
-        CORRECTED_TEXT,
-        "",
-    )
+    yield from ("## Corrected", "", CORRECTED_TEXT, "")
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet in read_paper_sections():
         for one in sheet.corrected:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.form import Bounds as Bounds
     from fedloom.analyses.form import FurtherRun as FurtherRun
     from fedloom.analyses.form import Info as Info
+    from fedloom.analyses.form import ModelAnalysis as ModelAnalysis
     from fedloom.analyses.form import Question as Question
     from fedloom.analyses.form import QuestionOrderError as QuestionOrderError
     from fedloom.analyses.form import Rules as Rules

@@ -503,6 +503,33 @@ class Analysis(Value):
         return kind_of(self).rpartition(":")[2]
 
 
+class ModelAnalysis(Analysis):
+    """Analysis by sums that fits a linear model, which can be a row of a comparison."""
+
+    needs_independent: ClassVar[bool] = True
+    """True if the fit fails if an input is constant or a linear function of other inputs."""
+
+    compare: bool = Field(
+        False,
+        description="also fit the model to each seed's training rows, and add it to the comparison of the methods as a "
+        "row with the name of the analysis",
+    )
+
+    def check_sites(self, schema: Schema, *, masked: bool) -> None:
+        if self.compare:
+            raise ConfigError(
+                f"the analysis {kind_of(self)} has compare = true, but a deployment does not compare methods",
+                rule="analysis-compare",
+                fix="omit compare",
+            )
+        super().check_sites(schema, masked=masked)
+
+    @model_serializer(mode="wrap")
+    def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize ``compare`` only if it is set, because sites do not agree on it."""
+        return {name: value for name, value in write(self).items() if name != "compare" or value}
+
+
 def require_questions(analysis: Analysis) -> None:
     """Raise an error if an analysis is not computed from sums over clients.
 

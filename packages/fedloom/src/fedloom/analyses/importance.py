@@ -171,14 +171,9 @@ def importance(result: Result) -> pa.Table:
                 scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
                 rows += [(client, model, *line) for line in measure_permutations(scored, job.setting.seed, client)]
     return table_of(
-        rows,
-        client=INTEGER_TYPE,
-        model=TEXT_TYPE,
-        column=TEXT_TYPE,
-        metric=TEXT_TYPE,
-        value=NUMBER_TYPE,
+        rows, client=INTEGER_TYPE, model=TEXT_TYPE, column=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE,
         spread=NUMBER_TYPE,
-    )
+    )  # fmt: skip
 
 
 class Scored:

@@ -30,6 +30,7 @@ class Schema:
         target_ranges: agreed range for each number in a target. If no range has been agreed on, an entry is None.
         levels: names that belong to the codes of each kept column.
         is_table: True if samples are rows of a table.
+        columns_are_inputs: True if the columns are the inputs of models, so that a linear model can be fitted to them.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Schema:
     target_ranges: tuple[Range | None, ...] = (None,)
     levels: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     is_table: bool = True
+    columns_are_inputs: bool = False
 
     def place(self, column: str) -> int | None:
         """Return the number of a column, or None if there is no column with this name."""

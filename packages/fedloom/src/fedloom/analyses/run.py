@@ -155,21 +155,48 @@ def analyze(
         return AnalysisResult(value, table, notes=tuple(notes))
     require_questions(value)
     schema, rows, notes = clients_of(clients, value)
+    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing")
+    return analyze_rows(value, schema, rows, agreed, place, notes)
+
+
+def analyze_rows(
+    analysis: Analysis,
+    schema: Schema,
+    rows: Mapping[str, ClientRows],
+    rules: Rules,
+    folder: Path | None = None,
+    notes: Sequence[str] = (),
+) -> AnalysisResult:
+    """Run an analysis of given rows, computed only from sums.
+
+    Args:
+        analysis: analysis that is computed from sums.
+        schema: schema of the rows, with a range for each number.
+        rows: rows of each client, keyed by name.
+        rules: rules on which the clients agree.
+        folder: folder in which sums are saved. If None, sums are not saved.
+        notes: notes on the rows, which come first in the result.
+
+    Raises:
+        DataError: see `analyze`.
+    """
     members = list(rows.values())
     sizes = torch.tensor([len(client) for client in members])
-    terms = AnalysisTerms(schema, sizes, agreed)
-    terms = replace(terms, published=tuple(value.publish(client, terms) for client in members))
+    terms = AnalysisTerms(schema, sizes, rules)
+    terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))
 
     def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
-        return sum_answers(
-            [answer_question(value, question, client, terms, bounds, f"client {name}") for name, client in rows.items()]
+        answers = (
+            answer_question(analysis, question, client, terms, bounds, f"client {name}")
+            for name, client in rows.items()
         )
+        return sum_answers([*answers])
 
-    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing")
-    state, log = run_questions(value, terms, ask, place)
-    with attribute_error("analysis", value, "its result"):
-        table = value.result(state)
-        return AnalysisResult(value, table, tuple(log), (*notes, *value.remarks(table)), value.model(state))
+    state, log = run_questions(analysis, terms, ask, folder)
+    with attribute_error("analysis", analysis, "its result"):
+        table = analysis.result(state)
+        notes = (*notes, *analysis.remarks(table))
+        return AnalysisResult(analysis, table, tuple(log), notes, analysis.model(state))
 
 
 def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:

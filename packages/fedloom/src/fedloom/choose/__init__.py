@@ -23,26 +23,7 @@ from fedloom.choose.weighers import (
 )
 
 __all__ = [
-    "MIXERS",
-    "SAMPLERS",
-    "WEIGHERS",
-    "Angles",
-    "Attention",
-    "Availability",
-    "Bernoulli",
-    "ClusterMeans",
-    "Clustered",
-    "EquitableWeigher",
-    "FairFedWeigher",
-    "Mixer",
-    "PowerOfChoice",
-    "Proximity",
-    "RoundRobin",
-    "Sampler",
-    "SamplesWeigher",
-    "SharesWeigher",
-    "SizeWeighted",
-    "Uniform",
-    "UniformWeigher",
-    "Weigher",
-]
+    "MIXERS", "SAMPLERS", "WEIGHERS", "Angles", "Attention", "Availability", "Bernoulli", "ClusterMeans", "Clustered",
+    "EquitableWeigher", "FairFedWeigher", "Mixer", "PowerOfChoice", "Proximity", "RoundRobin", "Sampler",
+    "SamplesWeigher", "SharesWeigher", "SizeWeighted", "Uniform", "UniformWeigher", "Weigher",
+]  # fmt: skip

@@ -10,19 +10,8 @@ from fedloom.data.sources import SOURCES, Source, load, source
 from fedloom.lazy import lister
 
 __all__ = [
-    "DATA_PARTS",
-    "PARTITIONS",
-    "SOURCES",
-    "Dataset",
-    "Federation",
-    "Partition",
-    "Prepare",
-    "Source",
-    "Split",
-    "Task",
-    "load",
-    "plan_batches",
-    "source",
-]
+    "DATA_PARTS", "PARTITIONS", "SOURCES", "Dataset", "Federation", "Partition", "Prepare", "Source", "Split", "Task",
+    "load", "plan_batches", "source",
+]  # fmt: skip
 
 __dir__ = lister(__name__)

@@ -26,18 +26,9 @@ DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".",
 FILE_OPTIONS = ("header", "skip", "encoding", "sheet", "labels", "catalog")
 """Options for the layout of a file, which do not apply to files in other formats."""
 FIXED_TABLE_OPTIONS = (
-    "agreement",
-    "categorical",
-    "drop",
-    "columns",
-    "missing",
-    "impute",
-    "group_columns",
-    "task",
-    "centre",
-    "unit",
+    "agreement", "categorical", "drop", "columns", "missing", "impute", "group_columns", "task", "centre", "unit",
     "scale",
-)
+)  # fmt: skip
 """Options of a table that are determined by a trained model."""
 
 

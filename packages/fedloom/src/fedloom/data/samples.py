@@ -160,9 +160,8 @@ def stack_torch_dataset(obj: TorchDataset[Any], name: str, labelled: bool = True
         new = stack_samples(pairs(places), name)
         if (new.x.dtype, new.x.shape[1:]) != (drawn.x.dtype, drawn.x.shape[1:]):
             raise DataError(
-                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but when first read, "
-                f"they were {drawn.x.dtype} of shape {drawn.x.shape[1:]}. Use the same size and type "
-                "for all samples"
+                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but when first read, they were "
+                f"{drawn.x.dtype} of shape {drawn.x.shape[1:]}. Use the same size and type for all samples"
             )
         return new.x
 
@@ -214,9 +213,8 @@ def iterate_pairs(
             what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
             what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
             raise DataError(
-                f"{name}: sample {k if places is None else places[k]} is "
-                f"{type(sample).__name__}{what}, expected the pair (features, target) as a tuple, or "
-                "features and target by name: "
+                f"{name}: sample {k if places is None else places[k]} is {type(sample).__name__}{what}, expected the "
+                "pair (features, target) as a tuple, or features and target by name: "
                 f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
             )
 

@@ -249,8 +249,7 @@ class Table(Value):
             if column.levels or bounds is None or not len(values):
                 continue
             low, high = bounds
-            outside = (values < low) | (values > high)
-            share, reach = float(outside.double().mean()), MAX_RANGE_WIDTHS * (high - low)
+            share, reach = float(((values < low) | (values > high)).double().mean()), MAX_RANGE_WIDTHS * (high - low)
             extreme = values[(values < low - reach) | (values > high + reach)]
             if share < NOTED_ROW_SHARE and column.range is None and len(extreme):
                 sentences.append(

@@ -86,17 +86,9 @@ class Job(JobFacts):
         if trains and self.memory is not None:
             memory = self.memory.replace_rows(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
         return Work(
-            self.oracle,
-            ids,
-            alpha,
-            local,
-            seed=seed,
-            round=round,
-            steps=steps,
-            fixed_batches=fixed_batches,
-            projection=projection,
-            memory=memory,
-        )
+            self.oracle, ids, alpha, local, seed=seed, round=round, steps=steps, fixed_batches=fixed_batches,
+            projection=projection, memory=memory,
+        )  # fmt: skip
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
         """Return the model to which the server compares an upload to measure its change (see `Messages.tracks`)."""

@@ -226,5 +226,4 @@ class _RunLoop:
 
 def _abandon_round(before: State, error: GivenUp) -> State:
     """Return the state after an abandoned round: only the round number and the privacy cost change."""
-    clients = torch.tensor(error.clients)
-    return before.with_(round=before.round + 1, tally=before.tally.plus(clients))
+    return before.with_(round=before.round + 1, tally=before.tally.plus(torch.tensor(error.clients)))

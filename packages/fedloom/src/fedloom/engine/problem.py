@@ -183,6 +183,16 @@ class JobFacts:
             self.setting.personalized_aggregation is not None or type(self.algorithm).personal is not Algorithm.personal
         )
 
+    def model_kinds(self, server: Fields) -> list[str]:
+        """Return the kinds of models that the run evaluates: global and personal models, and their hybrid.
+
+        Args:
+            server: state of the server before round 1.
+        """
+        kinds = ["global"] if self.algorithm.global_model(server) is not None else []
+        kinds += ["personal"] if self.has_personal else []
+        return [*kinds, "hybrid"] if len(kinds) == 2 else kinds
+
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
         """Return personal models ``[m, d]``, or the received models if the method does not train personal models."""
         if type(self.algorithm).personal is Algorithm.personal:

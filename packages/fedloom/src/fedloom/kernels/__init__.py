@@ -11,16 +11,6 @@ from fedloom.kernels.network import BLOCK_SAMPLES, add_gradients, descend
 from fedloom.kernels.samples import gather, pool, unpool
 
 __all__ = [
-    "BLOCK_SAMPLES",
-    "add_gradient",
-    "add_gradients",
-    "apply",
-    "backward",
-    "compile_loop",
-    "descend",
-    "forward",
-    "gather",
-    "pool",
-    "shuffle",
-    "unpool",
-]
+    "BLOCK_SAMPLES", "add_gradient", "add_gradients", "apply", "backward", "compile_loop", "descend", "forward",
+    "gather", "pool", "shuffle", "unpool",
+]  # fmt: skip

@@ -37,7 +37,7 @@ class _Output(Console):
 
 
 def print_texts(
-    titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
+    titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 200,
     names: bool = False, lead: int = 0,
 ) -> None:  # fmt: skip
     """Print texts in columns.
@@ -121,7 +121,7 @@ def _table_width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
 
-NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
+NARROW_FIGURES = ("worst10", "attack_success", "samples_backward", "bytes_up", "bytes_down")
 """Suffixes of the metrics that are shown next to the primary metric if the terminal is too narrow for all of them."""
 NARROW_TITLES = {"sample gradients": "gradients"}
 """Shorter column titles, which are used in a narrow terminal."""

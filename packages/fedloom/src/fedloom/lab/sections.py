@@ -16,20 +16,7 @@ from fedloom.lab.report.sections import Section, plain_section
 from fedloom.lab.report.tables import cell_text
 
 __all__ = [
-    "Estimate",
-    "Row",
-    "Run",
-    "Section",
-    "cell_text",
-    "contenders_of",
-    "describe_figure",
-    "federated_leader",
-    "plain_section",
-    "read_columns",
-    "render_csv",
-    "render_scrolling_table",
-    "rows_where",
-    "site_estimate",
-    "titled",
+    "Estimate", "Row", "Run", "Section", "cell_text", "contenders_of", "describe_figure", "federated_leader",
+    "plain_section", "read_columns", "render_csv", "render_scrolling_table", "rows_where", "site_estimate", "titled",
     "values_by_seed",
 ]  # fmt: skip

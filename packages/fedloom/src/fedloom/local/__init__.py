@@ -15,22 +15,6 @@ from fedloom.local.terms import Bound, Term
 from fedloom.local.work import Counts, Work
 
 __all__ = [
-    "Batch",
-    "Bound",
-    "Counts",
-    "Ctx",
-    "LocalSGD",
-    "Nothing",
-    "Pull",
-    "SvrgResult",
-    "Term",
-    "Work",
-    "decay_of",
-    "descend",
-    "iterate",
-    "shrink_",
-    "split",
-    "step_",
-    "svrg",
-    "where_moved",
-]
+    "Batch", "Bound", "Counts", "Ctx", "LocalSGD", "Nothing", "Pull", "SvrgResult", "Term", "Work", "decay_of",
+    "descend", "iterate", "shrink_", "split", "step_", "svrg", "where_moved",
+]  # fmt: skip

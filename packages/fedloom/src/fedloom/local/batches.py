@@ -112,16 +112,9 @@ class BatchPlan(NamedTuple):
 
 
 def make_plan(
-    ids: Tensor,
-    sizes: Tensor,
-    steps: Tensor,
-    batch_size: int | None,
-    seed: int,
-    round: int,
-    stream: Purpose,
-    locate: Callable[[Tensor, Tensor], Tensor],
-    fixed_batches: Sequence[FixedBatches] | None = None,
-) -> BatchPlan:
+    ids: Tensor, sizes: Tensor, steps: Tensor, batch_size: int | None, seed: int, round: int, stream: Purpose,
+    locate: Callable[[Tensor, Tensor], Tensor], fixed_batches: Sequence[FixedBatches] | None = None,
+) -> BatchPlan:  # fmt: skip
     """Draw the batches of all clients in a chunk, for one stream of a round.
 
     If ``batch_size`` is None, every batch contains the whole training part.
@@ -145,15 +138,9 @@ def make_plan(
 
 
 def _draw_positions(
-    names: list[int],
-    sizes: Tensor,
-    steps: Tensor,
-    batch_size: int | None,
-    seed: int,
-    round: int,
-    stream: Purpose,
+    names: list[int], sizes: Tensor, steps: Tensor, batch_size: int | None, seed: int, round: int, stream: Purpose,
     fixed_batches: Sequence[FixedBatches] | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return positions ``[most steps, m, b]``, drawn for one client after another."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:

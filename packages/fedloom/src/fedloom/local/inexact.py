@@ -74,17 +74,9 @@ def gradient_descent(
 
 
 def inexact(
-    w: Tensor,
-    work: Work,
-    pull: tuple[float, Tensor],
-    shift: Tensor,
-    solver: Solver,
-    smooth: float,
-    r: float,
-    most: int,
-    inner: int | None = None,
-    lr: float | None = None,
-) -> DescentResult:
+    w: Tensor, work: Work, pull: tuple[float, Tensor], shift: Tensor, solver: Solver, smooth: float, r: float,
+    most: int, inner: int | None = None, lr: float | None = None,
+) -> DescentResult:  # fmt: skip
     """Minimize L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w> approximately, starting at ``w``.
 
     The solvers "svrg" and "gd" stop when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the
@@ -134,9 +126,8 @@ def below(method: object, beta: float | None, smooth: float) -> list[str]:
     if not beta or beta > smooth:
         return []
     return [
-        f"{type(method).__name__} may not converge: beta must be greater than L, got beta = {beta:g} "
-        f"and L = {smooth:.3g}. The criterion guarantees nothing here, so all local iterations are "
-        "used"
+        f"{type(method).__name__} may not converge: beta must be greater than L, got beta = {beta:g} and L = "
+        f"{smooth:.3g}. The criterion guarantees nothing here, so all local iterations are used"
     ]
 
 

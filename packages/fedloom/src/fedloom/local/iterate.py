@@ -99,5 +99,4 @@ def _iterate_sorted(
     if len(finished) == 1:
         return finished[0][1]
     back = torch.argsort(torch.tensor([i for where, _ in finished for i in where]))
-    joined = concat_rows([part for _, part in finished])
-    return map_rows(lambda r: r[back], joined)
+    return map_rows(lambda r: r[back], concat_rows([part for _, part in finished]))

@@ -56,16 +56,9 @@ class _InnerLoopRows(NamedTuple):
 
 
 def svrg(
-    w: Tensor,
-    work: Work,
-    pull: Sequence[Pull] = (),
-    shift: Tensor | None = None,
-    outer: Tensor | int = 10,
-    inner: int | None = None,
-    lr: float | None = None,
-    until: Until | None = None,
-    stream: Purpose = "svrg",
-) -> SvrgResult:
+    w: Tensor, work: Work, pull: Sequence[Pull] = (), shift: Tensor | None = None, outer: Tensor | int = 10,
+    inner: int | None = None, lr: float | None = None, until: Until | None = None, stream: Purpose = "svrg",
+) -> SvrgResult:  # fmt: skip
     """Minimize L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> by SVRG that starts at ``w``.
 
     An outer iteration computes the full gradient at a snapshot v, and then takes ``inner`` steps ``w <- w - lr (g(w) -

@@ -163,16 +163,9 @@ class Work:
         return g
 
     def addgrad_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None = None,
-        functions: Sequence[TermFunction] = (),
-        terms: Sequence[Bound] = (),
-    ) -> None:
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
+    ) -> None:  # fmt: skip
         """Set ``out <- beta out + alpha grad + steady``, where grad is the gradient of mean loss plus terms at ``w``.
 
         Samples are counted as backward samples, and additionally as forward samples for each anchor of a term (see

@@ -55,34 +55,10 @@ def spec_of(kind: str, **options: object) -> ModelSpec:
 
 
 __all__ = [
-    "CNN",
-    "LSTM",
-    "MIXING",
-    "MLP",
-    "MODELS",
-    "MODEL_CLASSES",
-    "PAPER_NETWORKS",
-    "Adapters",
-    "Augment",
-    "Dropout",
-    "Factorised",
-    "Guided",
-    "Hub",
-    "Import",
-    "Mixture",
-    "ModelSpec",
-    "ResNet18",
-    "Softmax",
-    "Transformer",
-    "WithMemory",
-    "add_adapters",
-    "factorise",
-    "head_prefixes",
-    "log_probabilities",
-    "merge_adapters",
-    "penultimate_layer",
-    "spec_of",
+    "CNN", "LSTM", "MIXING", "MLP", "MODELS", "MODEL_CLASSES", "PAPER_NETWORKS", "Adapters", "Augment", "Dropout",
+    "Factorised", "Guided", "Hub", "Import", "Mixture", "ModelSpec", "ResNet18", "Softmax", "Transformer", "WithMemory",
+    "add_adapters", "factorise", "head_prefixes", "log_probabilities", "merge_adapters", "penultimate_layer", "spec_of",
     "thin",
-]
+]  # fmt: skip
 
 __dir__ = lister(__name__)

@@ -19,14 +19,8 @@ from fedloom.processes.pool import Workers
 T = TypeVar("T")
 
 CLIENT_COUNTS = (
-    "samples_backward",
-    "samples_forward",
-    "steps",
-    "bytes_up",
-    "bytes_down",
-    "bytes_up_paper",
-    "bytes_down_paper",
-)
+    "samples_backward", "samples_forward", "steps", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper",
+)  # fmt: skip
 """Names of the numbers that are counted for each client in a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]

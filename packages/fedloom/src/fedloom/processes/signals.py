@@ -33,7 +33,8 @@ class _StopRequest:
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after the user has requested a stop.
 
-    An enclosing `interruptible` also receives the request.
+    A request belongs to all nested `interruptible`: the outer ones receive it, and inner ones that begin after it start
+    with it.
 
     Signals can only be received in the main thread. In any other thread, the function always returns False.
     """
@@ -42,6 +43,8 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         return
     handler = _StopRequest()
     before = signal.signal(signal.SIGINT, handler)
+    if isinstance(before, _StopRequest):
+        handler.since = min(handler.since, before.since)
     try:
         yield lambda: handler.since < math.inf
     finally:

@@ -15,22 +15,6 @@ from fedloom.schedule.schedules import (
 )
 
 __all__ = [
-    "DEVICES",
-    "FORWARD_COST",
-    "SCHEDULES",
-    "Asynchronous",
-    "Buffered",
-    "Classes",
-    "Deadline",
-    "DeviceClass",
-    "Devices",
-    "Equal",
-    "Fleet",
-    "LogNormal",
-    "OverSelection",
-    "Presence",
-    "Schedule",
-    "Stream",
-    "Synchronous",
-    "Trace",
-]
+    "DEVICES", "FORWARD_COST", "SCHEDULES", "Asynchronous", "Buffered", "Classes", "Deadline", "DeviceClass", "Devices",
+    "Equal", "Fleet", "LogNormal", "OverSelection", "Presence", "Schedule", "Stream", "Synchronous", "Trace",
+]  # fmt: skip

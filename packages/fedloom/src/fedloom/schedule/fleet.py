@@ -76,8 +76,7 @@ class Fleet:
         """Return the times ``[m]`` at which clients that start at ``start`` have worked for ``busy [m]`` seconds."""
         if self.presence is None:
             return start + busy
-        pairs = zip(ids.tolist(), busy.tolist(), strict=True)
-        return np.array([self.presence.end(i, start, b) for i, b in pairs])
+        return np.array([self.presence.end(i, start, b) for i, b in zip(ids.tolist(), busy.tolist(), strict=True)])
 
     def presence_seconds(self, client: int, start: float, end: float) -> float:
         """Return the number of seconds between two times during which a client is available."""

@@ -7,17 +7,8 @@ from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
 
 __all__ = [
-    "Binary",
-    "Chosen",
-    "Classification",
-    "Count",
-    "MultiLabel",
-    "Objective",
-    "Regression",
-    "Survival",
-    "Task",
-    "compute_user_number",
-    "task_of",
-]
+    "Binary", "Chosen", "Classification", "Count", "MultiLabel", "Objective", "Regression", "Survival", "Task",
+    "compute_user_number", "task_of",
+]  # fmt: skip
 
 __dir__ = lister(__name__)

@@ -212,8 +212,7 @@ def concordance(rows: SurvivalRows) -> float:
 def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = False) -> Floats:
     """Return the Kaplan-Meier fraction without an event up to times ``at [k]``, or just before them with ``before``."""
     times, inverse = np.unique(time, return_inverse=True)
-    counts = np.bincount(inverse)
-    at_risk = counts[::-1].cumsum()[::-1]
+    at_risk = np.bincount(inverse)[::-1].cumsum()[::-1]
     curve = np.concatenate([[1.0], np.cumprod(1 - np.bincount(inverse, event > 0) / at_risk)])
     return np.asarray(curve[np.searchsorted(times, at, side="left" if before else "right")])
 

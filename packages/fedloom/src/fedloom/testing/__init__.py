@@ -13,24 +13,9 @@ from fedloom.testing.timing import TIME_LAWS, check_timing
 from fedloom.testing.trees import locate_difference
 
 __all__ = [
-    "METHOD_LAWS",
-    "TIME_LAWS",
-    "TOY_LAYOUT",
-    "Problem",
-    "ReferenceFederation",
-    "ReferenceState",
-    "check_aggregator",
-    "check_algorithm",
-    "check_analysis",
-    "check_attack",
-    "check_law",
-    "check_partition",
-    "check_timing",
-    "federate",
-    "laws_of",
-    "locate_difference",
-    "name_tensors",
-    "personal_models",
-]
+    "METHOD_LAWS", "TIME_LAWS", "TOY_LAYOUT", "Problem", "ReferenceFederation", "ReferenceState", "check_aggregator",
+    "check_algorithm", "check_analysis", "check_attack", "check_law", "check_partition", "check_timing", "federate",
+    "laws_of", "locate_difference", "name_tensors", "personal_models",
+]  # fmt: skip
 
 __dir__ = lister(__name__)

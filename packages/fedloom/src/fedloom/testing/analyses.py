@@ -171,10 +171,7 @@ def resumes(s: AnalysisScene) -> None:
                 return sum_answers([s.reply(question, client, s.terms, bounds) for client in s.clients])
 
             state, _ = run_questions(s.analysis, s.terms, ask, Path(place))
-            demand(
-                len(log) == len(s.log) - most,
-                f"after {most} of {len(s.log)} sums {len(log)} more are asked for",
-            )
+            demand(len(log) == len(s.log) - most, f"after {most} of {len(s.log)} sums {len(log)} more are asked for")
             demand(s.analysis.result(state).equals(s.table), f"the result after an end at sum {most} is another one")
 
 
@@ -237,8 +234,7 @@ def join_clients(first: ClientRows, second: ClientRows) -> ClientRows:
     cut = len(first)
 
     def fetch(rows: Tensor) -> Tensor:
-        pieces = [client.inputs for client in (first, second)]
-        return torch.cat(pieces)[rows]
+        return torch.cat([client.inputs for client in (first, second)])[rows]
 
     return ClientRows(
         torch.cat([first.x, second.x]),

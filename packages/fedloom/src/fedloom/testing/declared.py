@@ -98,8 +98,7 @@ def shapes(s: Subject) -> None:
     demand(v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()), "personal must be finite and [m, d]")
     demand(x is not None or v is not None, "a method must have a global model, personal models or both")
     template = begin(a, scene.fed, scene.problem.x0 if x is None else x).rows
-    newcomer = picked(template, slice(m))
-    new = a.personal(scene.down, a.client(scene.down, newcomer, scene.work())[1], scene.work())
+    new = a.personal(scene.down, a.client(scene.down, picked(template, slice(m)), scene.work())[1], scene.work())
     demand((new is None) == (v is None), "a client never seen must get a personal model as all others do")
     demand(new is None or new.shape == (m, d), "a new client's personal model must be [d]")
 

@@ -71,18 +71,9 @@ class ReferenceFederation(NamedTuple):
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
         return Ctx(
-            round,
-            self.n,
-            len(ids),
-            cohort,
-            self.oracle.layout,
-            self.weight,
-            sizes,
-            None,
-            self.local,
-            self.seed,
+            round, self.n, len(ids), cohort, self.oracle.layout, self.weight, sizes, None, self.local, self.seed,
             self.rounds,
-        )
+        )  # fmt: skip
 
     def work(self, round: int, ids: Sequence[int], steps: int | None = None) -> Work:
         """Return the local problems of the clients ``ids``."""
@@ -110,15 +101,9 @@ def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: W
 
 
 def play(
-    algorithm: Algorithm,
-    fed: ReferenceFederation,
-    state: ReferenceState,
-    cohort: Collection[int],
-    *,
-    dropped: Collection[int] = (),
-    weigher: Weigher | None = None,
-    alone: bool = False,
-) -> ReferenceState:
+    algorithm: Algorithm, fed: ReferenceFederation, state: ReferenceState, cohort: Collection[int], *,
+    dropped: Collection[int] = (), weigher: Weigher | None = None, alone: bool = False,
+) -> ReferenceState:  # fmt: skip
     """Run one round, and return the state after it.
 
     Args:
@@ -136,8 +121,7 @@ def play(
     down = algorithm.down(state.server, mixed(algorithm, state.kept, ids), fed.ctx(round, ids))
     answers: dict[int, Any] = {}
     for group in [[i] for i in ids] if alone else [ids]:
-        places = [ids.index(i) for i in group]
-        got = select_download(down, places)
+        got = select_download(down, [ids.index(i) for i in group])
         work = fed.work(round, group)
         before = picked(state.rows, group)
         up, rows = algorithm.client(got, before, work)

@@ -149,8 +149,7 @@ def dropped_is_not_sampled(s: Subject) -> None:
         TIGHT_TOLERANCE,
     )
     if not s.algorithm.mixes:
-        survivors = [i for i in scene.ids if i != lost]
-        want = play(s.algorithm, scene.fed, scene.state, survivors, weigher=s.weigher)
+        want = play(s.algorithm, scene.fed, scene.state, [i for i in scene.ids if i != lost], weigher=s.weigher)
         agree(got, want, "a client dropped and a client not sampled", TIGHT_TOLERANCE)
 
 

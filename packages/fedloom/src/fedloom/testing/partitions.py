@@ -150,8 +150,7 @@ def _arguments_unmodified(s: PartitionCase) -> None:
 def prepared(s: PartitionCase) -> None:
     """Check that every sample in a part exists, and that it is prepared with the training part of its client."""
     for part in DATA_PARTS:
-        index = s.fed.parts[part].index
-        x = s.fed.fetch(index)
+        x = s.fed.fetch(s.fed.parts[part].index)
         demand(s.data.vocabulary or x.isfinite().all(), f"{part} has samples that are not finite")
     if not isinstance(s.data.prepare, Table) or any(v is not None for v in (s.drawn.noise, s.drawn.views)):
         return
@@ -246,8 +245,7 @@ def _data() -> dict[str, Dataset]:
 
 
 def _lists(drawn: Draw) -> dict[str, Dealt]:
-    lists = {"dealt": drawn.dealt, "test": drawn.test}
-    return {name: dealt for name, dealt in lists.items() if dealt is not None}
+    return {name: dealt for name, dealt in {"dealt": drawn.dealt, "test": drawn.test}.items() if dealt is not None}
 
 
 def _same(got: object, want: object) -> bool:

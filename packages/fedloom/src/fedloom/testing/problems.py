@@ -168,8 +168,7 @@ class Problem:
         end = self.proximal(mu, w if x is None else x)
         factor = eye - lr * (self.hessian + mu * eye)
         powers = [torch.linalg.matrix_power(f, int(k)) for f, k in zip(factor, steps[:, 0], strict=True)]
-        shrink = torch.stack(powers)
-        return end + torch.einsum("nij,nj->ni", shrink, w - end)
+        return end + torch.einsum("nij,nj->ni", torch.stack(powers), w - end)
 
     def drifted(self, steps: Tensor, lr: float, mu: float = 0.0, share: Tensor | None = None) -> Tensor:
         """Return the fixed point of local descent: the x ``[d]`` that is the mean of `descent` from x, pulled to x.

@@ -168,9 +168,8 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program accepts only bytes (uint8), got floats. Pass (x * "
-                "255).round().astype('uint8'), or predict with the original model, which also "
-                "accepts floats from 0 to 1"
+                "rows: the program accepts only bytes (uint8), got floats. Pass (x * 255).round().astype('uint8'), or "
+                "predict with the original model, which also accepts floats from 0 to 1"
             )
         outputs: NDArray[np.float64] = self.module(x).numpy()
         return outputs
@@ -245,15 +244,9 @@ def _export_onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     output = "probabilities" if facts.classes else "values"
     with _suppress_output():
         program: Any = torch.onnx.export(
-            raw,
-            (_example_rows(model),),
-            input_names=["samples"],
-            output_names=[output],
-            dynamic_shapes=_dynamic_batch(),
-            dynamo=True,
-            verbose=False,
-            custom_translation_table=_onnx_operators(),
-        )
+            raw, (_example_rows(model),), input_names=["samples"], output_names=[output],
+            dynamic_shapes=_dynamic_batch(), dynamo=True, verbose=False, custom_translation_table=_onnx_operators(),
+        )  # fmt: skip
     model_proto: Any = program.model_proto
     if facts.table is not None:
         model_proto = onnx.compose.add_prefix(model_proto, "net/", rename_inputs=False, rename_outputs=False)
@@ -328,10 +321,7 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
     old = list(graph.node)
     del graph.node[:]
     graph.node.extend([*nodes, *old])
-    return {
-        "numbers": [table.columns[k].name for k in numbers],
-        "texts": [table.columns[k].name for k in texts],
-    }
+    return {"numbers": [table.columns[k].name for k in numbers], "texts": [table.columns[k].name for k in texts]}
 
 
 def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:

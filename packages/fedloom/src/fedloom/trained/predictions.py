@@ -280,8 +280,7 @@ class ModelEvaluation:
         Raises:
             DataError: the data contain classes or targets that are unknown to the models.
         """
-        recipe = self.choice.groups[0][1].recipe
-        return score_outputs(recipe, self.choice.outputs(self.rows.x), self.data)
+        return score_outputs(self.choice.groups[0][1].recipe, self.choice.outputs(self.rows.x), self.data)
 
     def row(self) -> dict[str, Any]:
         """Return a table row that contains method, seed, model, client, scaling, number of samples, and metrics."""

@@ -187,8 +187,7 @@ class SavedModels:
     def fitted(self) -> Tensor | None:
         if not self._path("scaling").is_file():
             return None
-        tensors = self._read("scaling")
-        return self._shaped("scaling", "fitted", tensors.get("fitted"), len(self.names))
+        return self._shaped("scaling", "fitted", self._read("scaling").get("fitted"), len(self.names))
 
     def shared(self) -> tuple[Tensor, Tensor]:
         tensors = self._read("global")

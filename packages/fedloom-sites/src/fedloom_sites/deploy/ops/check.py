@@ -88,15 +88,9 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[CheckFinding]:
         offline: True to omit the connection to the server.
     """
     checks: tuple[Check, ...] = (
-        _check_versions,
-        _check_experiment,
-        _check_data,
-        _check_memory,
-        _check_keys,
-        _check_authority,
-        _check_disk,
+        _check_versions, _check_experiment, _check_data, _check_memory, _check_keys, _check_authority, _check_disk,
         _check_port,
-    )
+    )  # fmt: skip
     findings: set[CheckFinding] = set()
     for check in checks if offline else (*checks, _check_server):
         for finding in _findings_of(check, site):
@@ -244,9 +238,8 @@ def _check_weight_share(site: Site, train: int) -> Iterator[CheckFinding]:
     if most > MAX_SAFE_SHARE:
         yield CheckFinding(
             "note",
-            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, "
-            "and such a sum nearly reveals the site's upload. Ask the coordinator to set it to "
-            f"{MAX_SAFE_SHARE:g} or less",
+            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, and such a sum "
+            f"nearly reveals the site's upload. Ask the coordinator to set it to {MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
         return

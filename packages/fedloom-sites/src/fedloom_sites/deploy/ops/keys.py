@@ -49,8 +49,8 @@ class Authority(NamedTuple):
         """Load the authority from two PEM files.
 
         Raises:
-            ValueError, TypeError, UnsupportedAlgorithm: the files do not contain a certificate and a key of a supported
-            kind.
+            ValueError, TypeError, cryptography.exceptions.UnsupportedAlgorithm: the files do not contain a certificate
+                and a key of a supported kind.
         """
         private = load_pem_private_key(key, password=None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):

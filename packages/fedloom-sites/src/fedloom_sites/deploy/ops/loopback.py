@@ -114,8 +114,7 @@ class LoopbackDeployment:
 
         The site joins without any further commands. The arguments in ``changes`` replace some of the settings.
         """
-        number = list(self.sites).index(name)
-        settings = {"server": self.address, "port": self._ports[1 + number], **changes}
+        settings = {"server": self.address, "port": self._ports[1 + list(self.sites).index(name)], **changes}
         site = self.sites[name].model_copy(update=settings)
         file = self.site_file(name)
         return self._start(f"site-{name}", command_words("supernode", site, file=file), file.parent, site.threads)

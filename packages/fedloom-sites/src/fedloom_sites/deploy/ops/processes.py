@@ -44,14 +44,9 @@ class ManagedProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                cwd=folder,
-            )
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, **environment}, start_new_session=True, cwd=folder,
+            )  # fmt: skip
 
     @property
     def pid(self) -> int:

@@ -17,13 +17,7 @@ from fedloom.errors import FedloomError, direction_in, sentence_of
 from fedloom_sites.deploy.alarms import site_status
 from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS
 from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
-from fedloom_sites.deploy.protocol.envelope import (
-    COMMON_FIELDS,
-    REQUEST_FIELDS,
-    common_head,
-    digest_of,
-    seal_message,
-)
+from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, REQUEST_FIELDS, common_head, digest_of, seal_message
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
 from fedloom_sites.deploy.rehearsal.rogue import BLANK_VALUES, RogueServer
@@ -239,8 +233,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
 
 def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of requesting statistics of small groups of patients."""
-    trainer = site.copy().trainer
-    groups = SiteGroups(trainer)
+    groups = SiteGroups(site.copy().trainer)
     if not groups.sums.groups:
         raise InapplicableAttack("the experiment publishes no groups")
     counts = {name: int(rows.sum()) for name, rows in groups.members.items()}

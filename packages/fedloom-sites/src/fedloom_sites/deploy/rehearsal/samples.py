@@ -96,8 +96,7 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
     job = rogue.trainer.job
     down, _ = rogue.first_download()
     tree = {k: part.clone() for k, part in job.oracle.layout.tree(down[0].reshape(1, -1).double()).items()}
-    features = rows.shape[1]
-    direction = torch.randn(features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    direction = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     direction /= direction.norm() * max(float(rows.abs().max()), 1e-9)
     places = torch.sort(rows @ direction).values
     edges = torch.quantile(places, torch.linspace(0, 1, layer.units + 1, dtype=torch.float64)[:-1])

@@ -43,15 +43,9 @@ def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
 
 
 def play_session(
-    site: RehearsedSite,
-    rogue: RogueServer,
-    t: int,
-    download: bytes | None,
-    *models: bytes,
-    clients: Collection[int] | None = None,
-    survivors: Collection[int] | None = None,
-    **more: Any,
-) -> tuple[RogueSession, SessionTerms]:
+    site: RehearsedSite, rogue: RogueServer, t: int, download: bytes | None, *models: bytes,
+    clients: Collection[int] | None = None, survivors: Collection[int] | None = None, **more: Any,
+) -> tuple[RogueSession, SessionTerms]:  # fmt: skip
     """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
     The vector of the rehearsed site determines how long the vectors of the other sites are.
@@ -254,8 +248,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
-    sizes = [len(row) for row in rows]
-    differences = sum(one != other for one, other in itertools.pairwise(sizes))
+    differences = sum(one != other for one, other in itertools.pairwise([len(row) for row in rows]))
     tried = f"{len(cohorts)} rounds with nearly the same model, every second one without this site"
     rule = f"sums contain the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
     learned = f"{differences} differences that contain this site's uploads"

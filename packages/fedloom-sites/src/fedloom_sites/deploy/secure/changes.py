@@ -61,8 +61,8 @@ class CohortChanges(NamedTuple):
     Attributes:
         record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), the number of
             `changes` keyed by site, and the `states` of each experiment: those of its latest sum of uploads (`bases`),
-            and the sites that answered its latest sum from another state than most (`moved`). Empty before the first
-            sum.
+            its `round`, and the sites that answered its latest sum from another state than most (`moved`). Empty before
+            the first sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never changed.
     """
@@ -103,6 +103,8 @@ class CohortChanges(NamedTuple):
     def add_sum(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> CohortChanges:
         """Return the updated record after a sum.
 
+        A repetition of the latest sum of uploads, for example without scores, changes nothing.
+
         Args:
             sites: the sites in the new sum.
             weights: weights of these sites.
@@ -112,6 +114,8 @@ class CohortChanges(NamedTuple):
             ProtocolBroken: the sum would be one change too many for a site, or contains too few sites that have never
                 changed.
         """
+        if self._is_latest_sum(sites, weights, states):
+            return self
         changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):
             why = (
@@ -134,7 +138,7 @@ class CohortChanges(NamedTuple):
                 "are required (key `steady` in the table `secure`)"
             )
         newest = {**self._states.get(states.experiment, {}), "moved": sorted(self._find_moved_sites(states))}
-        newest |= {} if states.trained is None else {"bases": {**states.bases}}
+        newest |= {} if states.trained is None else {"bases": {**states.bases}, "round": states.trained}
         rest = {e: one for e, one in self._states.items() if e != states.experiment}
         return self._replace(
             record={
@@ -156,6 +160,16 @@ class CohortChanges(NamedTuple):
         if "bases" in states:  # of an earlier version
             return {states["experiment"]: {"bases": states["bases"], "moved": self.record.get("moved", ())}}
         return states
+
+    def _is_latest_sum(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> bool:
+        """Return True if a sum of uploads has the round, sites, weights and states of the latest one."""
+        newest = self._states.get(states.experiment, {})
+        return (
+            states.trained is not None
+            and (newest.get("round"), newest.get("bases")) == (states.trained, {**states.bases})
+            and self.sites == sorted(sites)
+            and all(self.record["weights"].get(w) == {c: [*v] for c, v in one.items()} for w, one in weights.items())
+        )
 
     def _find_moved_sites(self, states: AnswerStates) -> set[str]:
         """Return the sites that answer from a different state than most sites in the newest sum of uploads.

@@ -35,7 +35,7 @@ class AnswerCounts(NamedTuple):
     Attributes:
         answered: number of sites whose answers were computed from their samples.
         neutral: number of sites that have samples and sent a neutral upload.
-        silent: number of sites that have samples and sent zeros for a question or for scores.
+        silent: number of sites that have samples and no answer to a question or no scores.
     """
 
     answered: int

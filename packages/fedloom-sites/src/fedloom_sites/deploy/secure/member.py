@@ -50,10 +50,10 @@ def check_maskable(setting: Setting, *, verify: bool = False) -> None:
     setting = setting.resolved()
     if verify and find_accounted_noise(setting.upload_transform, setting.aggregator) is not None:
         raise Refused(
-            "with a delta, sites store the last models without a sum of scores, so these models do not follow from "
-            "sums that the sites verify",
+            "with a delta, the sites send no scores, so the server sends the last models outside the sums that the "
+            "sites verify",
             rule="verify-needs-scores",
-            fix="omit the delta, or verify in the table secure",
+            fix="omit the delta, or verify in the table secure (option --verify of init)",
         )
     name, fields = type(setting.method).__name__, upload_fields(type(setting.method))
     single = [field for field, kind in fields.items() if not kind.averaged]

@@ -284,6 +284,11 @@ def mask_stream(key: bytes, length: int) -> Integers:
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8").astype(np.uint64, copy=False)
 
 
+def draw_random_integers(length: int) -> Integers:
+    """Return uniform random integers ``[length]`` modulo 2^64 from the operating system's entropy."""
+    return mask_stream(os.urandom(KEY_BYTES), length)
+
+
 def mask_vector(
     session: Session, bound: bytes, client: int, secrets: SessionSecrets, peers: Collection[int], vector: Integers
 ) -> Integers:

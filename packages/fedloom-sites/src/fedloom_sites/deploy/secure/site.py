@@ -21,7 +21,7 @@ from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
-from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Integers, ProtocolBroken
+from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Integers, ProtocolBroken, draw_random_integers
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_models, check_summands, check_terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector, bits_before
 from fedloom_sites.deploy.settings import Site, norm_bound_of
@@ -165,9 +165,8 @@ class MaskedAnswers:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise ProtocolBroken(
-                        f"the row of site {self._site.site} that the server has summed is no longer "
-                        "on this disk, so the change since then is unknown. The site cannot take "
-                        "part in this run again"
+                        f"the row of site {self._site.site} that the server has summed is no longer on this disk, so "
+                        "the change since then is unknown. The site cannot take part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():
@@ -184,12 +183,16 @@ class MaskedAnswers:
     ) -> tuple[Integers, tuple[int, ...]]:
         """Return the result of ``compute``, or the stored result if it was already computed in this session.
 
-        An answer must not reveal whether rows have changed since an earlier message.
+        An answer must not reveal whether rows have changed since an earlier message. A site without an answer sends
+        random numbers. Sites do not open such a sum, but a colluding site may forge the counters. Without random
+        numbers, the difference from the next sum would then be the answer of this site.
         """
         with publish_reasons():
             result = self._member.answer
         if result is None:
             result = compute()
+            if result[1] == SILENT_COUNTS:
+                result = draw_random_integers(len(result[0])), SILENT_COUNTS
             with publish_reasons():
                 self._member.keep_answer(*result)
         return result

@@ -247,19 +247,9 @@ class SecureSums:
             parts = {c: part for c, (_, _, _, part) in vectors.items()}
             self._relays.keep_vectors(t, course.nonce, terms, everyone, signed, parts)
         return PendingSum(
-            t,
-            course.nonce,
-            everyone,
-            terms.digest,
-            [*sealed],
-            [*vectors],
-            signed,
-            terms.sums,
-            terms.model_digests,
-            total,
-            counters=masked_counters,
-            link=link,
-        )
+            t, course.nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.model_digests,
+            total, counters=masked_counters, link=link,
+        )  # fmt: skip
 
     def _judge(
         self,
@@ -349,9 +339,8 @@ class SecureSums:
             "stays out",
             terms.round,
             stays_out,
-            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
-            f"{self._changes.limit} times, and every further change would reveal one more difference "
-            "(key `changes` in the table `secure`)",
+            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned {self._changes.limit} times, "
+            "and every further change would reveal one more difference (key `changes` in the table `secure`)",
         )
         return [c for c in cohort if c not in stays_out]
 
@@ -377,8 +366,9 @@ class SecureSums:
         counting, before = self._counting(terms, weights, clients), self._changes
         changed = before.changed(*counting, self._collect_states(terms, clients))
         self._changes = before.add_sum(*counting, self._collect_states(terms, clients))
-        if self._changes != before:
-            write_checked(self._changes_path, self._changes.record)
+        if self._changes == before:
+            return
+        write_checked(self._changes_path, self._changes.record)
         if changed:
             counts = self._changes.record["changes"]
             words = [
@@ -496,15 +486,10 @@ class SecureSums:
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _step(
-        self,
-        course: _SessionCourse,
-        kind: Kind,
-        requests: dict[int, SiteRequest],
-        read: Callable[[int, bytes], Any],
-        need: int | None = None,
-        most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
+        self, course: _SessionCourse, kind: Kind, requests: dict[int, SiteRequest], read: Callable[[int, bytes], Any],
+        need: int | None = None, most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
-    ) -> tuple[_SessionCourse, dict[int, Any]]:
+    ) -> tuple[_SessionCourse, dict[int, Any]]:  # fmt: skip
         """Carry out a step of a session, and return the new progress and the sites' answers, keyed by client."""
         progress = course.progress.advance(kind)
 

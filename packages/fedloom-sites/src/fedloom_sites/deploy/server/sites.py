@@ -206,8 +206,7 @@ class Sites(StreamedClients):
             models = letters[c].arrays if c in letters else ()
             site_terms = terms if request is None else terms.with_(models=self._model_digests(request, c))
             arrays, accepted = [site_terms.encode(), *models], {"accepted": terms.bases[c]}
-            most = 8 * (form.length + COUNTER_COUNT)
-            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, most=most)
+            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, most=8 * (form.length + COUNTER_COUNT))
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
         counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))

@@ -1,9 +1,9 @@
 """A site's answers to the questions of analyses, and its record of them.
 
 A site answers each step only once: for one question, on the same rows as the first step, and under unchanged terms.
-Ranges, bins and minimum counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site
-records the step before it reads its rows. Nothing else that the server receives depends on the rows: neither the text,
-nor the length, nor the number of messages.
+Ranges, bins and minimum counts come from the agreed experiment. If the site cannot answer, it sends zeros, or random
+numbers under masks. The site records the step before it reads its rows. Nothing else that the server receives depends
+on the rows: neither the text, nor the length, nor the number of messages.
 
 Across experiments on data with the same name, a site remembers which experiments have requested an analysis, and which
 subjects are in each set of rows that an analysis sums. Two analyses of sets that differ by only a few subjects would
@@ -257,10 +257,9 @@ class SiteAnalyses:
                 return
             if len(fits) >= most:
                 raise ProtocolBroken(
-                    f"{len(fits)} experiments have already requested the analysis {one.name} of the "
-                    f"data {site.data_name!r}, and every further request would reveal a difference "
-                    "(key `changes` in the table `secure`). Omit the analysis, or request it for "
-                    "other patients"
+                    f"{len(fits)} experiments have already requested the analysis {one.name} of the data "
+                    f"{site.data_name!r}, and every further request would reveal a difference (key `changes` in the "
+                    "table `secure`). Omit the analysis, or request it for other patients"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)

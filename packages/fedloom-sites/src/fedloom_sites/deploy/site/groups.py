@@ -66,7 +66,6 @@ class SiteGroups:
             passes["personal"] = make_part_evaluator(job, received.row, ids, ids)("test")
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
-            takes_global = bool(choose_model(scores, part)[0])
-            passes["hybrid"] = passes["global" if takes_global else "personal"]
+            passes["hybrid"] = passes["global" if choose_model(scores, part)[0] else "personal"]
         with torch.no_grad():
             return self.sums.site(passes, self.members, job.eval_fed)

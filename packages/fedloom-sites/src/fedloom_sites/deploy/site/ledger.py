@@ -18,7 +18,6 @@ ledger.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +27,7 @@ from fedloom.errors import Refused
 from fedloom.storage import make_folder
 from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import append_line, create_file
-from fedloom_sites.deploy.audit import entry_of
+from fedloom_sites.deploy.audit import complete_lines, digest_line, entry_of, find_broken_line
 from fedloom_sites.deploy.noise import remaining_noise
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 
@@ -78,28 +77,17 @@ class Ledger:
             ) from None
 
     def _lines(self) -> list[bytes]:
-        content, rounds = self._content(), set[object]()
-        lines = content.removesuffix(b"\n").split(b"\n") if content else []
-        for k, line in enumerate(lines):
-            entry = entry_of(line)
-            if entry is None:
-                last = k + 1 == len(lines)
-                following = None if last else entry_of(lines[k + 1])
-                valid = line.startswith(b"{") and (last or following is not None)
-            else:
-                before = hashlib.sha256(lines[k - 1]).hexdigest() if k else ""
-                valid = (entry.get("number"), entry.get("before")) == (k + 1, before)
-                rounds.add(entry.get("round"))
-            if not valid:
-                raise BudgetSpent(
-                    f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so the "
-                    "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
-                )
+        lines = complete_lines(self._content())
+        if (broken := find_broken_line(lines)) is not None:
+            raise BudgetSpent(
+                f"the ledger of {self._who}, {self._path}, is damaged in line {broken}, so the "
+                "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
+            )
+        rounds = {(entry_of(line) or {}).get("round") for line in lines}
         if len(lines) < self._least:
             raise BudgetSpent(
-                f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state "
-                f"in the same folder counts {self._least}. Restore the newest copy of the ledger, or "
-                "start a new experiment"
+                f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state in the same "
+                f"folder counts {self._least}. Restore the newest copy of the ledger, or start a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
             raise BudgetSpent(
@@ -123,9 +111,8 @@ class Ledger:
             return 0
         if self._noise is None:
             raise BudgetSpent(
-                f"{self._who} does not release anything without accounted noise (epsilon = "
-                f"{self._limit}), but the experiment has neither upload_transform 'gaussian-noise' "
-                "nor aggregator 'private-mean' with a delta"
+                f"{self._who} does not release anything without accounted noise (epsilon = {self._limit}), but the "
+                "experiment has neither upload_transform 'gaussian-noise' nor aggregator 'private-mean' with a delta"
             )
         lines = self._lines()
         count = len(lines) + 1
@@ -135,7 +122,7 @@ class Ledger:
                 f"the privacy budget of {self._who} is spent: release {count} would raise epsilon to "
                 f"{spent:.4g}, but the limit is {self._limit:.4g}"
             )
-        chain = {"number": count, "before": hashlib.sha256(lines[-1]).hexdigest() if lines else ""}
+        chain = {"number": count, "before": digest_line(lines[-1]) if lines else ""}
         entry = chain | {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "round": round,
@@ -147,7 +134,7 @@ class Ledger:
             entry["epsilon_sites"] = epsilon(alone, count)
         line = json.dumps(entry).encode()
         if self._memory is not None:
-            self._add_to_memory(self._memory, hashlib.sha256(lines[0] if lines else line).hexdigest(), spent)
+            self._add_to_memory(self._memory, digest_line(lines[0] if lines else line), spent)
         make_folder(self._path.parent)
         create_file(self._path)
         append_line(self._path, line)
@@ -176,8 +163,7 @@ class Ledger:
             further, total = len(record) - 1, sum(record.values())
             if further and self._limit is not None and total > self._limit:
                 raise BudgetSpent(
-                    f"the privacy budget of {self._who} is spent: with {further} other experiments on "
-                    f"these data, this release would raise epsilon to {total:.4g}, but the limit is "
-                    f"{self._limit:.4g}"
+                    f"the privacy budget of {self._who} is spent: with {further} other experiments on these data, this "
+                    f"release would raise epsilon to {total:.4g}, but the limit is {self._limit:.4g}"
                 )
             write_checked(path, record)

@@ -123,9 +123,8 @@ def check_samples(site: Site, data: Dataset) -> None:
         got = here[name]
         if got != wanted:
             raise (DataError if isinstance(got, list) and got and isinstance(got[0], str) else Refused)(
-                f"{site.site}: {name} of the data is {_value_text(got)}, but the experiment has "
-                f"{_value_text(wanted)}. The columns, labels and options of the source must be the same at "
-                "every site"
+                f"{site.site}: {name} of the data is {_value_text(got)}, but the experiment has {_value_text(wanted)}. "
+                "The columns, labels and options of the source must be the same at every site"
             )
     if site.samples.table is None and not site.samples.vocabulary:
         scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.create(data), site.samples))

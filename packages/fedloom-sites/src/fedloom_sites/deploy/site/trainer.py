@@ -167,16 +167,9 @@ class Trainer:
         return job, state
 
     def train(
-        self,
-        job: Job,
-        state: StateGeneration | None,
-        t: int,
-        download: bytes,
-        send: Send,
-        weights: Sequence[float] = (),
-        *,
-        stays_neutral: bool = False,
-    ) -> StateGeneration:
+        self, job: Job, state: StateGeneration | None, t: int, download: bytes, send: Send,
+        weights: Sequence[float] = (), *, stays_neutral: bool = False,
+    ) -> StateGeneration:  # fmt: skip
         """Train for a round, and return the generation that results.
 
         If the request is repeated, the stored generation is returned.

@@ -17,13 +17,6 @@ SAMPLERS: dict[str, type[Sampler]] = {
 }
 
 __all__ = [
-    "SAMPLERS",
-    "Availability",
-    "Bernoulli",
-    "Clustered",
-    "PowerOfChoice",
-    "RoundRobin",
-    "Sampler",
-    "SizeWeighted",
+    "SAMPLERS", "Availability", "Bernoulli", "Clustered", "PowerOfChoice", "RoundRobin", "Sampler", "SizeWeighted",
     "Uniform",
-]
+]  # fmt: skip

@@ -78,6 +78,32 @@ class SampleSource(FileSource):
         ...
 
 
+Scale = tuple[tuple[float, ...] | None, tuple[float, ...] | None]
+"""Mean and standard deviation of images, each with one number per channel, or None."""
+
+
+def mean_option(value: tuple[float, ...] | None, origin: str = "") -> Any:
+    """Return the option ``mean`` of a source of images, with its default value and a note on the value's origin."""
+    return Field(default=value, description=f"number subtracted from pixels in [0, 1]{origin}")
+
+
+def std_option(value: tuple[float, ...] | None, origin: str = "") -> Any:
+    """Return the option ``std`` of a source of images, with its default value and a note on the value's origin."""
+    return Field(default=value, description=f"divisor for pixels, applied after the subtraction{origin}")
+
+
+def image_dataset(
+    name: str, x: Tensor, labels: Tensor, classes: tuple[str, ...], scale: Scale, test: Tensor | None
+) -> Dataset:
+    """Create a data set from images ``[N, channels, height, width]`` and the integer labels ``[N]`` of their classes.
+
+    Raises:
+        DataError: the scale is invalid for these images.
+    """
+    mean, std = map(scale_tensor, scale)
+    return Dataset(name, x, labels.long(), "classification", classes, mean, std, test)
+
+
 def locate(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str], fits: Callable[[Path], bool]
 ) -> Path:
@@ -141,9 +167,8 @@ def number_names(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
     if len(labels) and (labels.min() < 0 or labels.max() >= MAX_CLASSES):
         bad = int(((labels < 0) | (labels >= MAX_CLASSES)).argmax())
         raise DataError(
-            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from "
-            f"0 to at most {MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if "
-            "labels are measurements"
+            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from 0 to at most "
+            f"{MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if labels are measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 

@@ -43,14 +43,8 @@ rows, with a ratio below `MAX_UNPACKING_RATIO`, takes minutes to unpack."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
 DAMAGED_FILE_ERRORS = (
-    EOFError,
-    OSError,
-    lzma.LZMAError,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-)
+    EOFError, OSError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error, NotImplementedError,
+)  # fmt: skip
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".zip")
 Wanted = Callable[[str], bool]
 
@@ -91,9 +85,8 @@ class _LimitedStream(io.RawIOBase):
         self._start = now if math.isnan(self._start) else self._start
         if now - self._start > self._seconds:
             raise DataError(
-                f"{self._where}: reading took more than {self._seconds:.0f} s, which is too long for "
-                "the size of the archive. If the file is genuine, unpack the file yourself and use "
-                "the unpacked file"
+                f"{self._where}: reading took more than {self._seconds:.0f} s, which is too long for the size of the "
+                "archive. If the file is genuine, unpack the file yourself and use the unpacked file"
             )
         return count
 
@@ -118,9 +111,8 @@ def damaged_file_error(where: str, error: Exception) -> DataError:
 def archive_bomb_error(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to many more bytes than expected."""
     return DataError(
-        f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
-        f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
-        "yourself and use the unpacked file"
+        f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, or more than the "
+        f"limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file yourself and use the unpacked file"
     )
 
 

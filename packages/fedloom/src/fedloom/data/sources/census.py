@@ -75,17 +75,10 @@ class Heart(FileSource):
             for name in features
         )
         return Dataset(
-            "heart",
-            torch.from_numpy(values[:, :-1].copy()),
-            torch.from_numpy(values[:, -1] > 0).long(),
-            "binary",
-            ("healthy", "disease"),
-            columns={"hospital": users},
-            levels={"hospital": HEART_HOSPITALS},
-            users=users,
-            user_names=HEART_HOSPITALS,
-            prepare=Table(columns=columns),
-        )
+            "heart", torch.from_numpy(values[:, :-1].copy()), torch.from_numpy(values[:, -1] > 0).long(), "binary",
+            ("healthy", "disease"), columns={"hospital": users}, levels={"hospital": HEART_HOSPITALS}, users=users,
+            user_names=HEART_HOSPITALS, prepare=Table(columns=columns),
+        )  # fmt: skip
 
 
 ADULT_COLUMNS: Schema = {  # in the order of adult.names
@@ -163,15 +156,9 @@ class Adult(FileSource):
             start += 1
         test = torch.from_numpy(np.flatnonzero(in_test))
         return Dataset(
-            "adult",
-            x,
-            y,
-            "binary",
-            ADULT_COLUMNS["income"],
-            test=test if 0 < len(test) < len(x) else None,
-            columns=codes,
-            levels={name: ADULT_COLUMNS[name] for name in codes},
-        )
+            "adult", x, y, "binary", ADULT_COLUMNS["income"], test=test if 0 < len(test) < len(x) else None,
+            columns=codes, levels={name: ADULT_COLUMNS[name] for name in codes},
+        )  # fmt: skip
 
 
 def _iterate_census_tables(

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate, scale_tensor
+from fedloom.data.sources._base import FileSource, Scale, image_dataset, locate, mean_option, std_option
 from fedloom.data.sources.archive import GrowingRows, iterate_entries, strip_compression_suffix
 from fedloom.errors import DataError, NoSamples
 
@@ -41,26 +40,20 @@ CIFAR100_VERSION = CifarVersion("cifar-100", re.compile(r"(^|/)(train|test)(\.bi
 class Cifar10(FileSource):
     """CIFAR-10: 50,000 + 10,000 color images of 32x32 pixels in ten classes."""
 
-    mean: tuple[float, ...] | None = Field(
-        default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
-    )
-    std: tuple[float, ...] | None = Field(
-        default=(0.5,), description="divisor for pixels, applied after the subtraction (FLAME)"
-    )
+    mean: tuple[float, ...] | None = mean_option((0.5,), " (FLAME)")
+    std: tuple[float, ...] | None = std_option((0.5,), " (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. The test batch forms the official test set."""
         place = _locate_cifar(CIFAR10_VERSION, self.path, data_dir)
-        return _read_cifar(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
+        return _read_cifar(CIFAR10_VERSION, place, CIFAR10_CLASSES, (self.mean, self.std))
 
 
 class Cifar100(FileSource):
     """CIFAR-100: 50,000 + 10,000 color images of 32x32 pixels in a hundred (fine) classes."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(
-        default=(0.5,), description="divisor for pixels, applied after the subtraction"
-    )
+    mean: tuple[float, ...] | None = mean_option((0.5,))
+    std: tuple[float, ...] | None = std_option((0.5,))
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images with their fine labels. The test file forms the official test set."""
@@ -72,7 +65,7 @@ class Cifar100(FileSource):
             raise DataError(
                 f"{place}: fine_label_names.txt has {len(names)} names, expected 100. Fetch this file again"
             )
-        return _read_cifar(CIFAR100_VERSION, place, names, self.mean, self.std)
+        return _read_cifar(CIFAR100_VERSION, place, names, (self.mean, self.std))
 
 
 def _locate_cifar(form: CifarVersion, path: str | None, data_dir: str | Path | None) -> Path:
@@ -88,13 +81,7 @@ def _locate_cifar(form: CifarVersion, path: str | None, data_dir: str | Path | N
     return locate(name.upper(), path, data_dir, folders, holds)
 
 
-def _read_cifar(
-    form: CifarVersion,
-    place: Path,
-    classes: tuple[str, ...],
-    mean: tuple[float, ...] | None,
-    std: tuple[float, ...] | None,
-) -> Dataset:
+def _read_cifar(form: CifarVersion, place: Path, classes: tuple[str, ...], scale: Scale) -> Dataset:
     x, y, in_test = GrowingRows((3, 32, 32), np.uint8), GrowingRows((), np.uint8), GrowingRows((), np.bool_)
     width, pickled = form.label_bytes + IMAGE_BYTES, ""
     for entry in iterate_entries(place, lambda file: form.files.search(file) is not None):
@@ -122,20 +109,11 @@ def _read_cifar(
             raise NoSamples(f"{entry.where} contains no records. Fetch the file again")
     if x.size == 0 and pickled:
         raise DataError(
-            f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use "
-            f"the binary version of the same images, {form.name}-binary.tar.gz from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html"
+            f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use the binary version "
+            f"of the same images, {form.name}-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html"
         )
     if x.size == 0:
         raise DataError(f"{form.name}: no batches in {place}; expected files such as {form.files.pattern}")
     test = np.flatnonzero(in_test.done())
-    return Dataset(
-        form.name,
-        torch.from_numpy(x.done()),
-        torch.from_numpy(y.done()).long(),
-        "classification",
-        classes,
-        scale_tensor(mean),
-        scale_tensor(std),
-        torch.from_numpy(test) if len(test) else None,
-    )
+    official = torch.from_numpy(test) if len(test) else None
+    return image_dataset(form.name, torch.from_numpy(x.done()), torch.from_numpy(y.done()), classes, scale, official)

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate, name_file_in_errors, scale_tensor
+from fedloom.data.sources._base import (
+    FileSource,
+    Scale,
+    image_dataset,
+    locate,
+    mean_option,
+    name_file_in_errors,
+    std_option,
+)
 from fedloom.data.sources.archive import ArchiveEntry, check_no_trailing_bytes, check_size, fill_array, iterate_entries
 from fedloom.errors import DataError
 
@@ -30,46 +37,31 @@ IDX_FILES = {
 class Mnist(FileSource):
     """MNIST: 60,000 + 10,000 gray images of handwritten digits with 28x28 pixels."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(
-        default=(0.3081,), description="divisor for pixels, applied after the subtraction"
-    )
+    mean: tuple[float, ...] | None = mean_option((0.1307,))
+    std: tuple[float, ...] | None = std_option((0.3081,))
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all 70,000 images of the data set. The last 10,000 images are the official test set."""
         place = locate("MNIST", self.path, data_dir, ("mnist", "MNIST/raw", "MNIST"), holds_idx)
-        return read_idx("mnist", place, tuple(str(digit) for digit in range(10)), self.mean, self.std)
+        return read_idx("mnist", place, tuple(str(digit) for digit in range(10)), (self.mean, self.std))
 
 
 class FashionMnist(FileSource):
     """Fashion-MNIST: 60,000 + 10,000 gray images of clothing with 28x28 pixels."""
 
-    mean: tuple[float, ...] | None = Field(
-        default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
-    )
-    std: tuple[float, ...] | None = Field(
-        default=(0.3081,), description="divisor for pixels, applied after the subtraction (FLAME)"
-    )
+    mean: tuple[float, ...] | None = mean_option((0.1307,), " (FLAME)")
+    std: tuple[float, ...] | None = std_option((0.3081,), " (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all 70,000 images of the data set. The last 10,000 images are the official test set."""
         folders = ("fashion-mnist", "FashionMNIST/raw", "FashionMNIST")
         place = locate("Fashion-MNIST", self.path, data_dir, folders, holds_idx)
-        return read_idx("fashion-mnist", place, FASHION_CLASSES, self.mean, self.std)
+        return read_idx("fashion-mnist", place, FASHION_CLASSES, (self.mean, self.std))
 
 
 FASHION_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
 
 
 def holds_idx(place: Path) -> bool:
@@ -80,9 +72,7 @@ def holds_idx(place: Path) -> bool:
     return not place.is_dir() or any(place.glob("*-idx[13]-ubyte*"))
 
 
-def read_idx(
-    name: str, place: Path, classes: tuple[str, ...], mean: tuple[float, ...] | None, std: tuple[float, ...] | None
-) -> Dataset:
+def read_idx(name: str, place: Path, classes: tuple[str, ...], scale: Scale) -> Dataset:
     """Load the four IDX files from a folder or archive as one data set.
 
     The headers are read first, so that the array can be allocated once and the files can be read directly into it.
@@ -117,19 +107,9 @@ def read_idx(
                 f"{entry.where}: sample {bad} has the unknown label {y[part][bad]}: labels must be "
                 f"from 0 to {len(classes) - 1}. These labels belong to a different data set"
             )
-    labels = torch.from_numpy(y).long()
-    test_set = torch.arange(train[0], total)
     with name_file_in_errors(place):
-        return Dataset(
-            name,
-            torch.from_numpy(x),
-            labels,
-            "classification",
-            classes,
-            scale_tensor(mean),
-            scale_tensor(std),
-            test_set,
-        )
+        test_set = torch.arange(train[0], total)
+        return image_dataset(name, torch.from_numpy(x), torch.from_numpy(y), classes, scale, test_set)
 
 
 def _is_idx_file(name: str) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, SampleSource, locate, scale_tensor
+from fedloom.data.sources._base import FileSource, SampleSource, Scale, image_dataset, locate, mean_option, std_option
 from fedloom.data.sources.archive import ArchiveEntry, GrowingRows, check_size, iterate_entries
 from fedloom.data.sources.array_data import add_copy_note
 from fedloom.errors import DataError
@@ -99,8 +99,7 @@ def _read_images(
     class_of: Callable[[PurePosixPath], str | None],
     side_of: Callable[[PurePosixPath], bool],
     pictures: _Pictures,
-    mean: tuple[float, ...] | None,
-    std: tuple[float, ...] | None,
+    scale: Scale,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
     """Load all images. Their paths determine their classes. Classes are numbered in the order of their names."""
@@ -123,21 +122,9 @@ def _read_images(
             f"{name}: unknown label {min(unseen)!r} in the test images of {place}, because no training image has it"
         )
     code = {label: i for i, label in enumerate(classes)}
-    test = torch.tensor(in_test).nonzero().flatten()
-    if len(test) == len(labels):
-        test = test[:0]
-    return add_copy_note(
-        Dataset(
-            name,
-            pictures.done(),
-            torch.tensor([code[label] for label in labels]),
-            "classification",
-            classes,
-            scale_tensor(mean),
-            scale_tensor(std),
-            test if len(test) else None,
-        )
-    )
+    numbers, test = torch.tensor([code[label] for label in labels]), torch.tensor(in_test).nonzero().flatten()
+    official = test if 0 < len(test) < len(labels) else None
+    return add_copy_note(image_dataset(name, pictures.done(), numbers, classes, scale, official))
 
 
 class ImageFolder(SampleSource):
@@ -153,15 +140,15 @@ class ImageFolder(SampleSource):
         le=SIDE_LIMIT,
         description="resize images to side x side pixels (default: all images must have the same size)",
     )
-    mean: tuple[float, ...] | None = Field(default=None, description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=None, description="divisor for pixels, applied after the subtraction")
+    mean: tuple[float, ...] | None = mean_option(None)
+    std: tuple[float, ...] | None = std_option(None)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. The images below a folder `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read_images(
-            place.name, place, _parent_folder_name, _is_below_test_folder, pictures, self.mean, self.std
+            place.name, place, _parent_folder_name, _is_below_test_folder, pictures, (self.mean, self.std)
         )
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
@@ -192,12 +179,8 @@ class MedicalMnist(FileSource):
     rgb: bool = Field(
         default=False, description="repeat the channel three times, as FLAME's CNN expects (206,678 parameters)"
     )
-    mean: tuple[float, ...] | None = Field(
-        default=(0.3,), description="number subtracted from pixels in [0, 1] (FLAME)"
-    )
-    std: tuple[float, ...] | None = Field(
-        default=(0.3,), description="divisor for pixels, applied after the subtraction (FLAME)"
-    )
+    mean: tuple[float, ...] | None = mean_option((0.3,), " (FLAME)")
+    std: tuple[float, ...] | None = std_option((0.3,), " (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. There is no official test set."""
@@ -205,7 +188,7 @@ class MedicalMnist(FileSource):
         place = locate("Medical MNIST", self.path, data_dir, folders, _has_pictures)
         pictures = _Pictures(self.rgb, None)
         return _read_images(
-            "medical-mnist", place, _parent_folder_name, lambda path: False, pictures, self.mean, self.std
+            "medical-mnist", place, _parent_folder_name, lambda path: False, pictures, (self.mean, self.std)
         )
 
 
@@ -222,10 +205,8 @@ def _has_train(place: Path) -> bool:
 class TinyImagenet(FileSource):
     """Tiny-ImageNet: 200 classes of 64x64 color images, 500 for training, 50 for validation each (CS231n, Stanford)."""
 
-    mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(
-        default=(0.5,), description="divisor for pixels, applied after the subtraction"
-    )
+    mean: tuple[float, ...] | None = mean_option((0.5,))
+    std: tuple[float, ...] | None = std_option((0.5,))
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the training and validation images.
@@ -251,5 +232,5 @@ class TinyImagenet(FileSource):
             return is_image(name) and "test" not in PurePosixPath(name).parts[:-1]  # the test images have no labels
 
         return _read_images(
-            "tiny-imagenet", place, class_of, is_validation, _Pictures(True, None), self.mean, self.std, wanted
+            "tiny-imagenet", place, class_of, is_validation, _Pictures(True, None), (self.mean, self.std), wanted
         )

@@ -245,31 +245,15 @@ def _load_leaf(place: Path, options: Leaf, original: tuple[int, tuple[str, ...]]
 
 
 def make_user_dataset(
-    place: Path,
-    collected: UserSamples,
-    name: str,
-    column: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    task: Task,
-    classes: tuple[str, ...],
-    vocabulary: tuple[str, ...] = (),
-) -> Dataset:
+    place: Path, collected: UserSamples, name: str, column: str, x: torch.Tensor, y: torch.Tensor, task: Task,
+    classes: tuple[str, ...], vocabulary: tuple[str, ...] = (),
+) -> Dataset:  # fmt: skip
     """Create a data set from samples that were collected by user, with a column for the user."""
     with name_file_in_errors(place):
         return Dataset(
-            name,
-            x,
-            y,
-            task,
-            classes,
-            test=collected.test,
-            columns={column: collected.users},
-            levels={column: collected.names},
-            users=collected.users,
-            user_names=collected.names,
-            vocabulary=vocabulary,
-        )
+            name, x, y, task, classes, test=collected.test, columns={column: collected.users},
+            levels={column: collected.names}, users=collected.users, user_names=collected.names, vocabulary=vocabulary,
+        )  # fmt: skip
 
 
 class UserSamples(NamedTuple):

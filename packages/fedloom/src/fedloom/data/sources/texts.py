@@ -103,8 +103,7 @@ class Texts(FileSource):
             raise DataError(f"{place} is not a table. Texts need a CSV or Parquet file with a column of texts")
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
         with table.open() as raw:
-            last = next(reversed(raw.names), None)
-            label = (last if self.target is None else self.target) if labelled else None
+            label = (next(reversed(raw.names), None) if self.target is None else self.target) if labelled else None
             roles = [c for c in (label, self.client_column) if c is not None and (labelled or c in raw.names)]
             if absent := [c for c in (self.text, *roles) if c not in raw.names]:
                 raise ConfigError(f"{place} has no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
@@ -263,16 +262,9 @@ class Docstrings(Source):
         users = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))
         x, y = (torch.cat(of) for of in zip(*parts, strict=True))
         return Dataset(
-            "docstrings",
-            x,
-            y,
-            classes=vocabulary[2:],
-            columns={"module": users},
-            levels={"module": tuple(names)},
-            users=users,
-            user_names=tuple(names),
-            vocabulary=vocabulary,
-        )
+            "docstrings", x, y, classes=vocabulary[2:], columns={"module": users}, levels={"module": tuple(names)},
+            users=users, user_names=tuple(names), vocabulary=vocabulary,
+        )  # fmt: skip
 
 
 def text_windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,8 +96,7 @@ def parts_by_subject(
     """
     units, total = design.units[index], len(design.units)
     client, who = np.divmod(np.unique(owner * total + units), total)
-    subjects = np.bincount(client, minlength=n)
-    by_subject = np.lexsort((client, subjects[client], who))
+    by_subject = np.lexsort((client, np.bincount(client, minlength=n)[client], who))
     first = np.ones(len(by_subject), bool)
     first[1:] = np.diff(who[by_subject]) != 0
     homes = np.sort(by_subject[first])

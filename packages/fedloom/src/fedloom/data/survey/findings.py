@@ -102,7 +102,7 @@ def text_exclusion_reason(name: str, counts: Mapping[str, int], rows: int) -> st
 
 def table_findings(
     features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None,
-    ranged: Collection[str] = (), units: NDArray[np.int64] | None = None,
+    ranged: Collection[str] = (), units: NDArray[np.int64] | None = None, ordered: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the notes on a table.
 
@@ -113,6 +113,7 @@ def table_findings(
         ranged: columns with an agreed range. Missing-value codes in these columns are already detected by the range.
         units: subject of each row ``[N]``. Rows of the same subject are allowed to be similar. None if no column
             identifies the subjects.
+        ordered: True if later rows are test rows.
     """
     count = len(next(iter(features.values())).values)
     if count < MAX_FEW_LEVELS:
@@ -132,7 +133,7 @@ def table_findings(
     for of, (target, task) in outcome.items():
         if task == "classification" and target.names:
             yield from _note_doubtful_classes(of, target)
-        yield from find_leaks(features, of, target, task, users, rows)
+        yield from find_leaks(features, of, target, task, users, rows, ordered)
 
 
 def _sample_rows(count: int, columns: int) -> NDArray[np.int64]:
@@ -251,9 +252,8 @@ def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
         first, second = one.lower(), other.lower()
         if (first, second) == ("1", "2") or (second in NEGATIVE_WORDS and first not in NEGATIVE_WORDS):
             yield (
-                f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe "
-                f"{other!r}, the second of {one!r} and {other!r}. If the outcome is the other class, "
-                "write 1 for it and 0 for the rest"
+                f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe {other!r}, the "
+                f"second of {one!r} and {other!r}. If the outcome is the other class, write 1 for it and 0 for the rest"
             )
 
 

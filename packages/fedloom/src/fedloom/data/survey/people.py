@@ -81,14 +81,12 @@ CONTACT_WORDS = {
     "postal codes": "postcode postalcode zip zipcode plz postleitzahl codepostal codigopostal codicepostale postnummer "
     "postinumero індекс 邮编 郵便番号",
     "insurance or identity numbers": "ssn socialsecurity socialsecuritynumber socialsecurityno sin nino nric cnic cnp "
-    "egn oib jmbg insurancenumber insuranceid "
-    "insuranceno healthcardnumber medicarenumber medicareid medicalrecordnumber "
-    "nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer versichertennr versnr "
-    "krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn pesel personnummer "
-    "henkilotunnus fodselsnummer sozialversicherungsnummer svnummer rodnecislo tckimlik mynumber "
-    "ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
-    "passport passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс "
-    "身份证",
+    "egn oib jmbg insurancenumber insuranceid insuranceno healthcardnumber medicarenumber medicareid "
+    "medicalrecordnumber nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer "
+    "versichertennr versnr krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn "
+    "pesel personnummer henkilotunnus fodselsnummer sozialversicherungsnummer svnummer rodnecislo tckimlik mynumber "
+    "ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber passport "
+    "passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс 身份证",
 }
 """Words in the names of columns that contain contact details or identifiers of people, keyed by kind."""
 LAST_CONTACT_WORDS = words("contact kontakt contacto contatto sin nir zip")
@@ -119,16 +117,15 @@ GIVEN_NAMES = words(
     "maria carmen ana isabel lucia elena giuseppe giovanni marco francesco luca giulia paolo joao piotr tomasz "
     "katarzyna agnieszka ivan sergei dmitri olga natalia иван сергей александр пётр дмитрий анна мария елена ольга "
     "mohammed mohamed muhammad ahmed ali fatima aisha hassan omar محمد أحمد علي فاطمة حسن priya rahul amit wei li ming "
-    "hiroshi yuki kenji mehmet ayşe mustafa "
-    "anke bernd heiko holger torsten thorsten silke ralf detlef ines katrin kerstin sigrid gudrun jörg dirk anja tanja "
-    "lukas leon finn emil mia lina lea jonas felix julia lisa sophie marc luc camille chloe hugo louis sofia aurora "
-    "alessandro chiara matteo davide elif emre zeynep murat burak cem selin hülya fatma orhan stanisław małgorzata "
-    "krystyna wojciech jerzy zbigniew magdalena jakub petr pavel jana tomas lucie ondrej zoltan laszlo eva katalin "
-    "bogdan mihai andrei ioana nikos giorgos eleni dimitris γιώργος μαρία νίκος ελένη δημήτρης yusuf ibrahim khadija "
-    "mariam khalid layla يوسف مريم خالد ليلى david moshe sarah rachel yosef דוד שרה משה רחל יוסף "
-    "anil sunil sunita deepak pooja sanjay lakshmi thabo sipho lerato nomsa amara kwame "
-    "chidi ngozi adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid "
-    "mikael anders björn johan emma noah liam mason ethan"
+    "hiroshi yuki kenji mehmet ayşe mustafa anke bernd heiko holger torsten thorsten silke ralf detlef ines katrin "
+    "kerstin sigrid gudrun jörg dirk anja tanja lukas leon finn emil mia lina lea jonas felix julia lisa sophie marc "
+    "luc camille chloe hugo louis sofia aurora alessandro chiara matteo davide elif emre zeynep murat burak cem selin "
+    "hülya fatma orhan stanisław małgorzata krystyna wojciech jerzy zbigniew magdalena jakub petr pavel jana tomas "
+    "lucie ondrej zoltan laszlo eva katalin bogdan mihai andrei ioana nikos giorgos eleni dimitris γιώργος μαρία νίκος "
+    "ελένη δημήτρης yusuf ibrahim khadija mariam khalid layla يوسف مريم خالد ليلى david moshe sarah rachel yosef דוד "
+    "שרה משה רחל יוסף anil sunil sunita deepak pooja sanjay lakshmi thabo sipho lerato nomsa amara kwame chidi ngozi "
+    "adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid mikael anders björn "
+    "johan emma noah liam mason ethan"
 )
 """Common given names, in lower case. A given name must occur only in a fraction of a column's cells
 (`MIN_GIVEN_NAME_SHARE`)."""
@@ -284,8 +281,8 @@ def names_subject(name: str) -> bool:
 
     >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "patient_nbr")]
     [True, True, True, True, True]
-    >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit")]
-    [False, False, False, False, False, False]
+    >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit", "PT")]
+    [False, False, False, False, False, False, False]
     """
     parts = split_name(name)
     numbered = len(parts) > 1 and parts[-1] in NUMBER_WORDS
@@ -300,15 +297,16 @@ def names_subject(name: str) -> bool:
 def names_person(name: str) -> bool:
     """Return True if a name can only mean a number that identifies a person, unlike ``stays_in_week_nights``."""
     parts, neutral = split_name(name), NEUTRAL_WORDS | {"stay", "hadm", "icustay"}
-    return any(map(PERSON_WORD_PATTERN.fullmatch, parts)) and all(
-        p in neutral or PERSON_WORD_PATTERN.fullmatch(p) for p in parts
+    return (
+        any(map(PERSON_WORD_PATTERN.fullmatch, parts))
+        and all(p in neutral or PERSON_WORD_PATTERN.fullmatch(p) for p in parts)
+        and parts != ["pt"]  # alone, the prothrombin time
     )
 
 
 def split_name(name: str) -> list[str]:
     """Return the words in a name such as ``hospital_id`` or ``hospitalId``, each as in `plain_name`."""
-    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return [plain_name(word) for word in re.split(r"[\W\d_]+", split) if word]
+    return [plain_name(word) for word in re.split(r"[\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)) if word]
 
 
 def _last_words(name: str) -> frozenset[str]:

@@ -283,29 +283,6 @@ def check_attack(setting: Setting) -> None:
         )
 
 
-def check_early_stop(setting: Setting, fed: Federation) -> None:
-    """Raise an error if the part of the data that early stopping watches is empty or not evaluated.
-
-    Raises:
-        ConfigError: the part is empty or is not evaluated. The message states the reason.
-    """
-    rule = setting.early_stop
-    if rule is None:
-        return
-    if rule.part not in setting.evaluate.parts:
-        raise Refused(
-            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part",
-            rule="early-stop-part",
-            fix=f"set {{evaluate.parts = {[*setting.evaluate.parts, rule.part]}}}",
-        )
-    if not int(fed.sizes(rule.part).sum()):
-        raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has samples in this part",
-            rule="early-stop-part-empty",
-            fix="set {early_stop.part = 'train'}, or use a larger {partition.validation}",
-        )
-
-
 def check_root(aggregator: Aggregator | None, n: int) -> None:
     """Raise an error if an aggregation rule trusts a client that does not exist.
 
@@ -334,11 +311,17 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if tested or "test" not in setting.evaluate.parts:
         return []
     if fed.partition and fed.partition.get("test", 1.0) != 0:
+        marked = fed.data.design is not None and fed.data.design.held_out is not None
+        cure = (
+            "mark the last row of a subject, which decides its part"
+            if marked
+            else ("use fewer clients or a larger test fraction")
+        )
         raise Refused(
             f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
             "rows), so nothing would be evaluated",
             rule="test-part-empty",
-            fix="set {partition.test = 0} to train without a test part, or use fewer clients or a larger test fraction",
+            fix=f"set {{partition.test = 0}} to train without a test part, or {cure}",
         )
     return [NOT_EVALUATED]
 

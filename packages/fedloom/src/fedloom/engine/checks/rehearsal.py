@@ -11,6 +11,7 @@ from fedloom.algorithms import upload_fields
 from fedloom.choose import Sampler
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.clients.messages import first_step, first_upload
+from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.problem import JobFacts
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, attribute_error
@@ -19,6 +20,7 @@ from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rebuild_rows
 from fedloom.models.parts import penultimate_layer
 from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
+from fedloom.tasks.sums import metric_names
 
 MAX_DRAWS = 20_000_000
 """Maximum number of client draws (clients times rounds) when the cohorts are checked. If a run has more draws, only its
@@ -200,6 +202,48 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
         start = server, rebuild_rows(rows, [value[0] for value in rows]), kept
 
 
+def check_early_stop(rule: EarlyStop, problem: JobFacts, server: Fields) -> None:
+    """Raise an error if a value that early stopping watches is never measured, so that no run would end early.
+
+    Args:
+        rule: rule for ending the run.
+        problem: the run.
+        server: state of the server before round 1.
+
+    Raises:
+        ConfigError: the part is empty or is not evaluated, or there is no such model or metric. The message states the
+            reason.
+    """
+    parts = problem.setting.evaluate.parts
+    if rule.part not in parts:
+        raise Refused(
+            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part",
+            rule="early-stop-part",
+            fix=f"set {{evaluate.parts = {[*parts, rule.part]}}}",
+        )
+    if not int(problem.eval_fed.sizes(rule.part).sum()):
+        raise Refused(
+            f"early_stop watches the {rule.part} part, but no client has samples in this part",
+            rule="early-stop-part-empty",
+            fix="set {early_stop.part = 'train'}, or use a larger {partition.validation}",
+        )
+    kinds, metrics = problem.model_kinds(server), metric_names(problem.oracle.task)
+    if rule.model is not None and rule.model not in kinds:
+        raise Refused(
+            f"early_stop watches the {rule.model} model, but {type(problem.algorithm).__name__} has only these models: "
+            f"{', '.join(kinds)}",
+            rule="early-stop-model",
+            fix="omit {early_stop.model}",
+        )
+    if rule.metric not in metrics:
+        raise Refused(
+            f"early_stop watches the metric {rule.metric!r}, but for these data it must be one of: "
+            f"{', '.join(sorted(metrics))}",
+            rule="early-stop-metric",
+            fix="omit {early_stop.metric}, or name one of them",
+        )
+
+
 def rehearse_rounds(problem: JobFacts, start: Start) -> None:
     """Find errors before round 1 that would otherwise occur only in a later round.
 
@@ -208,10 +252,12 @@ def rehearse_rounds(problem: JobFacts, start: Start) -> None:
         start: states before round 1.
 
     Raises:
-        ConfigError: a cohort is too small for the aggregation rule or the schedule, or every client exceeds a time
-            limit.
+        ConfigError: a cohort is too small for the aggregation rule or the schedule, every client exceeds a time limit,
+            or early stopping watches a value that is never measured.
     """
     silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
     if problem.replay.cohorts is None:
         check_cohorts(problem.setting, problem.ctx(0), silent)
     check_times(problem, start)
+    if problem.setting.early_stop is not None:
+        check_early_stop(problem.setting.early_stop, problem, start[0])

@@ -15,7 +15,6 @@ from fedloom.engine.checks.notes import no_effect_sentence
 from fedloom.engine.checks.refusals import (
     add_rule_to_errors,
     check_attack,
-    check_early_stop,
     check_mixer,
     check_root,
     check_sampler,
@@ -62,7 +61,6 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     eval_fed = fed.to(device, dtype)
     fed = eval_fed.pooled() if setting.pooled else eval_fed
     setting, notes = _check_without_data(setting, fed.n)
-    check_early_stop(setting, eval_fed)
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
     if isinstance(setting.attack, Backdoor):
         fed = eval_fed = add_triggers(eval_fed, setting.attack)

@@ -57,6 +57,12 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
         projection,
     )  # fmt: skip
     x0 = replay.start(oracle.layout.vector(oracle.module, oracle.dtype).to(oracle.device), oracle.layout)
+    if not bool(x0.isfinite().all()):
+        raise Refused(
+            f"model {type(oracle.module).__name__!r} contains NaN or infinity before round 1",
+            rule="initial-model-not-finite",
+            fix="initialize all parameters with finite numbers",
+        )
     if not uses_clusters(setting.client_weights):
         return LocalProblems(oracle, ctx, x0, None)
     clusters = clusters_of(setting.client_weights)

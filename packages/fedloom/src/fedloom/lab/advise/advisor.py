@@ -130,17 +130,10 @@ class Advisor:
 
     @entered("file")
     def __init__(
-        self,
-        document: Mapping[str, Any],
-        where: str,
-        out: Path,
-        data_dir: Path | None = None,
-        *,
-        budget: float = DEFAULT_BUDGET_RUNS,
-        margin: float | None = None,
-        read: Read = parse,
+        self, document: Mapping[str, Any], where: str, out: Path, data_dir: Path | None = None, *,
+        budget: float = DEFAULT_BUDGET_RUNS, margin: float | None = None, read: Read = parse,
         methods: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_alone("a race")
         self._where, self.out, self._margin, self._runs, self._read = where, out, margin, budget, read
         self._entries = RaceEntries(document, where, read, read_portfolio()[0] if methods is None else tuple(methods))
@@ -184,11 +177,7 @@ class Advisor:
         )
 
     def run(
-        self,
-        tell: Callable[[str], None] = lambda _line: None,
-        *,
-        join: bool = False,
-        executor: Executor | None = None,
+        self, tell: Callable[[str], None] = lambda _line: None, *, join: bool = False, executor: Executor | None = None
     ) -> Advice:
         """Train the missing laps, write all files of the race, and return the advice.
 

@@ -133,9 +133,8 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
     if begin(1) < 1:
         least = math.ceil(10 * (starts + stays + ends) - 1e-6) / 10
         raise ConfigError(
-            f"a budget of {significant(budget, 4)} runs of FedAvg is too small for a race of "
-            f"{len(methods)} methods with {FIRST_SEEDS} seeds. Use a budget of at least "
-            f"{significant(least, 4)}"
+            f"a budget of {significant(budget, 4)} runs of FedAvg is too small for a race of {len(methods)} methods "
+            f"with {FIRST_SEEDS} seeds. Use a budget of at least {significant(least, 4)}"
         )
     stay = 1
     while stay < MOST_STAYING and begin(stay + 1) >= 4 * (stay + 1):
@@ -162,17 +161,9 @@ def _race_costs(methods: Sequence[LapShares], planned: float) -> tuple[float, fl
 
 
 def race(
-    arms: Mapping[str, Sequence[Arm]],
-    stay: int,
-    budget: float,
-    work: int,
-    seeds: Sequence[int],
-    run: RunLaps,
-    tell: Callable[[str], None] = lambda _line: None,
-    *,
-    higher: bool,
-    planned: Callable[[], int] = lambda: 0,
-) -> RaceOutcome:
+    arms: Mapping[str, Sequence[Arm]], stay: int, budget: float, work: int, seeds: Sequence[int], run: RunLaps,
+    tell: Callable[[str], None] = lambda _line: None, *, higher: bool, planned: Callable[[], int] = lambda: 0,
+) -> RaceOutcome:  # fmt: skip
     """Run a race between methods and return its outcome.
 
     Args:
@@ -193,16 +184,9 @@ def race(
 
 class _Race:
     def __init__(
-        self,
-        arms: Mapping[str, Sequence[Arm]],
-        budget: float,
-        work: int,
-        seeds: Sequence[int],
-        sign: float,
-        run: RunLaps,
-        tell: Callable[[str], None],
-        planned: Callable[[], int],
-    ) -> None:
+        self, arms: Mapping[str, Sequence[Arm]], budget: float, work: int, seeds: Sequence[int], sign: float,
+        run: RunLaps, tell: Callable[[str], None], planned: Callable[[], int],
+    ) -> None:  # fmt: skip
         self._planned = planned
         self._arms: dict[str, Sequence[Arm]] = dict(arms)
         self._budget, self._work, self._seeds, self._sign, self._run, self._tell = budget, work, seeds, sign, run, tell

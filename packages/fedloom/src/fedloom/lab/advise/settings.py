@@ -96,7 +96,7 @@ class RaceEntries:
                 check_values(self._read_entry(name), 0, space, self._where, self._read)
             except ConfigError as error:
                 if name in (ALONE_METHOD, AVERAGE_METHOD):
-                    raise
+                    raise error.placed(f"every race includes {name!r}") from None
                 self.left_out[name] = str(error).removeprefix(f"{self._where}: ")
                 continue
             self._methods[name], self.spaces[name] = method, space

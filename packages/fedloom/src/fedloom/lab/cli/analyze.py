@@ -59,7 +59,7 @@ def analyze_file(
         from fedloom.lab.experiment import read
         from fedloom.lab.printing import print_rows
 
-        experiment = read(file)
+        experiment = read(file, trains=False)
         analysis, agreed = choose_analysis(experiment, name, values or (), rules or ())
         source = keep_group_columns(experiment.source, analysis.kept_columns)
         source = source.with_(impute=True) if isinstance(source, TableSource) else source

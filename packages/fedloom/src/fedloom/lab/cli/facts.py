@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, print_errors, say, say_json
@@ -92,8 +93,7 @@ def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[
 @app.command(rich_help_panel="Start")
 def describe(
     name: Annotated[
-        str,
-        typer.Argument(help="a method, from 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
+        str, typer.Argument(help="a method, from 'fedloom list'", show_default=False, autocompletion=offer.algorithms)
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -117,7 +117,12 @@ def describe(
             from fedloom.lab.experiment.index import read_index
             from fedloom.values import choose
 
-            text = choose("algorithm", read_index().cards, name)
+            index = read_index()
+            kinds = [kind for kind, parts in index.parts.items() if name in dict(parts)]
+            if name not in index.cards and kinds:
+                fix = f"list the {kinds[0]} and their descriptions: fedloom list {kinds[0]}"
+                raise ConfigError(f"{name!r} is not a method, but is listed under {' and '.join(kinds)}", fix=fix)
+            text = choose("algorithm", index.cards, name)
         if as_json:
             say_json({"name": name, "card": text, "options": _options_of(name)})
         else:

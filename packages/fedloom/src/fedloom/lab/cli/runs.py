@@ -157,7 +157,7 @@ def _print_plan(plan: Plan) -> None:
     from fedloom.lab.printing import print_rows
 
     head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
-    methods, seeds = len(plan.experiment.methods), len(head.seeds)
+    methods, seeds = len(plan.experiment.compared), len(head.seeds)
     sizes = {part: fed.sizes(part) for part in fed.parts}
     train = sizes["train"]
     say(f"{head.name}: {methods} methods, {seeds} seeds, {methods * seeds} runs, into {plan.out}")
@@ -300,9 +300,8 @@ def report_command(
         str,
         typer.Option(
             help=(
-                "model of each method to compare and print: best-on-validation (per client, the "
-                "better of global and personal), personal (global if there is no personal model), or "
-                "all"
+                "model of each method to compare and print: best-on-validation (per client, the better of global and "
+                "personal), personal (global if there is no personal model), or all"
             ),
             autocompletion=offer.complete_one_of("best-on-validation", "personal", "all"),
         ),

@@ -140,7 +140,7 @@ class GivenExperiment:
     @property
     def references(self) -> list[str]:
         """Labels that can serve as the baseline: every method, and the better of local training and FedAvg."""
-        compared = self.experiment.methods
+        compared = self.experiment.compared
         alone, average = ([m.label for m in compared if m.setting.role == role] for role in ("alone", "average"))
         rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
         return [*(method.label for method in compared), *rival]

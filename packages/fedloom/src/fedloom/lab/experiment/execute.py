@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from fedloom.analyses import ANALYSES, check_analysis
+from fedloom.analyses.fitted import run_setting
 from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import default_to_cpu
 from fedloom.data.federation import Federation
@@ -25,24 +26,11 @@ from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.errors import (
-    CodeError,
-    ConfigError,
-    DamagedCheckpoint,
-    LayoutError,
-    Refused,
-    RunStopped,
-    entered,
-)
+from fedloom.errors import CodeError, ConfigError, DamagedCheckpoint, LayoutError, Refused, RunStopped, entered
 from fedloom.lab import report
 from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Event, EventEmitter, EventQueue, Listener
 from fedloom.lab.experiment.live import LiveFigures
-from fedloom.lab.experiment.outputs import (
-    Outcome,
-    write_analyses,
-    write_summary,
-    write_tables,
-)
+from fedloom.lab.experiment.outputs import Outcome, write_analyses, write_summary, write_tables
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.directory import ExperimentDirectory, is_whole
 from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
@@ -130,18 +118,18 @@ class Plan:
             self._directory.check()
         data = keep_group_columns(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
-        for analysis in experiment.analyses:
-            for fed in self.federations.values():
-                check_analysis(analysis, fed, experiment.common)
-            if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
-        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.methods}
+        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.compared}
         for method, seed in self.runs:
             if seed != first:
                 check(method.setting.with_(seed=seed), self.federations[seed])
+        for analysis in experiment.analyses:
+            if analysis.runs_further and ranks.size > 1:
+                raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
+            for method, seed in self.runs:
+                check_analysis(analysis, self.federations[seed], method.setting.with_(seed=seed))
         if ranks.rank == 0 and not dry:
             make_folder(out)
 
@@ -369,7 +357,7 @@ class Plan:
         try:
             live = [LiveFigures(place, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
             progress: list[Progress] = [emitter, *live, *([] if claim is None else [partial(_note_round, claim)])]
-            result = simulate(setting, fed, folder=folder, callbacks=progress, advance=advance, ranks=self.ranks)
+            result = run_setting(setting, fed, folder=folder, callbacks=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except (CodeError, RunStopped) as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))

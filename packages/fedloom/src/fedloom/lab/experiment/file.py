@@ -47,6 +47,7 @@ def read(
     trust: bool = False,
     refit: bool = False,
     recorded: bool = False,
+    trains: bool = True,
     document: Mapping[str, object] | None = None,
     **engine: object,
 ) -> Experiment:
@@ -62,6 +63,7 @@ def read(
         refit: True to train on all samples, with the first seed.
         recorded: True if an earlier version may have written the file, as in a run directory. The keys in such a file
             may have their old names.
+        trains: False if the caller trains nothing, so that the file needs no method.
         document: content of the file, if it has already been read.
         engine: values for keys in the table [engine]. Values that are not None replace the values in the file.
 
@@ -77,10 +79,12 @@ def read(
     replaced = {key: value for key, value in engine.items() if value is not None}
     if replaced:
         document["engine"] = {**check_is_table(document.get("engine", {}), f"{path}: [engine]"), **replaced}
-    return parse(document, str(path))
+    return parse(document, str(path), trains=trains)
 
 
-def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces | None = None) -> Experiment:
+def parse(
+    document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces | None = None, *, trains: bool = True
+) -> Experiment:
     """Check the content of an experiment file and return its experiment.
 
     Args:
@@ -88,6 +92,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces
             of algorithms by method objects.
         where: name of the file, for error messages.
         way: keys that are accepted for the origin of the document. If None, the document comes from a file.
+        trains: False if an experiment without methods is accepted.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the
@@ -107,8 +112,8 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces
         raise ConfigError(
             f'{where}: the table [data] is missing. A minimal table contains, for example, source = "digits"'
         )
-    methods = document.get("method")
-    if not isinstance(methods, list) or not methods:
+    methods = document.get("method", None if trains else [])
+    if not isinstance(methods, list) or (trains and not methods):
         raise ConfigError(f"{where}: at least one [[method]] is needed; {way.form}")
     source, partition, tune = (
         SETTING_TABLES[name].read(document.get(name, {}), f"{where}: {way.name_table(name)}", name, way)
@@ -120,7 +125,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces
     common = add_groups(Setting.read(choices, where, way, base), analyses)
     kind = model.get("kind", "softmax") if isinstance(model, Mapping) else common.document()["model"]["kind"]
     compared = _read_methods(methods, document.get("local", {}), common, top.defaults, where, way)
-    return Experiment(
+    whole = Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
         source_options=dump(document["data"]) if isinstance(document["data"], Source) else document["data"],
@@ -131,6 +136,31 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: KeyPlaces
         methods=tuple(replace(method, setting=add_groups(method.setting, analyses)) for method in compared),
         analyses=analyses,
     )
+    check_fits(whole, where)
+    return whole
+
+
+def check_fits(experiment: Experiment, where: str) -> None:
+    """Raise an error if a model that an analysis fits cannot be a row of the comparison.
+
+    Raises:
+        ConfigError: a method has the same label, or clients are attacked.
+    """
+    labels, settings = (
+        [m.label for m in experiment.methods],
+        [experiment.common, *(m.setting for m in experiment.methods)],
+    )
+    for fit in experiment.compared[len(labels) :]:
+        if fit.label in labels:
+            raise ConfigError(
+                f"{where}: the row of the analysis {fit.algorithm!r} would have the same label as the method "
+                f"{fit.label!r}. Give the method another label"
+            )
+        if any(setting.attack is not None for setting in settings):
+            raise ConfigError(
+                f"{where}: the analysis {fit.algorithm!r} has compare = true, but its sums are not attacked, so a "
+                "comparison with attacked methods would be unfair. Omit compare, or omit attack"
+            )
 
 
 def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:

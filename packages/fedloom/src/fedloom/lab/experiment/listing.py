@@ -23,8 +23,7 @@ def list_model_rows(opened: RunDirectory) -> list[Row]:
     worst tenth of the clients. The metric of an adapted model is measured on samples that were held out from the
     adaptation.
     """
-    table = opened.table()
-    lead = leading(table["metric"].unique().to_pylist())
+    lead = leading(opened.table()["metric"].unique().to_pylist())
     rows = [row for run in opened for row in _model_rows(opened, run, lead)]
     return rows + [
         _adapted_model_row(file, opened.path, lead)

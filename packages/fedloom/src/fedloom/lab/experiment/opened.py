@@ -30,6 +30,7 @@ from fedloom.lab.experiment.schema import Experiment
 from fedloom.lab.report import result_table
 from fedloom.lab.report.reading import read_table
 from fedloom.metrics import leading, metric
+from fedloom.models import Softmax
 from fedloom.models.imported import InProcessModel, OwnModel, describe_model
 from fedloom.rundir import (
     METRICS_FILE,
@@ -37,6 +38,7 @@ from fedloom.rundir import (
     SETTINGS_FILE,
     SUMMARY_FILE,
     check_digest,
+    compared_tables,
     place_of,
     read_summary,
     run_folder,
@@ -175,7 +177,7 @@ class RunDirectory:
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
         document = {k: v for k, v in self._document.items() if k not in apart}
         tables = {"data": RecordedData(), "method": [self._insert_model(method) for method in methods]}
-        return parse({**self._insert_model(document), **tables}, str(self.path / SETTINGS_FILE))
+        return parse({**self._insert_model(document), **tables}, str(self.path / SETTINGS_FILE), trains=bool(methods))
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
@@ -191,12 +193,13 @@ class RunDirectory:
     def _setting(self, label: str) -> Setting:
         """Return the setting of a method."""
         tables = [m for m in self._methods if m.get("label") == label]
+        if not tables and label in [table["label"] for table in compared_tables(self._document)]:
+            return self._experiment([]).common.with_(model=Softmax())  # of any analysis, the model is linear
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import "
-                "path. In Python, the same call of fl.compare with this folder returns its models "
-                "without rerunning anything"
+                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import path. In Python, "
+                "the same call of fl.compare with this folder returns its models without rerunning anything"
             )
         return self._experiment(tables).methods[0].setting
 

@@ -243,14 +243,14 @@ def write_summary(
         for note in o.result.notes
         if note.removeprefix("data: ") not in of_data.get(o.seed, ())
     ]
-    roles = {method.label: method.setting.role for method in experiment.methods}
+    roles = {method.label: method.setting.role for method in experiment.compared}
     summary = Summary(
         name=experiment.head.name,
         runs=tuple(_run_record(outcome, roles.get(outcome.label)) for outcome in outcomes),
         clients=feds[0].n,
         classes=feds[0].data.classes,
         select_on=experiment.common.evaluate.select_on,
-        metrics={k: v for m in experiment.methods for k, v in m.setting.task.directions.items()},
+        metrics={k: v for m in experiment.compared for k, v in m.setting.task.directions.items()},
         warnings=tuple(dict.fromkeys([*notes, *more])),
     )
     write_atomic(out / SUMMARY_FILE, summary.content())

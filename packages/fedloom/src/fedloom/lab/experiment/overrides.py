@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fedloom.analyses import ANALYSES, Analysis
@@ -68,17 +68,29 @@ def apply_overrides(
         changed["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
-    return _remove_test_parts(changed, where) if refit else changed
+    return _remove_test_parts(changed, where, {text.partition("=")[0].strip() for text in values}) if refit else changed
 
 
-def _remove_test_parts(document: dict[str, Any], where: str) -> dict[str, Any]:
+def _remove_test_parts(document: dict[str, Any], where: str, explicit: Collection[str]) -> dict[str, Any]:
     """Return the document after changing it so that no test samples are held out.
 
-    Validation samples are not held out either, unless models are recalibrated on them.
+    Validation samples are not held out either, unless models are recalibrated on them, early stopping monitors them, or
+    their share is among the ``explicit`` changes of the command line.
+
+    Raises:
+        ConfigError: an explicit change holds out test samples.
     """
-    tables = {name: check_is_table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
+    if held_out := {"partition.test", "partition.folds"} & {*explicit}:
+        raise ConfigError(f"{where}: --refit trains on all samples. Omit --refit or --set {min(held_out)}")
+    names = ("partition", "early_stop")
+    tables = {name: check_is_table(document.get(name, {}), f"{where}: [{name}]") for name in names}
     partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
-    if not tables["task"].get("calibrate"):
+    stop, methods = tables["early_stop"], document.get("method")
+    monitored = bool(stop) and stop.get("part", "validation") == "validation"
+    entries = [document, *(methods if isinstance(methods, list) else ())]
+    tasks = [entry.get("task") for entry in entries if isinstance(entry, Mapping)]
+    calibrated = any(isinstance(task, Mapping) and task.get("calibrate") for task in tasks)
+    if not (monitored or calibrated or "partition.validation" in explicit):
         partition["validation"] = 0.0
     seeds = document.get("seeds", [0])
     first = seeds[:1] if isinstance(seeds, list) else seeds

@@ -43,8 +43,7 @@ class RecordedRun:
 
     def table(self) -> pa.Table:
         """Return a tidy table with the columns round, client (-1 for the federation), model, part, metric and value."""
-        whole = self._whole()
-        return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
+        return rows_where(self._whole(), method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
         """Return, as float64 ``[s]``, the value of a metric for each scored client after the last evaluated round.

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
-from fedloom.analyses import Analysis
+from fedloom.analyses import Analysis, ModelAnalysis
+from fedloom.analyses.fitted import Fitted
 from fedloom.analyses.registry import name_of
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
@@ -209,6 +210,15 @@ class Experiment:
     analyses: tuple[Analysis, ...] = ()
 
     @property
+    def compared(self) -> tuple[Method, ...]:
+        """The methods, followed by the models that analyses with ``compare`` fit by sums."""
+        fits = (value for value in self.analyses if isinstance(value, ModelAnalysis) and value.compare)
+        fitted = (
+            Method(value.find_name(), name_of(value), {}, Fitted.setting(value, self.common), Fitted) for value in fits
+        )
+        return (*self.methods, *fitted)
+
+    @property
     def kept_columns(self) -> list[str]:
         """Columns of a table, or thresholds on columns, that are kept for analyses or aggregation weights."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
@@ -222,7 +232,7 @@ class Experiment:
     @property
     def rounds(self) -> dict[str, int]:
         """Number of rounds of every method, summed over all seeds and keyed by label."""
-        return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
+        return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.compared}
 
     def with_(self, **choices: object) -> Experiment:
         """Return a copy of the experiment in which the given settings are changed for every method."""

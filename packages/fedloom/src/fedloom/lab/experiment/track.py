@@ -290,7 +290,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
     folder = (out / TRACKING_FOLDER).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
-    settings = {m.label: m.settings() for m in experiment.methods}
+    settings = {m.label: m.settings() for m in experiment.compared}
 
     @cache
     def open_client() -> tuple[MlflowClient, str]:
@@ -325,7 +325,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
 
 
 def _wandb(experiment: Experiment, out: Path) -> tuple[Make, str]:
-    settings, project = {m.label: m.settings() for m in experiment.methods}, experiment.head.name
+    settings, project = {m.label: m.settings() for m in experiment.compared}, experiment.head.name
 
     def make(label: str, seed: int) -> Writer:
         named = {"seed": seed, **settings[label]}

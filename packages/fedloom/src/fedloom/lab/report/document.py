@@ -109,8 +109,7 @@ def _chart_scripts() -> str:
     kept = read_cached_text(SCRIPTS_FILE, key)
     if kept is not None:
         return kept
-    vl_convert = import_charts("vl_convert")
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    bundle: str = import_charts("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;")
     text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
     write_cached_text(SCRIPTS_FILE, key, text)
     return text
@@ -129,16 +128,10 @@ def _script_json(value: object) -> str:
 
 
 def render_document(
-    runs: list[Run],
-    rows: list[Row],
-    shown: list[Figure],
-    tex: str,
-    compared: Sequence[Pair] = (),
-    by_site: Sequence[SiteGains] = (),
-    models: Models = "best-on-validation",
-    sections: Mapping[str, Section] = MappingProxyType({}),
-    conclusions: Sequence[Conclusion] = (),
-) -> str:
+    runs: list[Run], rows: list[Row], shown: list[Figure], tex: str, compared: Sequence[Pair] = (),
+    by_site: Sequence[SiteGains] = (), models: Models = "best-on-validation",
+    sections: Mapping[str, Section] = MappingProxyType({}), conclusions: Sequence[Conclusion] = (),
+) -> str:  # fmt: skip
     """Render the whole report page."""
     bodies = {
         group: render_part("gallery", figures=[figure for figure in shown if figure.group == group])

@@ -8,18 +8,9 @@ from __future__ import annotations
 from fedloom.metrics import COST_FIGURES, FEDERATION_FIGURES, MEGABYTE_BYTES, METRICS, Metric, metric, titled
 
 __all__ = [
-    "COST_FIGURES",
-    "FEDERATION_FIGURES",
-    "FIGURE_SECTIONS",
-    "MEGABYTE_BYTES",
-    "METRICS",
-    "STATISTIC_TITLES",
-    "Metric",
-    "describe_figure",
-    "is_ratio",
-    "metric",
-    "titled",
-]
+    "COST_FIGURES", "FEDERATION_FIGURES", "FIGURE_SECTIONS", "MEGABYTE_BYTES", "METRICS", "STATISTIC_TITLES", "Metric",
+    "describe_figure", "is_ratio", "metric", "titled",
+]  # fmt: skip
 
 FIGURE_SECTIONS = {
     "nmi": "clusters",

@@ -26,15 +26,9 @@ BASELINE_ROLES = ("alone", "average")
 was run is used."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
-    "steps",
-    "samples_backward",
-    "samples_forward",
-    "bytes_up",
-    "bytes_down",
-    "bytes_up_paper",
-    "bytes_down_paper",
+    "steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper",
     "simulated_seconds",
-)
+)  # fmt: skip
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
 """Cost metrics, which are recorded even if the run of a seed ends early. These metrics are used if no seed has been
 completed."""
@@ -303,8 +297,7 @@ def method_rows(runs: list[Run]) -> list[Row]:
             records = tuple(record for record in run.summary.runs if record.method == method)
             algorithm = records[0].algorithm if records else ""
             for model in _recorded_models(run, method):
-                figures = _row_figures(run, method, model)
-                rows.append(Row(label, method, algorithm, model, records, figures))
+                rows.append(Row(label, method, algorithm, model, records, _row_figures(run, method, model)))
     return rows
 
 

@@ -42,16 +42,10 @@ much shorter than this."""
 
 
 def write_report(
-    run_dirs: Sequence[Path],
-    out: Path,
-    *,
-    columns: Sequence[str] | None = None,
-    charts: bool = True,
-    baseline: str | None = None,
-    compare_model: Models = "best-on-validation",
-    margin: float | None = None,
+    run_dirs: Sequence[Path], out: Path, *, columns: Sequence[str] | None = None, charts: bool = True,
+    baseline: str | None = None, compare_model: Models = "best-on-validation", margin: float | None = None,
     force: bool = False,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write a report on one or more run directories and return its path.
 
     ``out`` is the path of a self-contained page. Readers can save every chart as SVG and its data as CSV. The files

@@ -7,6 +7,7 @@ from typing import Any
 from fedloom.formats import option, write_total
 from fedloom.lab.report.markup import render_part, render_scrolling_table
 from fedloom.lab.report.run import Run
+from fedloom.rundir import compared_tables
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
 """Titles of tables in the experiment file that differ from the names of the tables."""
@@ -74,10 +75,9 @@ def _shared_settings(methods: list[dict[str, Any]]) -> dict[str, str]:
 
 def _methods_table(run: Run) -> str:
     """Render a table of the methods, with the settings in which each differs from the others."""
-    methods = [method for method in run.options.get("method", []) if isinstance(method, dict)]
-    agreed = _shared_settings(methods)
+    agreed = _shared_settings([method for method in run.options.get("method", []) if isinstance(method, dict)])
     lines = []
-    for method in methods:
+    for method in compared_tables(run.options):
         options = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
         algorithm = str(method.get("algorithm", ""))
         lines.append([str(method.get("label", algorithm)), algorithm, _settings_text(options)])
@@ -93,16 +93,9 @@ def _versions_line(run: Run) -> dict[str, str]:
 
 def _runs_table(run: Run) -> str:
     heads = (
-        "Method",
-        "Seed",
-        "Status",
-        "Rounds",
-        "Seconds",
-        "Gradient engine",
-        "Clients per batch",
-        "Parameters",
+        "Method", "Seed", "Status", "Rounds", "Seconds", "Gradient engine", "Clients per batch", "Parameters",
         "Why it ended",
-    )
+    )  # fmt: skip
     lines = []
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))
@@ -119,8 +112,7 @@ def _differences_table(runs: list[Run]) -> str | None:
     if not keys:
         return None
     lines = [[key, *(str(f.get(key, "")) for f in flat)] for key in keys]
-    heads = ["Setting", *(run.label for run in runs)]
-    return render_scrolling_table("Settings that differ", heads, lines)
+    return render_scrolling_table("Settings that differ", ["Setting", *(run.label for run in runs)], lines)
 
 
 def _flatten_options(options: object, prefix: str = "") -> dict[str, Any]:

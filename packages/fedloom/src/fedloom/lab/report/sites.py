@@ -29,14 +29,8 @@ def site_tables(runs: list[Run]) -> str:
         if lines:
             title = run.label if len(runs) > 1 else ""
             heads: tuple[str, ...] = (
-                "Site",
-                "Rounds",
-                "Share",
-                "Missed",
-                "Last reply",
-                "Rejected",
-                "Reason, by step of the check",
-            )
+                "Site", "Rounds", "Share", "Missed", "Last reply", "Rejected", "Reason, by step of the check",
+            )  # fmt: skip
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")
                 lines = [[*line, "" if s is None else fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]

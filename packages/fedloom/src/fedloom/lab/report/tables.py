@@ -101,7 +101,7 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
 
 def headline_metrics(lead: str) -> tuple[str, ...]:
     """Return the metrics with which an HTML table begins, given its primary metric."""
-    return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
+    return lead, f"{lead}/worst10", "attack_success", "calibration_error", "loss/variance", *COST_FIGURES
 
 
 def latex_columns(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:

@@ -8,13 +8,6 @@ from fedloom.lab.tune.tuning import Tuning
 from fedloom.lab.tune.work import Budget, plain_budget
 
 __all__ = [
-    "Budget",
-    "SearchResult",
-    "Trial",
-    "Tuning",
-    "check_values",
-    "make_scored_setting",
-    "plain_budget",
-    "replace_params",
-    "space_of",
-]
+    "Budget", "SearchResult", "Trial", "Tuning", "check_values", "make_scored_setting", "plain_budget",
+    "replace_params", "space_of",
+]  # fmt: skip

@@ -122,8 +122,7 @@ def replace_params(document: Mapping[str, Any], place: int, params: Params, **mo
 
 def file_setting_values(method: Method, space: Mapping[str, Dimension]) -> Params | None:
     """Return the experiment file's values of the searched settings, or None if the search space excludes them."""
-    fields = fields_of(method.entry)
-    table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
+    table = {**{key: field.default for key, field in fields_of(method.entry).items()}, **method.settings()}
     params = {key: _value_at(table, key) for key in space}
     params = {
         k: DERIVED_FACTOR if v is None and DERIVED_FACTOR in _dimension_choices(space[k]) else v

@@ -184,10 +184,9 @@ def scored_models(
         ConfigError: the method does not have the model, the task does not have the metric, or the setting is invalid.
     """
     problem, start = make_problem(setting, fed, finds=False)
-    model_kinds = ["global"] if problem.algorithm.global_model(start.server) is not None else []
-    model_kinds += ["personal"] if problem.has_personal else []
-    choices = {"mean": tuple(model_kinds), "auto": tuple(model_kinds[-1:])}
-    model_kinds += ["hybrid"] if len(model_kinds) == 2 else []
+    model_kinds = problem.model_kinds(start.server)
+    plain = tuple(model_kinds[:2])
+    choices = {"mean": plain, "auto": plain[-1:]}
     models = (choices | {"best-on-validation": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
     if not models or not set(models) <= set(model_kinds):
         raise ConfigError(

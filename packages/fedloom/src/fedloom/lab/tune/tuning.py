@@ -137,10 +137,10 @@ class Tuning:
             clients, self._checksum = partial(self.experiment.partition, data), data.checksum
         whole = {s: clients(s) for s in seeds}
         for s, fed in whole.items():
-            for analysis in self.experiment.analyses:
-                check_analysis(analysis, fed, self.experiment.common)
             for method in self.experiment.methods:
                 check(method.setting.with_(seed=s), fed)
+                for analysis in self.experiment.analyses:
+                    check_analysis(analysis, fed, method.setting.with_(seed=s))
         self.federations: dict[int, Federation] = {s: remove_test(fed) for s, fed in whole.items()}
         if any(not int(fed.sizes(TRIAL_PART).sum()) for fed in self.federations.values()):
             raise ConfigError(
@@ -342,12 +342,7 @@ class Tuning:
         claims.forget()
 
     def _tune(
-        self,
-        study: Study,
-        on_trial: OnTrial,
-        emitter: Callable[[str, Setting], EventEmitter],
-        workers: int,
-        out: Path,
+        self, study: Study, on_trial: OnTrial, emitter: Callable[[str, Setting], EventEmitter], workers: int, out: Path
     ) -> None:
         """Run the missing trials of a method, with their journal and their checkpoints in the folder ``out``."""
         journal, folder = self._journal(study, out), out / "checkpoints" / file_name(study.method.label)

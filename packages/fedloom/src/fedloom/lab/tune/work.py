@@ -15,6 +15,7 @@ from typing import NamedTuple
 from fedloom.choose.samplers import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
 from fedloom.lab.experiment.measure.cost import play_rounds
 
 MAX_BUDGET_RATIO = 1.1
@@ -134,6 +135,9 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
         setting: the experiment's setting for FedAvg.
         fed: the clients and their data.
         rounds: number of rounds.
+
+    Raises:
+        Refused: no client computes a gradient.
     """
     costs: list[int] = []
     with closing(play_rounds(setting, fed)) as game:
@@ -142,6 +146,12 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
             alike = len(costs) == 2 and costs[0] == costs[1] and isinstance(setting.sampler, Uniform)
             if alike or len(costs) == rounds:
                 break
+    if not any(costs):
+        raise Refused(
+            "no client computes a gradient in any round, so methods cannot be compared at equal work",
+            rule="no-gradient",
+            fix="omit {attack}, or use a smaller {attack.fraction}",
+        )
     return Budget((*costs, *[costs[-1]] * (rounds - len(costs))), sum(costs))
 
 

@@ -134,15 +134,6 @@ def chunk_count(m: int, limit: int) -> int:
 
 
 __all__ = [
-    "Fused",
-    "Looped",
-    "Network",
-    "Oracle",
-    "Quadratic",
-    "Stacked",
-    "chains_of",
-    "chunk_count",
-    "chunk_limit",
-    "loop_reason",
-    "make_oracle",
-]
+    "Fused", "Looped", "Network", "Oracle", "Quadratic", "Stacked", "chains_of", "chunk_count", "chunk_limit",
+    "loop_reason", "make_oracle",
+]  # fmt: skip

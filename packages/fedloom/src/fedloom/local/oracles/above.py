@@ -54,15 +54,9 @@ class HeadNetwork:
         return representations
 
     def slopes(
-        self,
-        w: Tensor,
-        ends: list[Tensor],
-        data: Samples,
-        total: Tensor,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
-        anchors: Sequence[Sequence[Tensor]],
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        self, w: Tensor, ends: list[Tensor], data: Samples, total: Tensor, functions: Sequence[TermFunction],
+        terms: Sequence[Bound], anchors: Sequence[Sequence[Tensor]],
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:  # fmt: skip
         """Return the gradients ``[m, ...]`` of the parameters in this part (if they have one), and of ``ends``.
 
         Args:

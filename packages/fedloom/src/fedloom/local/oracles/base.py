@@ -86,16 +86,9 @@ class Oracle(ABC):
 
     @abstractmethod
     def addgrad_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None = None,
-        functions: Sequence[TermFunction] = (),
-        terms: Sequence[Bound] = (),
-    ) -> None:
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
+    ) -> None:  # fmt: skip
         """Set ``out <- beta out + alpha grad + steady``, where grad is the gradient of the mean loss plus terms.
 
         Args:

@@ -145,16 +145,9 @@ class Fused(TermNetwork):
         )
 
     def addgrad_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None = None,
-        functions: Sequence[TermFunction] = (),
-        terms: Sequence[Bound] = (),
-    ) -> None:
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
+    ) -> None:  # fmt: skip
         """Run one forward and one backward pass. The product for the weights adds its result directly to ``out``.
 
         Terms are computed in the same pass if the representation lies above the bodies.

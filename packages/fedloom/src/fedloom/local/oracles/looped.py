@@ -59,16 +59,9 @@ class Looped(TermNetwork):
         self.narrow = find_product_parameters(self.module, self.parameters)
 
     def addgrad_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None = None,
-        functions: Sequence[TermFunction] = (),
-        terms: Sequence[Bound] = (),
-    ) -> None:
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
+    ) -> None:  # fmt: skip
         """Run a forward and backward pass for one client after another.
 
         Terms are computed in the same pass, unless the step uses a lower precision or a `LinearPass` computes layers.

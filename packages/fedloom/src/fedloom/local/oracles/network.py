@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 MAX_BOUNDED_GROWTH = 10.0
 """Maximum factor by which outputs above 1 grow with the parameters if a model bounds them, as sigmoid and tanh do."""
+SIGN_TRIALS = 16
+"""Number of draws of random signs. A network that can have positive outputs almost surely has one with such signs."""
 
 
 class Network(Oracle):
@@ -106,9 +108,18 @@ class Network(Oracle):
                     row, x = self.layout.vector(self.module), fed.fetch(index)
                     grown = GROWING_FACTORS[0] * row if task.objective.loss is not None else row
                     large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
+                    negative = task.objective.loss is not None and self._stays_negative(row, x)
                 bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
-                self.unseeded = probe_task(task, outputs, fed.targets(index), bounded)
+                self.unseeded = probe_task(task, outputs, fed.targets(index), bounded, negative)
         keep_memory()
+
+    def _stays_negative(self, row: Tensor, x: Tensor) -> bool:
+        """Return True if no output is positive, with the parameters ``row`` and with random signs of these parameters.
+
+        The outputs of a log-softmax, and negative distances, have no positive values whatever the parameters are.
+        """
+        signs = torch.randint(2, (SIGN_TRIALS, len(row)), generator=generator(0, purpose="probe")) * 2 - 1
+        return not any(bool((self.run(row * each, x) > 0).any()) for each in (torch.ones(1).to(row), *signs.to(row)))
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
         """Return the samples of a batch. They are augmented if they are used for the gradient of a step."""
@@ -148,8 +159,7 @@ class Network(Oracle):
         for i, count in enumerate(data.counts):
             if count:
                 self.set_statistics(w[i], batch.ids[i : i + 1])
-                outputs = self.run(w[i], data.x[i, :count])
-                loss[i] = batch_loss(self.task, outputs, data, i)
+                loss[i] = batch_loss(self.task, self.run(w[i], data.x[i, :count]), data, i)
         return loss
 
     def activations(

@@ -64,16 +64,9 @@ class Quadratic(Oracle):
         return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
 
     def addgrad_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None = None,
-        functions: Sequence[TermFunction] = (),
-        terms: Sequence[Bound] = (),
-    ) -> None:
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
+    ) -> None:  # fmt: skip
         """Compute ``out <- beta out + alpha gradient + steady``."""
         g = self._gradient_of(w, batch)
         out.copy_(alpha * g if isinstance(beta, int | float) and beta == 0 else beta * out + alpha * g)

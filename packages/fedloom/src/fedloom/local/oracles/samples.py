@@ -44,16 +44,9 @@ class Samples:
     """
 
     def __init__(
-        self,
-        fed: Federation,
-        batch: Batch,
-        dtype: torch.dtype,
-        class_weights: Tensor | None = None,
-        labels_each: Tensor | None = None,
-        *,
-        changed: bool = False,
-        augment: Augment | None = None,
-    ) -> None:
+        self, fed: Federation, batch: Batch, dtype: torch.dtype, class_weights: Tensor | None = None,
+        labels_each: Tensor | None = None, *, changed: bool = False, augment: Augment | None = None,
+    ) -> None:  # fmt: skip
         self._fed, self._batch, self._changed, self._augment = fed, batch, changed, augment
         self.weight = batch.total.to(fed.device, dtype).reciprocal()
         if not batch.full:
@@ -190,7 +183,7 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
-def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) -> list[str]:
+def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, negative: bool = False) -> list[str]:
     """Try a user's loss and metrics, on the outputs ``[b, k]`` for a few samples or positions.
 
     Return the names of the functions whose values differ between two equal calls (see `_is_unseeded`).
@@ -200,6 +193,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) 
         outputs: outputs of the initial model.
         y: targets.
         bounded: True if no parameters give larger outputs, as with a sigmoid, so that no loss needs a lower bound.
+        negative: True if no parameters give positive outputs, as with a log-softmax.
 
     Raises:
         ConfigError: a function fails or does not return a single number, or the loss is a sum, is not finite, has no
@@ -257,9 +251,8 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) 
         )
     if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
         raise ConfigError(
-            f"task: loss {name!r} does not depend on which output belongs to which target, for "
-            f"example because outputs {[*outputs.shape]} and targets {[*y.shape]} broadcast to "
-            f"{[len(y), len(y)]}",
+            f"task: loss {name!r} does not depend on which output belongs to which target, for example because outputs "
+            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
             rule="loss-broadcasts",
             fix="make {task.loss} use outputs and targets of the same shape",
         )
@@ -271,7 +264,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) 
             rule="loss-is-a-sum",
             fix="make {task.loss} return the mean over the batch",
         )
-    if not bounded and _is_unbounded(task.objective.loss, outputs, y):
+    if not bounded and _is_unbounded(task.objective.loss, outputs, y, negative):
         raise ConfigError(
             f"task: loss {name!r} has no lower bound on the outputs of this model: larger outputs make it more "
             "negative, whatever the class, as with the negative of a loss, or with nll_loss on logits",
@@ -282,16 +275,16 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False) 
     return unseeded + [f"loss {name!r}"] * _is_unseeded(task.objective.loss, "loss", outputs, y)
 
 
-def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
+def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool) -> bool:
     """Return True if a loss of classes falls without limit when the outputs grow.
 
-    Each sample has the class with its largest output, and then the class with its smallest output. If all outputs are
-    negative, as logarithms of probabilities and negative distances are, they stay negative.
+    Each sample has the class with its largest output, and then the class with its smallest output. If ``negative`` is
+    True, all outputs stay negative, as logarithms of probabilities and negative distances do.
     """
     if y.is_floating_point() or y.ndim != 1 or not len(y):
         return False
     if outputs.shape[1] > 1:
-        if bool((outputs > 0).any()):
+        if not negative:
             outputs = outputs - outputs.mean(1, keepdim=True)
         targets = outputs.argmax(1), outputs.argmin(1)
     else:

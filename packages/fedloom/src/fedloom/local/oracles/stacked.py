@@ -35,16 +35,9 @@ class Stacked(TermNetwork):
                 layer.plain = True
 
     def addgrad_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None = None,
-        functions: Sequence[TermFunction] = (),
-        terms: Sequence[Bound] = (),
-    ) -> None:
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
+    ) -> None:  # fmt: skip
         """Run one forward and one backward pass for all clients of the chunk.
 
         Raises:

@@ -24,24 +24,7 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
 """Aggregators, keyed by kind."""
 
 __all__ = [
-    "AGGREGATORS",
-    "MDA",
-    "NNM",
-    "Aggregator",
-    "Bucketing",
-    "Bulyan",
-    "CenteredClipping",
-    "ClipRows",
-    "Cohort",
-    "FLTrust",
-    "GeometricMedian",
-    "Krum",
-    "Median",
-    "MultiKrum",
-    "PrivateMean",
-    "Rows",
-    "State",
-    "TrimmedMean",
-    "WeightedMean",
-    "mixture",
-]
+    "AGGREGATORS", "MDA", "NNM", "Aggregator", "Bucketing", "Bulyan", "CenteredClipping", "ClipRows", "Cohort",
+    "FLTrust", "GeometricMedian", "Krum", "Median", "MultiKrum", "PrivateMean", "Rows", "State", "TrimmedMean",
+    "WeightedMean", "mixture",
+]  # fmt: skip

@@ -20,6 +20,9 @@ Rows = Mapping[str, Tensor]
 State = dict[str, Tensor]
 """State that a rule carries over from one round to the next, or {} if the rule is stateless."""
 
+_BYZANTINE_TEXT = "number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)"
+ByzantineCount = Annotated[int, Field(ge=0, description=_BYZANTINE_TEXT)]
+"""Type of the option ``f`` of a rule."""
 MIN_RULE_ROWS = 7
 """Number of rows that is sufficient for every rule with f = 1. For f = m + 1, 4 m + 7 rows suffice (bulyan needs 4 f +
 3)."""
@@ -75,11 +78,7 @@ class NNM(Value):
     """
 
     kind: Literal["nnm"] = "nnm"
-    f: int = Field(
-        1,
-        ge=0,
-        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
-    )
+    f: ByzantineCount = 1
 
     def rows(self, m: int) -> int:
         """Return the number of rows after the transformation of m rows.

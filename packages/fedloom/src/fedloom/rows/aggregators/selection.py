@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.rows.aggregators._base import Aggregator, Rows, State, check_row_count, mixture
+from fedloom.rows.aggregators._base import Aggregator, ByzantineCount, Rows, State, check_row_count, mixture
 from fedloom.rows.aggregators.vectors import Result, median
 from fedloom.rows.algebra import distances, norm, shortest
 from fedloom.rows.context import Cohort
@@ -28,11 +28,7 @@ class Krum(Aggregator):
     """
 
     kind: Literal["krum"] = "krum"
-    f: int = Field(
-        1,
-        ge=0,
-        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
-    )
+    f: ByzantineCount = 1
 
     def require(self, m: int) -> None:
         check_row_count(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
@@ -51,11 +47,7 @@ class MultiKrum(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["multi-krum"] = "multi-krum"
-    f: int = Field(
-        1,
-        ge=0,
-        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
-    )
+    f: ByzantineCount = 1
     k: PositiveInt | None = Field(None, description="number of vectors to average (None: m - f of m vectors)")
     squared: bool = Field(True, description="use squared distances for the scores, as in the paper")
 
@@ -78,11 +70,7 @@ class Bulyan(Aggregator):
     """
 
     kind: Literal["bulyan"] = "bulyan"
-    f: int = Field(
-        1,
-        ge=0,
-        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
-    )
+    f: ByzantineCount = 1
 
     def require(self, m: int) -> None:
         check_row_count(self.kind, m >= 4 * self.f + 3, "m >= 4 f + 3", m, f=self.f)
@@ -109,11 +97,7 @@ class MDA(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["mda"] = "mda"
-    f: int = Field(
-        1,
-        ge=0,
-        description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
-    )
+    f: ByzantineCount = 1
 
     def require(self, m: int) -> None:
         check_row_count(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)

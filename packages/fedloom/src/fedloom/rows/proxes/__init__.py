@@ -21,27 +21,7 @@ AnyProx = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROXE
 """Type of a field that holds a function with a proximal operator, given as a value or as a table {kind, ...fields}."""
 
 __all__ = [
-    "L1",
-    "L2",
-    "MCP",
-    "PROXES",
-    "SCAD",
-    "Affine",
-    "AnyProx",
-    "Box",
-    "ElasticNet",
-    "Form",
-    "GroupL1",
-    "HalfSpace",
-    "L1Ball",
-    "L2Ball",
-    "Linf",
-    "LinfBall",
-    "Nuclear",
-    "NuclearBall",
-    "Prox",
-    "Simplex",
-    "SquaredL2",
-    "Total",
+    "L1", "L2", "MCP", "PROXES", "SCAD", "Affine", "AnyProx", "Box", "ElasticNet", "Form", "GroupL1", "HalfSpace",
+    "L1Ball", "L2Ball", "Linf", "LinfBall", "Nuclear", "NuclearBall", "Prox", "Simplex", "SquaredL2", "Total",
     "find_form",
-]
+]  # fmt: skip

@@ -110,9 +110,8 @@ class _TableReading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MAX_COLUMNS:
             raise DataError(
-                f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. "
-                "Check the separator, or provide the features as an array (NPZ, or a folder with "
-                "x.npy)"
+                f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. Check the separator, "
+                "or provide the features as an array (NPZ, or a folder with x.npy)"
             )
         checks.refuse_twins(where, names)
         if disguised := direction_in(*names, hidden=True):
@@ -389,7 +388,7 @@ class _TableReading:
         ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
         subjects = None if self.design.subject is None else np.nan_to_num(coded[self.design.subject][0], nan=-1)
         units = None if subjects is None else subjects.astype(np.int64)
-        yield from table_findings(features, outcome, owners, ranged, units)
+        yield from table_findings(features, outcome, owners, ranged, units, self.design.order is not None)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:

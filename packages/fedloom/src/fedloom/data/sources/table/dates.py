@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, is_missing
@@ -11,9 +10,6 @@ from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 
 SECONDS_PER_DAY = 86400.0
-DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
-"""Pattern of a date as day.month.year. Dates with slashes are not read, because either the day or the month may come
-first."""
 DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
 
 
@@ -26,8 +22,6 @@ def days_of(cell: object) -> float | None:
     >>> days_of("1970-01-02"), days_of("3.1.1970"), days_of(date(1970, 1, 2)), days_of("1/2/1970")
     (1.0, 2.0, 1.0, None)
     """
-    if isinstance(cell, str) and (dotted := DOTTED_DATE_PATTERN.fullmatch(cell.strip())):
-        cell = "{2}-{1:0>2}-{0:0>2}".format(*dotted.groups())
     seconds = seconds_of(cell)
     return None if seconds is None else seconds / SECONDS_PER_DAY
 

@@ -32,7 +32,23 @@ TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivatio
 """Pattern of column names for which 1 and yes mark training rows."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
 ZONE_PATTERN = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
-ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 'drop' leaves rows without one out"
+DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
+"""Pattern of a date as day.month.year. Dates with slashes are not read, because either the day or the month may come
+first."""
+SORTED_DATE_FORMATS = {"%Y%m%d": 8}
+"""Formats of dates that are numbers in the order of time, with their number of characters."""
+UNSORTED_DATE_FORMATS = {"%d%m%Y": 8, "%m%d%Y": 8, "%m.%Y": 7}
+"""Formats of dates that are numbers but not in the order of time, because the year comes last."""
+FIRST_YEAR, LAST_YEAR = 1900, 2100
+MIN_DISTINCT_TIMES = 5
+"""Minimum number of distinct times at which their form or distance says something about them."""
+FAR_TIME_RATIO = 5.0
+"""Minimum ratio of the distance of a repeated first or last time to the span of all other times at which it may mark a
+missing time."""
+ORDER_HINT = (
+    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, name their "
+    "cells in missing and set unlabelled = 'drop'"
+)
 
 
 class DesignOptions(FileSource):
@@ -250,8 +266,35 @@ class DesignReading:
                 time_unit_of("", np.array([first])) != time_unit_of("", np.array([last]))
             ):  # fmt: skip
                 yield f"{self.order!r} contains both seconds and milliseconds since 1970. Write all times in one unit"
+            else:
+                yield from self._notes_on_values(valid)
         if self._zones == {True, False}:
             yield f"{self.order!r}: times without a time zone are read as UTC, but other rows have a zone"
+
+    def _notes_on_values(self, valid: NDArray[np.float64]) -> Iterator[str]:
+        """Yield notes on numbers that look like dates in another form, and on times that may mark missing ones."""
+        levels, rows = np.unique(valid, return_counts=True)
+        if len(levels) < MIN_DISTINCT_TIMES:
+            return
+        if (
+            not self._dates
+            and _are_dates(levels, UNSORTED_DATE_FORMATS)
+            and not _are_dates(levels, SORTED_DATE_FORMATS)
+        ):
+            yield (
+                f"{self.order!r} seems to contain dates that begin with the day or the month, so its numbers are not "
+                "in the order of time. Write dates as 2024-09-01"
+            )
+        ends = (0, slice(1, None), "before"), (-1, slice(None, -1), "after")
+        for end, rest, where in ends:
+            span = float(np.ptp(levels[rest]))
+            distance = float(np.abs(levels[rest] - levels[end]).min())
+            if rows[end] > 1 and len(levels) > MIN_DISTINCT_TIMES and distance > FAR_TIME_RATIO * span:
+                shown = np.datetime64(int(levels[end]), "s").item().date() if self._dates else f"{levels[end]:.15g}"
+                yield (
+                    f"{self.order!r} is {shown} in {rows[end]} rows, far {where} all other times. If this value marks "
+                    "a missing time, empty these cells or name them in missing, and set unlabelled = 'drop'"
+                )
 
     def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
         since, dates = self._options.get("test_since"), self._dates
@@ -297,16 +340,34 @@ class DesignReading:
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 
 
+def _are_dates(values: NDArray[np.float64], formats: Mapping[str, int]) -> bool:
+    """Return True if all numbers, written as text of a fixed length, are dates in one of the formats."""
+    return any(all(_is_date(value, form, length) for value in values.tolist()) for form, length in formats.items())
+
+
+def _is_date(value: float, form: str, length: int) -> bool:
+    text = f"{value:.{4 if '.' in form else 0}f}".zfill(length)
+    try:
+        day = datetime.strptime(text, form)  # a day without a time
+    except ValueError:
+        return False
+    return float(text) == value and FIRST_YEAR <= day.year <= LAST_YEAR
+
+
 def seconds_of(cell: object) -> float | None:
-    """Return the number of seconds since 1970 for a date or time, or for text that contains one in ISO 8601.
+    """Return the number of seconds since 1970 for a date or time, or for text that contains one.
+
+    Text must have a form of ISO 8601, or be a date as day.month.year.
 
     For any other cell, return None.
 
     >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
-    (86400.0, 60.0, 31536000.0, None)
+    (86400.0, 60.0, 31536000.0, 86400.0)
     """
     if isinstance(cell, str):
         text = cell.strip()
+        if dotted := DOTTED_DATE_PATTERN.fullmatch(text):
+            text = "{2}-{1:0>2}-{0:0>2}".format(*dotted.groups())
         text = (
             f"{text}-01-01" if YEAR_PATTERN.fullmatch(text) else f"{text}-01" if MONTH_PATTERN.fullmatch(text) else text
         )

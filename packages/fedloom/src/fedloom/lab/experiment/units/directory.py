@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.analyses import ANALYSES
+from fedloom.analyses.fitted import Fitted, run_setting
 from fedloom.analyses.registry import name_of
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.engine.simulate import simulate
 from fedloom.errors import RunDirError, Stop
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.outputs import write_settings, write_splits
@@ -49,7 +49,7 @@ class ExperimentDirectory:
 
     def __init__(self, experiment: Experiment, out: Path, *, force: bool, partly: bool) -> None:
         self.experiment, self.out, self.force, self._partly = experiment, out, force, partly
-        self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
+        self.runs = [(m, seed) for m in experiment.compared for seed in experiment.head.seeds]
 
     def folder(self, kind: str, method: Method, seed: int) -> Path:
         """Return the folder that contains a run's checkpoints or models."""
@@ -119,11 +119,12 @@ class ExperimentDirectory:
             RunDirError: the directory belongs to a different experiment, or its runs cannot be continued for more
                 rounds.
         """
-        check_case(self.out, [method.label for method in self.experiment.methods])
+        check_case(self.out, [method.label for method in self.experiment.compared])
         self.check()
         if self.force:
             self._clear()
         self._check_rounds(federations)
+        self._discard_other_fits()
         write_settings(self.out, self.experiment)
         write_splits(self.out, federations)
         if claims is not None:
@@ -147,13 +148,22 @@ class ExperimentDirectory:
             folder, setting = self.folder(CHECKPOINTS_FOLDER, method, seed), method.setting.with_(seed=seed)
             planned = (Checkpoints(folder).meta() or {}).get("numbers", {}).get("rounds", setting.rounds)
             if planned < setting.rounds:
-                simulate(setting, federations[seed], folder=folder, advance=False)
+                run_setting(setting, federations[seed], folder=folder, advance=False)
                 longer.append(self.folder(MODELS_FOLDER, method, seed))
         for models in longer:  # those of fewer rounds
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
             if analysis.runs_further:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
+
+    def _discard_other_fits(self) -> None:
+        """Delete models that an analysis has fitted with other options. As its table, they are computed again."""
+        for method, seed in self.runs:
+            algorithm, before = method.setting.algorithm, Checkpoints(self.folder(CHECKPOINTS_FOLDER, method, seed))
+            now = algorithm.analysis if isinstance(algorithm, Fitted) else None
+            if now and (meta := before.meta()) and meta["numbers"].get("algorithm.analysis") != now:
+                for kind in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
+                    shutil.rmtree(self.folder(kind, method, seed), ignore_errors=True)
 
     def _adopt(self, claims: Claims) -> None:
         """Take over the results of processes that joined the experiment and have since ended.

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.analyses import Analysis
+from fedloom.analyses.fitted import Fitted
 from fedloom.analyses.form import FurtherRun
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
@@ -66,12 +67,13 @@ class FurtherRuns:
         self.units, self.methods = list[AnalysisRun](), list[int]()
         for analysis, before in zip(self._analyses, self._before, strict=True):
             for (method, seed), outcome in zip(runs, outcomes, strict=False):
-                if (method.label, seed) in before or outcome.result is None or not outcome.complete:
+                fitted = isinstance(method.setting.algorithm, Fitted)  # which trains nothing
+                if fitted or (method.label, seed) in before or outcome.result is None or not outcome.complete:
                     continue
                 further = analysis.units(method.setting.with_(seed=seed), federations[seed], outcome.result)
                 needed = [AnalysisRun(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
                 self.units += needed
-                self.methods += [experiment.methods.index(method)] * len(needed)
+                self.methods += [experiment.compared.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
         """Perform the run of a unit with the given number of processes, and return the rows that the run adds.

@@ -29,6 +29,7 @@ from fedloom.rundir import (
     Summary,
     analysis_file,
     check_digest,
+    compared_tables,
     insert_digest,
     read_summary,
     run_folder,
@@ -71,9 +72,12 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
             raise RunDirError(f"{folders[0]} and {folder} contain different experiments: {difference}")
     summaries = {folder: read_summary(folder / SUMMARY_FILE) for folder in folders}
     methods = {method["label"]: method for document in documents.values() for method in document["method"]}
+    labels = dict.fromkeys(
+        [*methods, *(table["label"] for one in documents.values() for table in compared_tables(one))]
+    )
     seeds = sorted({seed for document in documents.values() for seed in document["seeds"]})
     records = {(run.method, run.seed): (folder, run) for folder in reversed(folders) for run in summaries[folder].runs}
-    wanted = [(label, seed) for label in methods for seed in seeds]
+    wanted = [(label, seed) for label in labels for seed in seeds]
     runs = [run for run in wanted if run in records]
     _check_equal(folders, summaries)
     make_folder(out)

@@ -100,12 +100,12 @@ def decide_share(
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = usable_cores() if engine.workers == "auto" else engine.workers
-    methods = range(len(experiment.methods))
+    methods = range(len(experiment.compared))
     queue = [k for k in methods for _ in experiment.head.seeds] if units is None else units
     processes = useful_processes(wanted, max(len(queue), fed.n))
     if processes == 1 or engine.device != "cpu" or len(queue) <= 1:
         return ProcessShare(1, wanted)
-    settings = [method.setting for method in experiment.methods]
+    settings = [method.setting for method in experiment.compared]
     shapes = {k: _chunks_and_state_bytes(settings[k], fed) for k in dict.fromkeys(queue)}
     most = max(1, _usable_memory_bytes() // max(1, max(rows for _, rows in shapes.values())))
     if all(chunks == 1 for chunks, _ in shapes.values()):

@@ -14,6 +14,7 @@ from fedloom.rundir import (
     SETTINGS_FILE,
     SUMMARY_FILE,
     WORK_FOLDER,
+    compared_tables,
     label_of,
     read_summary,
     run_folder,
@@ -35,7 +36,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
             for run in read_summary(out / SUMMARY_FILE).runs:
                 ended[run.method, run.seed] = run.status, "" if run.status == "done" else run.reason
     rows, names = list[dict[str, str]](), set[str]()
-    for label in map(label_of, document["method"]):
+    for label in map(label_of, compared_tables(document)):
         for seed in document["seeds"]:
             folder = run_folder(out, CHECKPOINTS_FOLDER, label, seed)
             names.add(folder.name)

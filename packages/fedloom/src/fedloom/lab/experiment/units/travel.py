@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import tomli_w
 
+from fedloom.analyses.fitted import run_setting
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keep_group_columns
-from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, DataError, FedloomError, RunStopped, Stop
 from fedloom.lab.experiment.file import parse
 from fedloom.lab.experiment.schema import Experiment
@@ -132,9 +132,8 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
         ) from None
     if not same:
         raise ConfigError(
-            "the experiment cannot be sent to a worker, because a method or model cannot be written "
-            "as text. Put the class into a module that the workers can import, and the weights into "
-            "a file"
+            "the experiment cannot be sent to a worker, because a method or model cannot be written as text. Put the "
+            "class into a module that the workers can import, and the weights into a file"
         )
     checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
     return PackedExperiment(tomli_w.dumps({**settings, **tables, "travel": checks}), data)
@@ -163,11 +162,11 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
     with unit_folder() as folder:
         plan = parse(read_document(experiment), "executor")
         fed = read_federation(experiment, key["seed"])
-        setting = next(m.setting for m in plan.methods if m.label == key["label"]).with_(seed=key["seed"])
+        setting = next(m.setting for m in plan.compared if m.label == key["label"]).with_(seed=key["seed"])
         setting, place = setting.with_(engine=setting.engine.with_(workers=1)), folder / "state"
         failure, interrupted = "", False
         try:
-            interrupted = simulate(setting, fed, folder=place).stop is Stop.INTERRUPTED
+            interrupted = run_setting(setting, fed, folder=place).stop is Stop.INTERRUPTED
         except (CodeError, RunStopped) as error:
             failure = str(error)
         files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} if place.is_dir() else {}
@@ -219,9 +218,8 @@ def read_federation(experiment: str, seed: int) -> Federation:
         source = keep_group_columns(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
-                f"the data {plan.source_options['source']} of this worker differ from the data of the "
-                "experiment. Put the same files on the worker, at the same place or in the folder "
-                "that FEDLOOM_DATA names"
+                f"the data {plan.source_options['source']} of this worker differ from the data of the experiment. Put "
+                "the same files on the worker, at the same place or in the folder that FEDLOOM_DATA names"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])

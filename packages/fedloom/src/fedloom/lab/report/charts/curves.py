@@ -173,15 +173,9 @@ def _draw_method_panels(
     spec = kit.line_panels(data, x, y, tint, hints, title)
     id, place, tab, head, caption = words
     return Figure(
-        id,
-        place,
-        tab,
-        head,
-        caption + _panel_title(len(largest), means) + kit.axis_note(off),
-        spec,
-        {"rows": data},
+        id, place, tab, head, caption + _panel_title(len(largest), means) + kit.axis_note(off), spec, {"rows": data},
         "facet",
-    )
+    )  # fmt: skip
 
 
 def _panel_title(panels: int, means: Rows) -> str:

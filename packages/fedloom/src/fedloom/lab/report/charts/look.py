@@ -145,8 +145,7 @@ def make_notebook_chart(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetCha
 
 
 def _convert_to_svg(spec: Spec) -> str:
-    vl_convert = import_charts("vl_convert")
-    text: str = vl_convert.vegalite_to_svg(_replace_invalid_xml(spec))
+    text: str = import_charts("vl_convert").vegalite_to_svg(_replace_invalid_xml(spec))
     return text
 
 

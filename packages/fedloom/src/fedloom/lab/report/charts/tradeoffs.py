@@ -269,7 +269,6 @@ def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, fiel
         kit.mark("point", place, SEED_FILTER, size=12, opacity=0.7, tooltip=None),
     )
     inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.select_filters(data)]
-    measures = [point["measure"] for point in data]
-    spec = kit.panels(inner, "measure", measures, None, high=24 * len(order))
+    spec = kit.panels(inner, "measure", [point["measure"] for point in data], None, high=24 * len(order))
     spec["resolve"]["scale"] = {"x": "independent"}
     return Figure(id, "costs", tab, title, caption, spec, {"rows": data}, "facet")

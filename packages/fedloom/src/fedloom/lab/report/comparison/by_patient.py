@@ -113,12 +113,22 @@ def patient_differences(run: Run, table: SiteGains) -> list[SiteDifference]:
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
     return [
-        _patient_difference(name, lead, alone.select_client(place), shared.select_client(place))
+        compare_predictions(name, lead, alone.select_client(place), shared.select_client(place))
         for name, place in (*places, ("All", None))
     ]
 
 
-def _patient_difference(name: str, lead: str, alone: StoredPredictions, shared: StoredPredictions) -> SiteDifference:
+def compare_predictions(name: str, lead: str, alone: StoredPredictions, shared: StoredPredictions) -> SiteDifference:
+    """Return the difference of a metric between two models that predicted the same samples.
+
+    The interval and the p-value use Student's t distribution with one degree of freedom fewer than subjects.
+
+    Args:
+        name: name of the site.
+        lead: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
+        alone: predictions of the local models.
+        shared: predictions of the federated model for the same samples.
+    """
     count, units = alone.count(), alone.units
     if lead == "auroc":
         cases, controls = (alone.count(alone.target == k) for k in (1, 0))
@@ -134,11 +144,13 @@ def _patient_difference(name: str, lead: str, alone: StoredPredictions, shared: 
         once = np.ones((1, len(alone.target)))
         values = (float(weighted_metric(lead, once, alone)[0]), float(weighted_metric(lead, once, shared)[0]))
         se = standard_error(lead, alone, shared)
-    from scipy.special import ndtr, ndtri  # slow to import
+    from scipy.special import stdtr, stdtrit  # slow to import
 
-    change = values[1] - values[0]
-    p = float(2 * ndtr(-abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
-    return SiteDifference(name, count, lead, events, *values, float(ndtri(0.5 + CONFIDENCE_LEVEL / 2)) * se, p)
+    change, freedom = values[1] - values[0], max(1, count - 1)
+    p = float(2 * stdtr(freedom, -abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
+    return SiteDifference(
+        name, count, lead, events, *values, float(stdtrit(freedom, 0.5 + CONFIDENCE_LEVEL / 2)) * se, p
+    )
 
 
 def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:

@@ -246,8 +246,7 @@ class RecordedComparison:
         return as_pandas(self.table())
 
     def _repr_html_(self) -> str:
-        shown = describe_figure(self._lead)
-        metric = lowercase_title(titled(shown))
+        metric = lowercase_title(titled(describe_figure(self._lead)))
         heads = ["method", "model", f"test {metric}", f"difference to {self.baseline}", "Holm p", "verdict"]
         return display.html_table(heads, self._lines()) + display.draw_svg(self.plot())
 
