@@ -161,7 +161,7 @@ def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path
         Location(quorum=2),
     )
     settings = folder / "server" / "server.toml"
-    settings.write_text(settings_text(read_server(settings).with_(deadline=150.0, patience=20.0)))
+    settings.write_text(settings_text(read_server(settings).with_(deadline=150.0, patience=90.0)))
     peak = Peak()
     with ManagedProcesses() as processes, ExitStack() as stack:
         here, _, nodes, clients = joined(folder, processes, stack)
