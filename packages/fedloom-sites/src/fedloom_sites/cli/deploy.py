@@ -400,9 +400,10 @@ def status(
             from fedloom_sites.deploy.setting_files import read_site
 
             here = site_status(read_site(folder / "site.toml"))
-            facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
+            facts = (f"{what}: {here[what] or 0}" for what in ("site", "messages", "refused", "repeated"))
+            last = f"last: {here['last'] or 'never'}"
             alarms = [f"{one['time']} {one['reason']}" for one in here["alarms"]]
-            say(*([json.dumps(here, indent=1)] if as_json else [*facts, *(alarms or ["no alarm"])]))
+            say(*([json.dumps(here, indent=1)] if as_json else [*facts, last, *(alarms or ["no alarm"])]))
             return
         shown = status_of(server_of(folder))
         if as_json:

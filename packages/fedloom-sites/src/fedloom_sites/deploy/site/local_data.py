@@ -79,8 +79,9 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     except NoSamples:
         raise
     except DataError as error:
-        if not Path(str(site.data.get("path", "."))).exists():
-            raise DataError(f"{error}. Set path in [data] of the site's site.toml to the site's data") from error
+        path = site.data.get("path")
+        if path is not None and not Path(str(path)).exists():
+            raise DataError(f"no data at {path}. Set path in [data] of site.toml to the site's data") from error
         raise
     check_patients(site, local.source, data)
     return data
