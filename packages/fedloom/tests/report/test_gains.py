@@ -127,6 +127,7 @@ def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
     )
     assert (line.verdict, line.words, line.reason) == ("not tested", "not tested (no result)", sentence)
     assert sentence in gains_html(tables)
+    assert "Events" in gains_html(tables)
     assert records(gains_csv(tables))[2]["gain"] == ""
 
 
@@ -139,7 +140,11 @@ def test_the_page_opens_with_it(folder: Path, tmp_path: Path) -> None:
 def shown(recording: Recording, folder: Path, lead: str) -> str:
     runs = read_runs([recording.write(folder)])
     tables = site_gains(runs, method_rows(runs), lead)
-    assert gains_latex(tables, "a_b").count("\\\\\n") == sum(1 + len(table.lines) for table in tables)
+    latex, page = gains_latex(tables, "a_b"), gains_html(tables)
+    rows = [line for line in latex.splitlines() if line.endswith("\\\\")]
+    assert len(rows) == sum(1 + len(table.lines) for table in tables)
+    assert "Events" not in latex + page  # the tasks of these recordings have no events
+    assert {row.count(" & ") for row in rows} == {5}
     return gains_csv(tables)
 
 

@@ -166,12 +166,15 @@ def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> 
     """Render an HTML table for each run, with the label of the run as its title."""
     text = ""
     for label, lines in tables:
+        has_events = any(line.events is not None for line in lines)
         cells = [
-            [line.site, line.samples, UNKNOWN_DASH if line.events is None else line.events, *_difference_sentence(line)]
+            [line.site, line.samples, *([UNKNOWN_DASH if line.events is None else line.events] if has_events else []),
+             *_difference_sentence(line)]
             for line in lines
-        ]
+        ]  # fmt: skip
         title = describe_figure(lines[0].metric).title
-        heads = ("Site", "Patients tested", "Events", f"{title} alone", "Together", "Gain", "p")
+        events = ["Events"] if has_events else []
+        heads = ["Site", "Patients tested", *events, f"{title} alone", "Together", "Gain", "p"]
         text += render_scrolling_table(f"Gains by patient {label}".strip(), heads, cells, title=label)
     return f'<p class="lead">{BY_PATIENT_TEXT}</p>{text}' if text else ""
 

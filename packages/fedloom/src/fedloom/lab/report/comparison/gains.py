@@ -280,8 +280,13 @@ def _column_heads(table: SiteGains) -> list[str]:
     shown = describe_figure(table.metric)
     unit = " (points)" if shown.scale == 100 else ""
     together = f"{table.together.method} {table.together.model}".strip()
-    return ["Site", "Samples in training", "Events", f"{titled(shown)} alone", f"Together ({together})",
-            f"Gain{unit}", "Verdict"]  # fmt: skip
+    counts = ["Samples in training", *(["Events"] if _has_events(table) else [])]
+    return ["Site", *counts, f"{titled(shown)} alone", f"Together ({together})", f"Gain{unit}", "Verdict"]
+
+
+def _has_events(table: SiteGains) -> bool:
+    """Return True if the task has events. Regressions have none."""
+    return any(line.events for line in table.lines)
 
 
 def _result_cells(table: SiteGains, line: SiteGain) -> list[tuple[str, str]]:
@@ -298,7 +303,8 @@ def _result_cells(table: SiteGains, line: SiteGain) -> list[tuple[str, str]]:
 
 def _gain_words(table: SiteGains, line: SiteGain) -> list[str]:
     numbers = [pair(*number) for number in _result_cells(table, line)]
-    return [line.site, _span_text(line.samples), _span_text(line.events), *numbers, line.words]
+    events = [_span_text(line.events)] if _has_events(table) else []
+    return [line.site, _span_text(line.samples), *events, *numbers, line.words]
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
@@ -314,11 +320,10 @@ def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
         )
         lines = []
         for line in table.lines:
-            site, samples, events, *_, verdict = (
-                escape_tex(word).replace(UNKNOWN_DASH, "--") for word in _gain_words(table, line)
-            )
+            words_of_line = [escape_tex(word).replace(UNKNOWN_DASH, "--") for word in _gain_words(table, line)]
             alone, together, gain = _result_cells(table, line)
             cells = [mark_cell(*alone), mark_cell(*together), mark_cell(*gain, best=line.verdict == PairVerdict.BETTER)]
-            lines.append(" & ".join([site, samples, events, *cells, verdict]) + " \\\\")
-        text += latex_tabular(words, "lrrrrrl", _column_heads(table), lines)
+            lines.append(" & ".join([*words_of_line[:-4], *cells, words_of_line[-1]]) + " \\\\")
+        heads = _column_heads(table)
+        text += latex_tabular(words, f"l{'r' * (len(heads) - 2)}l", heads, lines)
     return "\n".join([*text, ""])
