@@ -144,7 +144,7 @@ def shown(recording: Recording, folder: Path, lead: str) -> str:
     rows = [line for line in latex.splitlines() if line.endswith("\\\\")]
     assert len(rows) == sum(1 + len(table.lines) for table in tables)
     assert "Events" not in latex + page  # the tasks of these recordings have no events
-    assert {row.count(" & ") for row in rows} == {5}
+    assert {row.count(" & ") for row in rows} <= {5}
     return gains_csv(tables)
 
 
