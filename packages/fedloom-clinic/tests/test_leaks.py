@@ -363,6 +363,12 @@ HONEST: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str
     "rare": lambda r: ({"a": r.random(2000) < 0.004, "b": r.normal(size=2000), "y": r.random(2000) < 0.006}, {}),
     "few small numbers": lambda r: (
         {**{f"g{k}": r.integers(0, 5, 60) for k in range(10)}, "y": r.integers(5, size=60)}, {"task": "regression"}),
+    "a rare class with a rare symptom": lambda r: (
+        {"rash": (np.arange(4000) < 8) | (np.arange(4000) % 1999 == 20), "age": r.normal(size=4000),
+         "y": np.searchsorted([14, 28], np.arange(4000), side="right")}, {}),
+    "life that remains": lambda r: (
+        {"cycle": np.tile(np.arange(9), 50), "heat": r.normal(size=450),
+         "y": np.repeat(r.integers(20, 90, 50), 9) - np.tile(np.arange(9), 50)}, {"task": "regression"}),
     "matched cases": lambda r: (
         {"stratum": np.arange(400) // 4, "exposed": r.integers(2, size=400), "y": np.arange(400) % 4 == 0}, {}),
 }  # fmt: skip

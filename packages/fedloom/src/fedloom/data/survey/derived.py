@@ -57,6 +57,9 @@ MIN_LAG_AGREEMENT, MIN_MEASURED_AGREEMENT = 0.95, 0.5
 """Minimum agreement, corrected for chance, of a column with the outcome of another row, and minimum if the outcome is a
 measurement, whose values rarely agree. In a table of visits, each last visit of a patient has no later outcome."""
 MAX_UNSHIFTED_AGREEMENT = 0.25
+MAX_ERROR_RATIO = 0.1
+"""Maximum number of rows that differ from the usual value for their outcome, relative to the number of rows without
+the most common value. A symptom of a rare class may be as rare as the class."""
 
 
 def find_formula(numbers: Mapping[str, Floats], y: Floats) -> tuple[list[str], str]:
@@ -149,7 +152,8 @@ def describe_level_means(levels: Floats, codes: Ints, y: Floats) -> str:
         return "mean"
     away = levels - np.average(levels, weights=rows)
     slope = (rows * away * mean).sum() / (rows * away**2).sum()
-    if count >= MIN_SCALED_LEVELS and is_close(center + slope * away):
+    steps = np.diff(np.sort(levels))  # equal steps are those of a counter, such as the cycle of a machine
+    if count >= MIN_SCALED_LEVELS and np.ptp(steps) > MAX_EQUAL_ERROR * steps.max() and is_close(center + slope * away):
         return "mean"
     if is_close(levels / rows):
         return "sum"
@@ -305,4 +309,5 @@ def is_function_of(x: Floats, y: Floats, least: float) -> bool:
     table = table.reshape(len(classes), len(levels))
     frequent = table.sum(1) >= MIN_ROWS_PER_LEVEL
     usual = {*table[frequent].argmax(1).tolist()}
-    return len(usual) > 1 and bool(table.max(1).sum() >= least * table.sum())
+    errors, rare = table.sum() - table.max(1).sum(), table.sum() - table.sum(0).max()
+    return len(usual) > 1 and bool(errors <= min((1 - least) * table.sum(), MAX_ERROR_RATIO * rare))
