@@ -541,6 +541,7 @@ def days(count: int) -> pd.DataFrame:
         (lambda t: [v.date().isoformat() for v in t], None),
         (lambda t: [f"{v:%d%m%Y}" for v in t], "begin with the day or the month"),
         (lambda t: [float(f"{v.year + k % 7:d}"[2:]) / 1e4 + v.month + 0.2 for k, v in enumerate(t)], "begin with the"),
+        (lambda t: [1.2 + k % 9 for k in range(len(t))], None),
         (lambda t: [int(f"{v:%Y%m%d}") for v in t], None),
         (lambda t: [10_000_000 + 7 * k for k in range(len(t))], None),
         (lambda t: ["9999-12-31" if k % 9 == 5 else v.date().isoformat() for k, v in enumerate(t)], "far after all"),
