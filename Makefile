@@ -22,7 +22,7 @@ test-full: $(VENV)/.dev-ready ## the same with the slow tests
 	PYTHON=$(BIN)/python scripts/check --full
 
 test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, over TLS; needs nginx: apt-get install nginx
-	$(BIN)/python -m pytest -q -m deploy --timeout 900 packages/fedloom-sites/tests/deploy
+	$(BIN)/python -m pytest -q -m deploy -n 2 --dist loadfile packages/fedloom-sites/tests/deploy
 
 test-faults: $(VENV)/.dev-ready ## every fault at every operation of small runs, an hour at most; run it again to go on
 	$(BIN)/python -m pytest -q -m faults tests/faults

@@ -375,7 +375,7 @@ def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
     terms = simulated_agreement(sites, 5.0, 1, "efron")
     for bad, sentence in (
         (terms._replace(high=terms.high - 1), "site 0: column 0 has 1?[0-9] values outside the agreed"),
-        (terms._replace(least=40), "no bin has 40 events"),
+        (terms._replace(least=40), "no bin of a site has 40 events"),
         (terms._replace(step=2.0**-62), "Use a larger step"),
     ):
         with pytest.raises(DataError, match=sentence):

@@ -197,3 +197,10 @@ def test_a_fit_without_a_result_is_a_row_that_failed() -> None:
     )  # fmt: skip
     assert {*comparison.results} == {("fedavg", 0)}
     assert "outside their bounds" in comparison.failures["ridge", 0]
+    frame = pd.DataFrame({"site": [*"aabb"] * 9, "x": 1.0, "y": [1.0, 2.0, 4.0] * 12})
+    same = fl.Dataset.create(frame, "y", client_column="site", task="regression")
+    comparison = fl.compare(
+        ["local"], same, partition=fl.partitions.natural(), seeds=[0], rounds=1, progress_bar=False,
+        analyses=[Glm(compare=True)],
+    )  # fmt: skip
+    assert "has the same value in all training rows" in comparison.failures["glm", 0]

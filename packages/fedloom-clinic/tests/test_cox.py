@@ -5,17 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statsmodels.duration.hazard_regression import PHReg
 
+import fedloom as fl
 from fedloom.errors import ConfigError, DataError
 from fedloom_clinic.fits.cox import TIES_METHODS, SurvivalSite, fit_cox, risk_sums
 from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors
 from tests.commands import call
 
 BETA = np.array([0.7, -0.04, 0.9])
+
+
+def test_few_events_are_a_sentence_without_bins() -> None:
+    frame = pd.DataFrame({"age": [1.0, 2, 4, 3] * 2, "t": np.arange(1.0, 9), "e": [1, 0, 1, 1] * 2, "s": [*"aabb"] * 2})
+    data = fl.Dataset.create(frame, "t", event="e", client_column="s", task="survival")
+    with pytest.raises(DataError, match="no site has 5 events. Agree on a smaller min_events"):
+        fl.analyze("cox", data, stratify=True)
+    assert len(fl.analyze("cox", data, stratify=True, min_events=1).table) == 1
 
 
 def patients(rows: int, seed: int, tied: bool, shift: float = 0.0) -> SurvivalSite:

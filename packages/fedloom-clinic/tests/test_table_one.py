@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from lifelines.statistics import multivariate_logrank_test
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -102,6 +103,34 @@ def test_a_group_of_one_row_counts_in_an_analysis_of_variance() -> None:
     found = row(fl.analyze("table-1", data, group="ward").table.to_pandas(), "age", "a")
     expected = stats.f_oneway(*(values for _, values in frame.groupby("ward").age)).pvalue
     assert (found.p_groups, found.p_clients) == (pytest.approx(expected), pytest.approx(expected))
+
+
+@pytest.mark.filterwarnings("ignore")  # of lifelines, on pandas
+@pytest.mark.parametrize("arms", [2, 3])
+def test_rows_without_a_group_are_shown_but_not_tested(arms: int) -> None:
+    rng = np.random.default_rng(arms)
+    frame = pd.DataFrame({
+        "site": rng.choice(list("ab"), 120), "age": rng.normal(60, 9, 120), "sex": rng.choice(["f", "m"], 120),
+        "ward": rng.choice(["a", "b", "c"][:arms], 120), "days": rng.integers(1, 9, 120), "died": [0, 1, 1] * 40,
+    })  # fmt: skip
+    frame.loc[::7, "ward"], frame.loc[::7, "age"] = None, 99.0
+    read = partial(
+        fl.Dataset.create, client_column="site", categorical=["ward", "sex"], group_columns=["ward"], impute=True
+    )
+    table = fl.analyze("table-1", read(frame.drop(columns="days"), "died"), group="ward").table.to_pandas()
+    ages = [some.age for _, some in frame.groupby("ward")]
+    wanted = stats.f_oneway(*ages) if arms > 2 else stats.ttest_ind(*ages, equal_var=False)
+    assert row(table, "age", "a").p_groups == pytest.approx(wanted.pvalue)
+    crossed = pd.crosstab(frame.ward, frame.sex)
+    assert row(table, "sex", "a", "f").p_groups == pytest.approx(stats.chi2_contingency(crossed).pvalue)
+    sites = stats.f_oneway(*(some.age for _, some in frame.groupby("site")))
+    assert row(table, "age", "a").p_clients == pytest.approx(sites.pvalue), "of all rows"
+    assert table[table.column == "age"]["rows"].sum() == len(frame)
+    survival = read(frame, "days", event="died", task="survival")
+    curves = fl.analyze("kaplan-meier", survival, width=1, until=8, group="ward").table.to_pandas()
+    known = frame.dropna(subset="ward")
+    assert curves.p[0] == pytest.approx(multivariate_logrank_test(known.days, known.ward, known.died).p_value)
+    assert curves.group.nunique() == arms + 1
 
 
 def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:

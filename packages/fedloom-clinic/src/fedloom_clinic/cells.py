@@ -41,6 +41,11 @@ class MergedCells(NamedTuple):
         """Matrix ``[cells, L]`` that is 1 where an original cell belongs to a merged cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
+    @property
+    def named(self) -> int:
+        """Number of cells without the last one if it contains the rows that lack a level."""
+        return len(self.names) - (self.names[-1] in BLANK_LEVELS)
+
     def reached(self, flags: Tensor) -> Tensor:
         """Return which of the cells contain rows, as bool ``[cells]``.
 

@@ -137,7 +137,7 @@ class KaplanMeier(Analysis):
         assert state.total is not None
         counts, ends = state.total.numpy(), state.ends.numpy()
         used = [k for k in range(len(counts)) if counts[k].any()]
-        statistic, p = log_rank(counts[used])
+        statistic, p = log_rank(counts[[k for k in used if k < state.groups.named]])
         rows = list[tuple[object, ...]]()
         widths = np.diff(ends, prepend=0.0)
         for k in used:

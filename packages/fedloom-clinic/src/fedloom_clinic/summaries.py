@@ -107,14 +107,17 @@ def describe_number(
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
     deviation = np.sqrt(of.squares / np.maximum(n - 1, 1)) * of.half
-    full = [g for g in some if n[g] > 1]
+    tested = [g for g in some if n[g] > 0 and g < groups.named]  # rows without a group are in no test
+    full = [g for g in tested if n[g] > 1]
     pairs = list(combinations(full, 2))
     gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
             if deviation[a] + deviation[b] > 0]  # fmt: skip
     squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
     p = None
-    if (n > 0).sum() > 2:  # a group of one row has no deviation, but a mean
-        p = _f_test(squares - float(of.squares.sum()), squares, int((n > 0).sum()), n.sum())
+    if len(tested) > 2:  # a group of one row has no deviation, but a mean
+        counts, centre = n[tested], of.centre[tested]
+        apart = float(counts @ (centre - counts @ centre / counts.sum()) ** 2)
+        p = _f_test(apart, apart + float(of.squares[tested].sum()), len(tested), counts.sum())
     elif len(full) == 2:
         a, b = full
         p = stats.ttest_ind_from_stats(mean[a], deviation[a], n[a], mean[b], deviation[b], n[b], equal_var=False).pvalue
@@ -152,10 +155,10 @@ def describe_code(
     """Yield the rows of the table for a coded column, one for each level and each group that has rows."""
     shown = counted[:, : column.shown]
     some = [g for g in range(len(counted)) if counted[g].any()]
-    full = [g for g in some if shown[g].any()]
-    used = shown[full][:, shown.any(0)]
+    full = [g for g in some if shown[g].any() and g < groups.named]  # rows without a group are in no test
+    used, levels = shown[full][:, shown[full].any(0)], int(shown.any(0).sum())
     p = stats.chi2_contingency(used).pvalue if min(used.shape) > 1 else None
-    between = stats.chi2.sf(statistic, (clients - 1) * (used.shape[1] - 1)) if clients > 1 < used.shape[1] else None
+    between = stats.chi2.sf(statistic, (clients - 1) * (levels - 1)) if clients > 1 < levels else None
     gaps = [_difference(shown[a], shown[b]) for a, b in combinations(full, 2)]
     for g in some:
         for k, level in enumerate(column.cells.names):

@@ -20,6 +20,7 @@ from fedloom_sites.deploy.ops import check, keys
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.plan import plan_deployment
+from fedloom_sites.deploy.protocol.identity import public_key_line
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, write_checked
 from fedloom_sites.deploy.setting_files import read_site, settings_text
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
@@ -75,7 +76,9 @@ def test_another_experiment(site):
 
 def test_data_that_is_missing(site):
     (sentence,) = refused(changed(site, data={"source": "csv", "path": "/nowhere/x.csv", "target": "y"}))
-    assert "/nowhere/x.csv" in sentence
+    assert sentence == "no data at /nowhere/x.csv. Set path in [data] of site.toml to the site's data"
+    (sentence,) = refused(changed(site, data={"source": "csv", "target": "y"}))
+    assert sentence == "CSV: no path is set. Set path to the file or folder that contains the data"
 
 
 def test_data_of_another_schema_both_sides_named(site):
@@ -137,6 +140,14 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
     assert "must be an ECDSA P-384 key" in refused(site)[0]
 
 
+def test_a_signing_key_that_the_sites_have_not_agreed_on(site, tmp_path):
+    secure = secured(tmp_path, "fedavg", partition={"kind": "iid", "clients": 3}).sites[0].secure
+    said = "".join(refused(changed(site, secure=secure)))
+    assert f"{site.signing_key} is not the key that all sites have agreed on for site-1" in said
+    keys = (secure.keys[0], public_key_line(site.signing_key.read_bytes()), *secure.keys[2:])
+    assert "agreed on" not in "".join(refused(changed(site, secure=changed(secure, keys=keys))))
+
+
 def test_authority_that_is_missing_damaged_or_out_of_date(site):
     site.ca.write_text("hello")
     assert "not a certificate in PEM format" in refused(site)[0]
@@ -158,7 +169,7 @@ def test_port_in_use(site):
     with serving(site) as (port, _):
         (sentence,) = refused(changed(site, port=port))
     assert f"port {port}" in sentence
-    assert "may already be running)" in sentence
+    assert "If this site is running, the port is its own" in sentence
 
 
 # --------------------------------------------------------------------------------------- with a server
@@ -284,7 +295,8 @@ def test_exit_code_of_the_command(ready, site):
     assert "1 of the findings must be repaired" in bad.output
     none = CliRunner().invoke(app, ["deploy", "check", str(ready), "--offline"])
     assert none.exit_code == 2
-    assert "cannot read the site file" in none.output
+    assert "is not the folder of a site: it contains no site.toml" in none.output
+    assert "sites/site-0" in none.output
 
 
 # ------------------------------------------------------------------------------------------- tables of a site's own

@@ -297,5 +297,5 @@ def test_the_status_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "ALARM: this site rejected 3 messages of the server" in result.stdout
     assert json.loads(CliRunner().invoke(app, ["deploy", "status", str(folder), "--json"]).stdout)["refused"] == 3
     shutil.rmtree(site.folder)
-    assert "no alarm" in CliRunner().invoke(app, ["deploy", "status", str(folder)]).stdout
+    assert "last: never\nno alarm" in CliRunner().invoke(app, ["deploy", "status", str(folder)]).stdout
     assert alarms.MAX_SESSIONS > MAX_REPEATS

@@ -39,7 +39,7 @@ def test_a_stopped_run_loses_no_round_and_resumes_to_the_same_model(tmp_path: Pa
 def test_the_command_asks_for_the_stop_and_a_service_does_not_start_the_run_again(written: Path) -> None:
     file = written / "server" / "server.toml"
     words = [str(file), sys.executable, "-c", "raise SystemExit(5)"]
-    assert run.main(words) == 1
+    assert run.main(words) == run.main([str(written / "none.toml"), *words[1:]]) == 1
     assert "no run is in progress" in call("deploy", "stop", written)
     assert stop_file(read_server(file)).exists()
     assert run.main(words) == 0

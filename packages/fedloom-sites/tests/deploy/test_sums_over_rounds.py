@@ -30,6 +30,7 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured, sum_honestly, terms_of
+from tests.deploy.test_coalitions import Colluder
 from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")
@@ -197,19 +198,6 @@ def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_pat
     assert len(steady) >= THRESHOLD or turned
     assert found <= known or len(steady) < THRESHOLD
     assert changes or not found
-
-
-class Colluder(SessionMember):
-    """A site that signs every list of sites, and gives its shares for every sum."""
-
-    def _check_change(self, *_: Any) -> None:
-        return
-
-    def _check_counters(self, *_: Any) -> None:
-        return
-
-    def _enter(self, record: dict[str, Any], signed: Any) -> list[int]:
-        return [*signed]
 
 
 @pytest.mark.parametrize("changes", [0, MAX_CHANGES])

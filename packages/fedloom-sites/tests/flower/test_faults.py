@@ -516,7 +516,7 @@ def test_too_few_nodes() -> None:
         ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()),
-            "'head.bias' contains NaN or infinity. Pass",
+            "'head.bias' contains NaN or infinity. Initialize",
         ),
         (
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),

@@ -56,12 +56,7 @@ if TYPE_CHECKING:
     from fedloom.rows import proxes as proxes
     from fedloom.trained.opened import open_model as open_model
 
-_RENAMED_NAMES = {
-    "aggregate": "aggregators",
-    "channel": "channels",
-    "partition": "partitions",
-    "prox": "proxes",
-}
+_RENAMED_NAMES = {"aggregate": "aggregators", "channel": "channels", "partition": "partitions", "prox": "proxes"}
 """Old singular names of modules, mapped to their current plural names."""
 
 __all__ = ["__version__", *lazy_names(__name__)]

@@ -227,9 +227,8 @@ def function(choice: Any, what: str) -> UserFunction:
     target = import_object(choice, what) if is_path(choice) else choice
     if isinstance(choice, str) and re.fullmatch(r"\S+ [0-9a-f]{16}", choice):
         raise ConfigError(
-            f"{what}: the function {choice.partition(' ')[0]!r} was passed as a Python object and has "
-            "no import path. In Python, the same call of fl.compare with this folder returns its "
-            "models, and does not rerun anything"
+            f"{what}: the function {choice.partition(' ')[0]!r} was passed as a Python object and has no import path. "
+            "In Python, the same call of fl.compare with this folder returns its models, and does not rerun anything"
         )
     if not callable(target):
         raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")

@@ -166,9 +166,8 @@ def check_maker(path: str, what: str) -> None:
     file = getattr(sys.modules.get(module), "__file__", None)
     if not is_vouched(path) and (module.partition(".")[0] in OWN_PACKAGES or file is None or is_installed(Path(file))):
         raise ConfigError(
-            f"{what} {path!r} is a function of an installed package, and would be called with values "
-            "from the file. Name a class of nn.Module, call the function in your own function, or "
-            "add --trust (in Python trust=True)"
+            f"{what} {path!r} is a function of an installed package, and would be called with values from the file. "
+            "Name a class of nn.Module, call the function in your own function, or add --trust (in Python trust=True)"
         )
 
 

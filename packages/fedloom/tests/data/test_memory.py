@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -427,6 +428,24 @@ def test_a_picture_of_a_palette_has_colours() -> None:
     found = Dataset.create(Pairs(lambda i: (pictures[i], int(Y[i]))))
     assert found.shape == (3, 5, 4)
     assert found.x[3, :, 0, 0].tolist() == [30, 5, 247]
+
+
+def test_bytes_in_a_table_are_text(tmp_path: Any) -> None:
+    pd, pa = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    frame = pd.DataFrame({"a": range(12), "s": ["é", "v", "w w"] * 4, "y": ["n", "p"] * 6})
+    raw = frame.assign(s=frame["s"].str.encode("utf-8"), y=frame["y"].str.encode("utf-8"))
+    arrow = pa.Table.from_pandas(raw)
+    raw.to_parquet(tmp_path / "t.parquet")
+    raw.astype({"a": float}).to_parquet(tmp_path / "u.parquet", use_dictionary=False)
+    options: dict[str, Any] = {"target": "y", "categorical": ["s"]}
+    text = Dataset.create(frame, **options)
+    for table in (raw, arrow, tmp_path / "t.parquet", tmp_path / "u.parquet"):
+        read = load(table, **options) if isinstance(table, Path) else Dataset.create(table, **options)
+        assert read.classes == text.classes
+        assert torch.equal(read.x, text.x)
+    columns = {"a": np.arange(12), "s": raw["s"].to_numpy().astype("S4")}
+    model = fl.simulate("fedavg", partitions.iid(clients=2)(text, 0), rounds=1).models.ready("global")
+    np.testing.assert_array_equal(model.predict_proba(columns), model.predict_proba(frame))
 
 
 def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:

@@ -66,8 +66,12 @@ def test_a_loss_beyond_its_start_for_some_evaluations_diverges(losses: tuple[flo
     assert found.round == by
     assert found.sentence.startswith(f"round {by}: the training loss of the global model is" if by else "")
     assert bool(found.sentence) == bool(by)
-    other = Divergence()
-    assert not other.read(records(*losses, part="test"), ended=True)
+    for part in ("validation", "test"):  # a loss of other samples also grows in a run that overfits
+        assert not Divergence().read(records(*losses, part=part), ended=True)
+    worse = Divergence()
+    worse.read(records(*(loss if loss < 20 else 1000 * loss for loss in losses), part="validation"), ended=True)
+    if by is not None:
+        assert worse.sentence.startswith(f"round {worse.round}: the validation loss of the global model is")
 
 
 def test_it_is_told_once_at_the_evaluation_that_shows_it() -> None:
@@ -105,6 +109,15 @@ def test_a_client_whose_model_has_no_finite_output_ends_a_run_whatever_parts_are
     part = "training" if parts[0] == "train" else parts[0]
     assert result.status == "diverged"
     assert result.detail == f"round 0: the {part} loss of the personal model is not finite"
+
+
+@pytest.mark.parametrize("parts", [("train", "test"), ("validation",), ("test",), ("validation", "test")])
+def test_a_run_whose_loss_explodes_has_diverged_whatever_parts_are_scored(
+    fed: Federation, parts: tuple[str, ...]
+) -> None:
+    scored = {"every": 1, "parts": parts, "select_on": "test"}
+    assert fl.simulate("fedavg", fed, rounds=4, local={"lr": 1e7}, evaluate=scored).status == "diverged"
+    assert fl.simulate("fedavg", fed, rounds=4, local={"lr": 0.1}, evaluate=scored).status == "done"
 
 
 def test_a_client_that_is_lost_on_its_test_part_alone_is_named_and_takes_the_better_model() -> None:

@@ -353,6 +353,10 @@ def test_pictures_and_arrays_in_a_list_are_read_as_by_a_torch_data_set() -> None
     want = fl.Dataset.create(Samples(lambda i: (palette[i], int(Y[i]))))
     for given in ((palette, Y), {"x": palette, "y": Y}, {"train": (palette, Y)}):
         assert torch.equal(fl.Dataset.create(given).x, want.x)
+    for mode in ("YCbCr", "HSV", "CMYK"):  # their numbers were read as red, green and blue
+        spaces = [picture.convert("RGB").convert(mode) for picture in pictures()]
+        colors = np.stack([np.asarray(picture.convert("RGB")).transpose(2, 0, 1) for picture in spaces])
+        assert torch.equal(fl.Dataset.create((spaces, Y)).x, torch.from_numpy(colors))
     assert torch.equal(fl.Dataset.create(pictures(), Y).x, torch.from_numpy(BYTES))
     for first, second in ((BYTES, FLOATS), (torch.from_numpy(BYTES), torch.from_numpy(FLOATS))):
         mixed = [*first[:1], *second[1:]]

@@ -29,8 +29,7 @@ def cox(
         str, typer.Option(help="method for ties: efron or breslow", autocompletion=complete_one_of("efron", "breslow"))
     ] = "efron",
     bins: Annotated[
-        float | None,
-        typer.Option(min=0, help="width of the agreed time bins. With bins, sites send only secure sums"),
+        float | None, typer.Option(min=0, help="width of the agreed time bins. With bins, sites send only secure sums")
     ] = None,
     min_events: Annotated[
         int | None,
@@ -95,14 +94,12 @@ def cox(
             fit, losses = secure.fit, secure.losses
             say(
                 f"bins of {option(bins)}, with at least {least} events and rows per site: "
-                f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
-                f"({losses.rare} in bins with too few events or rows, {losses.uncovered} after the "
-                "last bin)"
+                f"{losses.rare + losses.uncovered} of {losses.events} events are censored ({losses.rare} in bins with "
+                f"too few events or rows, {losses.uncovered} after the last bin)"
             )
             say(
-                "rounding changes every coefficient by at most "
-                f"{significant(float(secure.bound.max()), 1)} compared with the pooled fit of these "
-                "rows"
+                f"rounding changes every coefficient by at most {significant(float(secure.bound.max()), 1)} compared "
+                "with the pooled fit of these rows"
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")

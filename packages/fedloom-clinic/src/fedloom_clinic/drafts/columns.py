@@ -30,13 +30,14 @@ SITE_WORDS = words(
     "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "
     "practice trust provider client branch bank school store shop company firm plant factory station device sensor "
     "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
-    "centro ziekenhuis szpital sjukhus 医院 больница"
+    "centro filiale agence agency agentur sucursal schule ecole escuela colegio ziekenhuis szpital sjukhus 医院 "
+    "больница"
 )
 """Words for organizations that collect rows. A ward, region, country or group is a property of a row, so the survey
 mentions it only as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
 """Words for properties of a row that may also identify the row's site."""
-AMBIGUOUS_WORDS = words("school practice trust bank branch")
+AMBIGUOUS_WORDS = words("school schule ecole escuela colegio practice trust bank branch")
 """Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words that, next to a word in `AMBIGUOUS_WORDS`, show that this word means an organization."""

@@ -302,9 +302,8 @@ class ExperimentDraft:
         keep, kept = counts >= MIN_SITE_ROWS, counts[counts >= MIN_SITE_ROWS]
         if len(kept) < 2:
             raise ConfigError(
-                f"{survey.path}: only {len(kept)} of the {len(names)} sites of --client-column "
-                f"{site.name} have at least {MIN_SITE_ROWS} {what}, but a federation needs two sites; "
-                f"{self._ask}"
+                f"{survey.path}: only {len(kept)} of the {len(names)} sites of --client-column {site.name} have at "
+                f"least {MIN_SITE_ROWS} {what}, but a federation needs two sites; {self._ask}"
             )
         self.report.append(
             f"site: {self._describe_choice(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "

@@ -21,15 +21,22 @@ from fedloom_clinic.drafts.columns import TableSurvey
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
-    r"([_\W]|\d?$)|^t\d?$|^tt[a-z]$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$|^life(time|span)?$",
+    r"([_\W]|\d?$)|^t\d?$|^tt[a-z]$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$|^life(time|span)?$|"
+    r"suivi|seguimiento|nachbeobacht|[uü]e?berleb|survie|superviv|sopravviv|(^|[_\W])(beobachtungs)?(zeit|dauer)([_\W]|$)|"
+    r"(^|[_\W])(dur[eé]e|d[eé]lai|tiempo|duraci[oó]n|durata|tage|wochen|monate|jours|semaines|mois|d[ií]as|semanas|meses)"
+    r"([_\W]|$)",
     re.IGNORECASE,
 )
 """Pattern of names that mean the time to an event."""
-OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
+OTHER_TIME_PATTERN = re.compile(
+    r"(^|[_\W])(age|los|stay|gestation|education|icu|uci|its|liegedauer|verweildauer|aufenthalt\w*|estancia|estadia|"
+    r"s[eé]jour|hospitalisation|hospitalizaci[oó]n)([_\W]|$)|study_?time",
+    re.IGNORECASE,
+)
 """Pattern of names of times that have already passed when a row is recorded, so that they are never times to an
 event."""
 FOLLOW_UP_PATTERN = re.compile(
-    r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration)$|^([opedr]?fs|os)([_\W]|$)",
+    r"follow.?up|suivi|seguimiento|nachbeobacht|[uü]e?berleb|survie|superviv|sopravviv|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration)$|^([opedr]?fs|os)([_\W]|$)",
     re.IGNORECASE,
 )
 """Pattern of names that mean the observation time, as opposed to other times such as the time from diagnosis to
@@ -40,7 +47,9 @@ BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|surv
 """Pattern of names of times that occur only in survival tables. If a table contains only other times, a column of
 deaths may be a class to be predicted."""
 EVENT_PATTERN = re.compile(
-    r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
+    r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$|"
+    r"d[eé]c[eè]s|verstorben|gestorben|ereignis|[eé]v[eé]nement|rezidiv|rechute|reca[ií]da|muerte|fallec|deced|exitus|"
+    r"(^|[_\W])(tod|mort|morto)([_\W]|$)",
     re.IGNORECASE,
 )
 """Pattern of names of columns that are 1 for an event. A column with `cens` in its name may mark either censored rows
@@ -59,8 +68,8 @@ this high. In none of these tables is it so low that 0 and 1 would be confused (
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Pattern of names that mean the time at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Minimum fraction of rows in which the start must precede the end. This fraction is below 1 because real tables
-contain typing errors."""
+"""Minimum fraction of rows in which the start must precede the end, and a time must not be negative. This fraction is
+below 1 because real tables contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
@@ -75,7 +84,7 @@ CALENDAR_PATTERN = re.compile(
 """Pattern of names that mean a date of recording, which is rarely a target."""
 TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
-    "ziel zielvariable zielgrosse cible objetivo"
+    "ziel zielvariable zielgrosse cible objetivo rul remainingusefullife"
 )
 """Words that identify a target and have no other meaning if the column is at the usual position."""
 OTHER_MEANING_WORDS = words("target targets label labels y")
@@ -87,13 +96,16 @@ TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
 """Levels of a text column with yes-or-no values, in lower case."""
 EVENT_WORDS = words(
     "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
-    "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
+    "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido hospitalexpireflag "
+    "hospitaldeath inhospitaldeath inhospitalmortality failure machinefailure schadenfall betrug gekundigt gekuendigt "
+    "abwanderung impago moroso fraude resiliation reingreso rehospitalisation wiederaufnahme mortalite mortalidad "
+    "mortalita muerte exitus fallecimiento rezidiv rechute recaida decede deceduto"
 )
 """Names of events in a person's life, which are usually the target."""
 RESULT_WORDS = words(
-    "los lengthofstay class classes result results diagnosis category classification disease disorder "
-    "severity quality choice output ill sick expire expired default price sales "
-    "outcome target label death died mortality ergebnis diagnose"
+    "los lengthofstay class classes result results diagnosis category classification disease disorder severity quality "
+    "choice output ill sick expire expired default price sales outcome target label death died mortality ergebnis "
+    "diagnose resultado resultat risultato esito diagnostico diagnostic diagnosi"
 )
 """Words that occur in the names of outcomes, but also in the names of features."""
 
@@ -117,7 +129,8 @@ MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate over the second, in points.
 
 With both limits, 21 of the 31 public tables whose correct roles were written down beforehand are drafted correctly, 10
-lead to a question, and no draft is wrong.
+lead to a question, and no draft is wrong. Of 23 further tables with columns in four languages, 13 are drafted correctly
+and 10 lead to a question.
 """
 MAX_SHOWN_CANDIDATES = 6
 """Maximum number of candidates that a question lists."""
@@ -154,10 +167,10 @@ def is_coded(column: ColumnProfile) -> bool:
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column is named like a time and contains more than two distinct numbers, all at least 0."""
+    """Return True if a column is named like a time and contains more than two numbers, nearly all at least 0."""
     numbers = column.numbers
     named = TIME_PATTERN.search(column.name) and not OTHER_TIME_PATTERN.search(column.name)
-    return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
+    return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).mean() >= MIN_ENTRY_SHARE)
 
 
 def is_count(column: ColumnProfile) -> bool:
@@ -383,7 +396,7 @@ def _target_points(survey: TableSurvey) -> tuple[dict[str, int], set[str]]:
             score = RESULT_NAME_POINTS
         elif parts & (TARGET_WORDS | EVENT_WORDS | RESULT_WORDS) and few:
             score = WORD_POINTS
-        if len(plain) >= 3 and stem in (plain, f"{plain}s"):
+        if len(plain) >= 3 and stem in {f"{plain}{end}" for end in ("", "s", "n", "en", "es")}:
             score += FILE_NAME_POINTS
             if score == FILE_NAME_POINTS and (
                 c.name not in ends or (len(c.levels) <= MAX_FEW_LEVELS and not _has_truth_levels(c))

@@ -86,9 +86,8 @@ def fit_secure_cox(
         if beyond.any():
             k = int(beyond.argmax())
             raise DataError(
-                f"site {place}: {names[k]} has {beyond[k]} values outside the agreed range from "
-                f"{terms.low[k]:g} to {terms.high[k]:g}. Repair these values, or agree on a different "
-                "range"
+                f"site {place}: {names[k]} has {beyond[k]} values outside the agreed range from {terms.low[k]:g} to "
+                f"{terms.high[k]:g}. Repair these values, or agree on a different range"
             )
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]
@@ -141,9 +140,8 @@ def fit_of_sums(
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
         outside = f"; {losses.uncovered} of {losses.events} events are after the last bin" if losses.uncovered else ""
-        raise DataError(
-            f"no bin has {terms.least} events at any site. Agree on wider bins or on a smaller minimum count{outside}"
-        )
+        what, wider = ("site has", "") if terms.stratify else ("bin of a site has", "wider bins or on ")
+        raise DataError(f"no {what} {terms.least} events{outside}. Agree on {wider}a smaller min_events")
     spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
     if not (spread > sites * terms.step).all():
         raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Omit this column")

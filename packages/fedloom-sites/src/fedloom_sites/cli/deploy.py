@@ -49,8 +49,7 @@ Memory = Annotated[
     ),
 ]
 OwnData = Annotated[
-    bool,
-    typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
+    bool, typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data")
 ]
 Threshold = Annotated[
     int | None,
@@ -94,8 +93,7 @@ def init(
         ),
     ] = None,
     metrics_port: Annotated[
-        int | None,
-        typer.Option(help="loopback port for Prometheus metrics (default: none)"),
+        int | None, typer.Option(help="loopback port for Prometheus metrics (default: none)")
     ] = None,
     home: Annotated[Path, typer.Option(help="folder on each machine for server/ or site/")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder on each machine for the programs")] = Path("/opt/fedloom/bin"),
@@ -109,8 +107,7 @@ def init(
         ),
     ] = False,
     secure_aggregation: Annotated[
-        bool,
-        typer.Option("--secure-aggregation", help="let the server receive only masked sums, no individual upload"),
+        bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums, no individual upload")
     ] = False,
     threshold: Threshold = None,
     changes: Annotated[
@@ -126,8 +123,7 @@ def init(
         ),
     ] = False,
     data_name: Annotated[
-        str,
-        typer.Option(help="name of the data set. Sites record sums and budgets under this name across experiments"),
+        str, typer.Option(help="name of the data set. Sites record sums and budgets under this name across experiments")
     ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -267,9 +263,8 @@ def _write_directory(planned: DeploymentPlan, folder: Path, place: Location) -> 
 
         count = max_colluders(len(planned.sites), planned.threshold)
         say(
-            f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A "
-            f"dishonest server that colludes with {count} of the sites learns no upload of another "
-            "site"
+            f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A dishonest server that "
+            f"colludes with {count} of the sites learns no upload of another site"
         )
     if planned.code.files:
         say(f"user code, copied to all sites: {', '.join(planned.code.files)}")
@@ -305,8 +300,7 @@ def check(
 
 @deploy.command("rehearse")
 def rehearse_attacks(
-    site: SiteFolder,
-    as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
+    site: SiteFolder, as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False
 ) -> None:
     """Attack a copy of a site to see what a server could learn.
 
@@ -406,9 +400,10 @@ def status(
             from fedloom_sites.deploy.setting_files import read_site
 
             here = site_status(read_site(folder / "site.toml"))
-            facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
+            facts = (f"{what}: {here[what] or 0}" for what in ("site", "messages", "refused", "repeated"))
+            last = f"last: {here['last'] or 'never'}"
             alarms = [f"{one['time']} {one['reason']}" for one in here["alarms"]]
-            say(*([json.dumps(here, indent=1)] if as_json else [*facts, *(alarms or ["no alarm"])]))
+            say(*([json.dumps(here, indent=1)] if as_json else [*facts, last, *(alarms or ["no alarm"])]))
             return
         shown = status_of(server_of(folder))
         if as_json:

@@ -36,9 +36,8 @@ def renew(
                 "key are being created again"
             )
         say(
-            f"copy {new} and its key to the server, reload the reverse proxy (nginx -s reload) and "
-            "restart the superlink's unit, which still uses the old certificate. A run continues "
-            "after the restart"
+            f"copy {new} and its key to the server, reload the reverse proxy (nginx -s reload) and restart the "
+            "superlink's unit, which still uses the old certificate. A run continues after the restart"
         )
 
 
@@ -75,8 +74,7 @@ def add(
         _say_steps(
             directory, change, place,
             f"Send {change.folder / 'site'} only to {name}, through a secure channel. There it becomes "
-            f"{place.home / 'site'}, "
-            f"or {directory / 'sites' / name} for a trial on this machine",
+            f"{place.home / 'site'}, or {directory / 'sites' / name} for a trial on this machine",
             name, resumes=False,
         )  # fmt: skip
 
@@ -117,9 +115,8 @@ def rotate(
         say(f"new keys of {name}: SHA-256 {change.keys}")
         _say_steps(
             directory, change, place,
-            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. "
-            "Approve it "
-            "there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. Approve "
+            "it there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
             f"{place.home / 'server'} {name}",
             name,
         )  # fmt: skip

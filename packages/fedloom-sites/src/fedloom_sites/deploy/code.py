@@ -85,9 +85,8 @@ def code_of(settings: Mapping[str, object]) -> Code:
     size = sum(map(len, files.values()))
     if size > MAX_CODE_BYTES:
         raise ConfigError(
-            f"the user code has {len(files)} files ({size >> 20} MiB together), but at most "
-            f"{MAX_CODE_BYTES >> 20} MiB are copied. Move the module to a folder of its own, or "
-            "install it at the server and every site"
+            f"the user code has {len(files)} files ({size >> 20} MiB together), but at most {MAX_CODE_BYTES >> 20} MiB "
+            "are copied. Move the module to a folder of its own, or install it at the server and every site"
         )
     return Code(files, installed)
 

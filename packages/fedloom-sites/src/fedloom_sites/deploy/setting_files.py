@@ -33,7 +33,14 @@ def read_site(path: Path, *, live: bool = False) -> Site:
     Raises:
         ConfigError: the file is missing or contains an invalid value.
     """
-    site, folder = _read_settings(Site, path, "site file"), path.parent.resolve()
+    folder = path.parent.resolve()
+    if folder.is_dir() and not path.exists():
+        sites = ", ".join(f"sites/{file.parent.name}" for file in sorted(folder.glob("sites/*/site.toml")))
+        raise ConfigError(
+            f"{path.parent} is not the folder of a site: it contains no {path.name}. Pass the path of a site's folder"
+            + (f": {sites}" if sites else "")
+        )
+    site = _read_settings(Site, path, "site file")
     source = site.data["source"]
     is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
     keys = ("path", "source") if is_file and source not in SOURCES and not is_path(source) else ("path",)

@@ -108,8 +108,7 @@ class SecureSettings(Value):
         None,
         ge=0,
         description="minimum number of sites in every sum that have never left the sums over the same data. Any "
-        "combination of sums contains at least this many sites, not counting those that left (None: "
-        "the threshold)",
+        "combination of sums contains at least this many sites, not counting those that left (None: the threshold)",
     )
 
     verify: bool = Field(
@@ -340,8 +339,7 @@ class Server(SharedSettings):
         "site again",
     )
     absent_after: PositiveInt = Field(
-        3,
-        description="number of unanswered rounds after which a silent site counts as absent until it replies again",
+        3, description="number of unanswered rounds after which a silent site counts as absent until it replies again"
     )
     norm_bound: NormBound | None = Field(
         None,

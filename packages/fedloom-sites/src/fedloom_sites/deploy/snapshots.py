@@ -157,9 +157,8 @@ def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[s
         apart = max(len(here - before), len(before - here))
         if 0 < apart < least:
             raise ConfigError(
-                f"the snapshot of {day} differs from the snapshot of {one['day']} by {apart} "
-                f"subjects, but it must differ by 0 or at least {least} subjects. Wait until more "
-                "subjects have changed"
+                f"the snapshot of {day} differs from the snapshot of {one['day']} by {apart} subjects, but it must "
+                f"differ by 0 or at least {least} subjects. Wait until more subjects have changed"
             )
 
 

@@ -91,9 +91,8 @@ class Local:
             return setting
         if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
-                "this node adds its own noise (Local(upload_transform=...)), and an upload can have "
-                f"only one transform. Remove upload_transform {type(channel).__name__} from the "
-                "strategy"
+                "this node adds its own noise (Local(upload_transform=...)), and an upload can have only one "
+                f"transform. Remove upload_transform {type(channel).__name__} from the strategy"
             )
         if (
             channel is not None

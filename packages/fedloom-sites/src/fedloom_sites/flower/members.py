@@ -25,9 +25,8 @@ RUN_FILE = "run.json"
 NODE_POLL_SECONDS = 1.0
 """Time in seconds between two searches for nodes."""
 MODS_HINT = (
-    "mods that change one record of the model do not fit, because a method sends rows. Leave the mod "
-    "out, and clip or add noise with an upload transform of the strategy, such as "
-    "upload_transform={'kind': 'clip', 'bound': 1.0}"
+    "mods that change one record of the model do not fit, because a method sends rows. Leave the mod out, and clip or "
+    "add noise with an upload transform of the strategy, such as upload_transform={'kind': 'clip', 'bound': 1.0}"
 )
 """Advice for a node whose mods reject messages."""
 STRANGE_NODE_REASON = (

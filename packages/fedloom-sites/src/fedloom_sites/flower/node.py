@@ -182,9 +182,8 @@ class _Node:
         mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(
-                f"{name} needs the server workflow of Flower's secure aggregation, but strategies of "
-                "Flower's message API have no such workflow. Omit it, and use fedloom deploy for "
-                "secure sums"
+                f"{name} needs the server workflow of Flower's secure aggregation, but strategies of Flower's message "
+                "API have no such workflow. Omit it, and use fedloom deploy for secure sums"
             )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])

@@ -286,9 +286,8 @@ def _input_and_target_keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ..
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
         raise ConfigError(
-            f"{part}set: the samples contain the entries {', '.join(map(repr, batch))}, and fedloom "
-            "does not know which one is the target. Name the inputs, then the target: Local(..., "
-            "keys=('image', 'character'))"
+            f"{part}set: the samples contain the entries {', '.join(map(repr, batch))}, and fedloom does not know "
+            "which one is the target. Name the inputs, then the target: Local(..., keys=('image', 'character'))"
         )
     return (*(name for name in batch if name != targets[0]), targets[0])
 
@@ -317,9 +316,8 @@ def fit_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor,
         else:
             if values[0].dtype == torch.uint8:
                 raise ConfigError(
-                    "samples are bytes (uint8), and fedloom cannot know whether the model divides "
-                    "the bytes. Pass floats, such as x / 255, or x.float() if the model itself "
-                    "divides by 255"
+                    "samples are bytes (uint8), and fedloom cannot know whether the model divides the bytes. Pass "
+                    "floats, such as x / 255, or x.float() if the model itself divides by 255"
                 )
             return x, signature
     for name, value in inputs.items():

@@ -201,9 +201,8 @@ class Strategy(FlowerStrategy):
             self._current = [arrays]
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
-                f"round {server_round}: the arrays differ from those that aggregate_train returned, "
-                "and nodes would train from them. A wrapper or subclass of this strategy must not "
-                f"change them; {PRIVACY_HINT}"
+                f"round {server_round}: the arrays differ from those that aggregate_train returned, and nodes would "
+                f"train from them. A wrapper or subclass of this strategy must not change them; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before

@@ -235,9 +235,8 @@ def _overview_page(
     alike = "differ" if together.p < FAMILY_ERROR_LEVEL else "do not differ significantly"
     lines += [
         f"{len(counted)} methods have results in all {len(together.setups)} federations with tuning. Their mean ranks "
-        f"{alike} (Friedman's test, p = {significant(together.p, 2)}).{pooled} "
-        f"The federations are {join_with_and(together.setups)}. A bar connects methods that Nemenyi's test does not "
-        "distinguish.",
+        f"{alike} (Friedman's test, p = {significant(together.p, 2)}).{pooled} The federations are "
+        f"{join_with_and(together.setups)}. A bar connects methods that Nemenyi's test does not distinguish.",
         "",
         f"![mean ranks]({MAP_FOLDER}/ranks.svg)",
     ]

@@ -405,12 +405,7 @@ def _find_claim(recipe: Recipe, start: str) -> Claim | None:
 
 def _corrections_table(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Yield a table of published verdicts that were later changed, with the reasons."""
-    yield from (
-        "## Corrected",
-        "",
-        CORRECTED_TEXT,
-        "",
-    )
+    yield from ("## Corrected", "", CORRECTED_TEXT, "")
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet in read_paper_sections():
         for one in sheet.corrected:

@@ -175,8 +175,7 @@ class Paper(Value):
     claims: tuple[Claim, ...] = ()
     unknown: tuple[UnstatedDetail, ...] = ()
     fixed: dict[str, str] = Field(
-        default_factory=dict,
-        description="options that are not tuned in a fair recipe, by method, with the reason",
+        default_factory=dict, description="options that are not tuned in a fair recipe, by method, with the reason"
     )
     stated: tuple[str, ...] = Field(
         (), description="details that the base recipe leaves open and this recipe specifies"

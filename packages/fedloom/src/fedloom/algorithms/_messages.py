@@ -176,9 +176,8 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
     returned = next(iter(get_args(hint)), hint)
     if not _fields(returned):
         raise ConfigError(
-            f"{algorithm.__name__}.{function} must be annotated with its return type, -> {wanted}, "
-            "whose fields say how they are sent, got "
-            f"{_annotated(algorithm, function, 'return').__annotations__['return']!r}"
+            f"{algorithm.__name__}.{function} must be annotated with its return type, -> {wanted}, whose fields say "
+            f"how they are sent, got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
         )
     return returned
 
@@ -221,9 +220,8 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     for field, declared in kinds.items():
         if len(declared) != 1:
             raise ConfigError(
-                f"{name}: the upload field {field!r} must declare exactly once how it is sent, as "
-                f"Annotated[Tensor, Mean(...)], Kept(...) or Rows(...), but it has {len(declared)} "
-                "such declarations"
+                f"{name}: the upload field {field!r} must declare exactly once how it is sent, as Annotated[Tensor, "
+                f"Mean(...)], Kept(...) or Rows(...), but it has {len(declared)} such declarations"
             )
     primary = [field for field, (kind,) in kinds.items() if kind.primary]
     if kinds and len(primary) != 1:

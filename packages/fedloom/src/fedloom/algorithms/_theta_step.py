@@ -71,9 +71,8 @@ class ThetaStep(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
             raise Refused(
-                f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = "
-                f"{self.lam:g} and smooth = {self.smooth:g}, so the bound (9) does not hold. Set a "
-                "larger lam"
+                f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = {self.lam:g} and smooth "
+                f"= {self.smooth:g}, so the bound (9) does not hold. Set a larger lam"
             )
         return []
 

@@ -56,10 +56,7 @@ class APFL(Algorithm):
     """APFL (Deng et al. 2020, Algorithm 1)."""
 
     alpha: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="initial weight of the local model in the mixture (FedSLR's runs use 0.5)",
+        0.5, ge=0, le=1, description="initial weight of the local model in the mixture (FedSLR's runs use 0.5)"
     )
     adaptive: bool = Field(False, description="learn alpha by gradient descent (the paper's adaptive alpha)")
     mix: Literal["before", "after"] = Field(

@@ -85,9 +85,7 @@ class FedAS(Algorithm):
 
     align: int = Field(1, ge=0, description="number of alignment epochs (1 in the public code)")
     lr: float | None = Field(
-        None,
-        gt=0,
-        description="step size for the alignment (default: the round's step size; 0.01 in the public code)",
+        None, gt=0, description="step size for the alignment (default: the round's step size; 0.01 in the public code)"
     )
 
     family: ClassVar[str] = "personalised"

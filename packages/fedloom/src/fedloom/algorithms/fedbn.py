@@ -60,8 +60,7 @@ class FedBN(Algorithm):
     """FedBN (Li et al. 2021, Algorithm 1)."""
 
     layers: tuple[str, ...] = Field(
-        (),
-        description="name prefixes of the parameters that stay on the client (empty: the normalization layers)",
+        (), description="name prefixes of the parameters that stay on the client (empty: the normalization layers)"
     )
 
     family: ClassVar[str] = "personalised"
@@ -69,9 +68,8 @@ class FedBN(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
-                "FedBN keeps normalisation layers at the clients, but the model has no normalisation "
-                "layers, so FedBN would equal FedAvg. Use a model with `norm`, or list the "
-                "parameters to keep in `layers`"
+                "FedBN keeps normalisation layers at the clients, but the model has no normalisation layers, so FedBN "
+                "would equal FedAvg. Use a model with `norm`, or list the parameters to keep in `layers`"
             )
         return []
 

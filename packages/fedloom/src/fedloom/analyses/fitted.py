@@ -151,6 +151,8 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
     x = torch.cat([some.x for some in whole])
     width = x.shape[1]
     used = find_independent(x) if analysis.needs_independent else torch.ones(width, dtype=torch.bool)
+    if not used.any():
+        raise DataError("every input of the models has the same value in all training rows, so nothing can be fitted")
     rows = {name: replace(some, x=some.x.reshape(len(some), width)[:, used]) for name, some in rows.items()}
     names = tuple(TableColumn(name=f"input {k}") for k in used.nonzero()[:, 0].tolist())
     schema = replace(schema_of(data), columns=names, levels={}, is_table=True, columns_are_inputs=True)

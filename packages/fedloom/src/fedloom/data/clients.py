@@ -101,9 +101,8 @@ def as_federation(
         for part in parts:
             if part.x.shape[1:] != sides[0][0].x.shape[1:]:
                 raise DataError(
-                    f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, but the first "
-                    f"client has samples of shape {[*sides[0][0].x.shape[1:]]}. All samples must have "
-                    "the same shape"
+                    f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, but the first client has "
+                    f"samples of shape {[*sides[0][0].x.shape[1:]]}. All samples must have the same shape"
                 )
     training, *tested = [{f"client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
                       for k in range(len(sides[0]))]  # fmt: skip

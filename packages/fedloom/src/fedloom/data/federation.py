@@ -113,9 +113,8 @@ class Federation:
         bare = index[~self.data.ready.to(index.device)[index]]
         if len(bare):
             raise DataError(
-                f"{self.data.name}: the columns of {len(bare)} samples in {part} are not scaled for "
-                f"any client (first: sample {int(bare[0])}). Let the partition assign them to a "
-                "client, in Draw.dealt or Draw.test"
+                f"{self.data.name}: the columns of {len(bare)} samples in {part} are not scaled for any client (first: "
+                f"sample {int(bare[0])}). Let the partition assign them to a client, in Draw.dealt or Draw.test"
             )
 
     def _check_subjects(self) -> None:
@@ -135,11 +134,10 @@ class Federation:
         if (mixed := find_shared_subject(design, parts)) is not None:
             first, second, row = mixed
             raise DataError(
-                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in "
-                f"the {second} part (row {row}). Keep each subject in the same part at all clients, "
-                "give all rows of a subject the same mark, or let a partition make the parts (pool = "
-                "true if the data have an official test set). If every client numbers its subjects "
-                "from 1, put the client's name before the number"
+                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
+                f"part (row {row}). Keep each subject in the same part at all clients, give all rows of a subject the "
+                "same mark, or let a partition make the parts (pool = true if the data have an official test set). If "
+                "every client numbers its subjects from 1, put the client's name before the number"
             )
 
     @classmethod

@@ -95,9 +95,8 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"groups: the sites have not agreed on the levels of {column!r}. Use a bound, such as "
-                f"'{column}>=50', or add the column with its levels to the agreement (scoring = true "
-                "hides the column from the models)"
+                f"groups: the sites have not agreed on the levels of {column!r}. Use a bound, such as '{column}>=50', "
+                "or add the column with its levels to the agreement (scoring = true hides the column from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE_SIGNS[bound[2]])
         ends = "" if bound is None else bound[3]

@@ -56,8 +56,7 @@ class InputSpec(Value):
     centre: float = Field(0.0, description="number subtracted from regression targets")
     unit: float = Field(1.0, gt=0, description="divisor for the targets, applied after the subtraction")
     pixels: bool = Field(
-        False,
-        description="whether samples were stored as bytes and divided by 255. If not, they are unchanged floats",
+        False, description="whether samples were stored as bytes and divided by 255. If not, they are unchanged floats"
     )
     integers: bool | None = Field(
         None,
@@ -356,9 +355,8 @@ def _recode_levels(old: TableColumn, new: TableColumn, values: Tensor, name: str
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(
-            f"{name}: column {old.name!r} contains {what[bool(new.levels)]}, but the model was "
-            f"trained on {what[bool(old.levels)]}. Add the column to `categorical`, or remove the "
-            "column from `categorical`"
+            f"{name}: column {old.name!r} contains {what[bool(new.levels)]}, but the model was trained on "
+            f"{what[bool(old.levels)]}. Add the column to `categorical`, or remove the column from `categorical`"
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:

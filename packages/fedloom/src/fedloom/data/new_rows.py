@@ -14,7 +14,7 @@ from fedloom.data.dataset import Dataset, default_to_cpu, raise_data_problems
 from fedloom.data.input_spec import NO_TABLE, InputSpec
 from fedloom.data.samples import stack_unlabelled_samples
 from fedloom.data.sources.array_data import as_features, convert_to_plain_array
-from fedloom.data.sources.table.cells import ColumnPiece, Problems, is_missing
+from fedloom.data.sources.table.cells import ColumnPiece, Problems, decode_cells, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
@@ -96,7 +96,7 @@ def new_rows(
         }
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
             raise DataError(f"{name}: column {single[0]!r} must be a list with one cell per row, even for a single row")
-        columns = {c: values.tolist() for c, values in arrays.items()}
+        columns = {c: decode_cells(values.tolist()) for c, values in arrays.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(
                 f"{name}: columns have different lengths: {', '.join(f'{len(v)} ({c})' for c, v in columns.items())}"

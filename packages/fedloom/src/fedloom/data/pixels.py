@@ -76,9 +76,8 @@ def refuse_other_numbers(
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):
         raise DataError(
-            f"{name}: the model was trained on bytes. It accepts bytes (uint8), which it divides by "
-            f"255, or floats from 0 to 1, but got {dtype} values from {low:.9g} to {high:.9g}; "
-            f"{_range_advice(x, dtype, low, high)}"
+            f"{name}: the model was trained on bytes. It accepts bytes (uint8), which it divides by 255, or floats "
+            f"from 0 to 1, but got {dtype} values from {low:.9g} to {high:.9g}; {_range_advice(x, dtype, low, high)}"
         )
 
 

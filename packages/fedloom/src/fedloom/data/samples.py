@@ -35,8 +35,10 @@ FEATURE_TARGET_NAMES = (
     ("pixel_values", "labels"),
 )
 """Names under which dictionaries and NPZ files contain features and targets."""
-
-
+COLOR_MODES = {
+    "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "HSV": "RGB", "LAB": "RGB", "RGBX": "RGB", "RGBa": "RGBA"
+}  # fmt: skip
+"""Mode to which a picture is converted, keyed by Pillow modes whose numbers are not red, green, blue and opacity."""
 TARGET_READINGS = 8
 """Number of times that a few samples are read in order to check that their targets do not change."""
 
@@ -109,8 +111,9 @@ def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> Stacke
 
 
 def _sample_array(value: object) -> NDArray[Any]:
-    """Return a sample as an array. In pictures, the channels come first, and colors replace a palette."""
-    array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
+    """Return a sample as an array. In pictures, the channels come first, and the colors are red, green and blue."""
+    mode = COLOR_MODES.get(getattr(value, "mode", "")) if is_picture(value) else None
+    array = as_array(value if mode is None else value.convert(mode))  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
         array = array.transpose(2, 0, 1)
     return array[None] if array.ndim == 2 else array
@@ -160,9 +163,8 @@ def stack_torch_dataset(obj: TorchDataset[Any], name: str, labelled: bool = True
         new = stack_samples(pairs(places), name)
         if (new.x.dtype, new.x.shape[1:]) != (drawn.x.dtype, drawn.x.shape[1:]):
             raise DataError(
-                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but when first read, "
-                f"they were {drawn.x.dtype} of shape {drawn.x.shape[1:]}. Use the same size and type "
-                "for all samples"
+                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but when first read, they were "
+                f"{drawn.x.dtype} of shape {drawn.x.shape[1:]}. Use the same size and type for all samples"
             )
         return new.x
 
@@ -214,9 +216,8 @@ def iterate_pairs(
             what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
             what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
             raise DataError(
-                f"{name}: sample {k if places is None else places[k]} is "
-                f"{type(sample).__name__}{what}, expected the pair (features, target) as a tuple, or "
-                "features and target by name: "
+                f"{name}: sample {k if places is None else places[k]} is {type(sample).__name__}{what}, expected the "
+                "pair (features, target) as a tuple, or features and target by name: "
                 f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES)}"
             )
 

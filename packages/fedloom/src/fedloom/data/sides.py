@@ -192,9 +192,8 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
         return SampleSet.create(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
-            f"{name}: {len(obj)} pairs of features and labels, each with many samples, look like the "
-            "data of clients. Pass them to fl.Federation.create, or to fl.simulate instead of a "
-            "federation"
+            f"{name}: {len(obj)} pairs of features and labels, each with many samples, look like the data of clients. "
+            "Pass them to fl.Federation.create, or to fl.simulate instead of a federation"
         )
     pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
@@ -205,9 +204,8 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
             cure = "the pair (x, y) as a tuple, or target"
             if isinstance(obj, list):
                 raise ConfigError(
-                    f"{name}: a list contains samples, but these have no targets. Pass features and "
-                    "targets as the tuple (x, y), or a list of tuples (features, target), or pass "
-                    "the targets as `target`"
+                    f"{name}: a list contains samples, but these have no targets. Pass features and targets as the "
+                    "tuple (x, y), or a list of tuples (features, target), or pass the targets as `target`"
                 )
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
@@ -219,9 +217,8 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
         return SampleSet.stacked(stack_torch_dataset(obj, name), name, classes=_declared_classes(obj))
     if is_frame(obj):
         raise ConfigError(
-            f"{name}: a table cannot be a client. Join the tables, with a column that names the "
-            "client, as in fl.Dataset.create(frame, target='ill', client_column='site'), and pass "
-            "partition=fl.partitions.natural()"
+            f"{name}: a table cannot be a client. Join the tables, with a column that names the client, as in "
+            "fl.Dataset.create(frame, target='ill', client_column='site'), and pass partition=fl.partitions.natural()"
         )
     subset = type(getattr(obj, "sampler", None)) not in (type(None), SequentialSampler, RandomSampler)
     collates = getattr(obj, "collate_fn", default_collate) not in (default_collate, default_convert)

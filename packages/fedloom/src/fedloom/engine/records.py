@@ -32,6 +32,9 @@ DIVERGENCE_FACTOR = 10.0
 The value follows from a calculation rather than from experiments: with ten classes, training begins at a loss of ln 10
 = 2.3, and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that
 learns."""
+WATCHED_PARTS = {"train": DIVERGENCE_FACTOR, "validation": 1000.0, "test": 1000.0}
+"""Parts on which divergence is detected, with the multiple of the initial loss. The first part that is evaluated is
+used. On validation and test samples, the loss of a run that only overfits may exceed ten times its start."""
 DIVERGING_EVALUATIONS = 3
 """Number of consecutive evaluations above this multiple at which the run is reported as diverged. Fewer evaluations
 suffice if they are the last evaluations of the run.
@@ -194,7 +197,7 @@ class Divergence:
     """Detector of divergence in a run whose metrics are still finite. Its verdict depends only on the records.
 
     Losses are compared to the largest training loss of any model at the first evaluation. If the ``train`` part is not
-    evaluated, divergence is not detected.
+    evaluated, losses on another part are compared (see `WATCHED_PARTS`).
 
     Args:
         robust: True to use the median loss over clients, so that a single client (of three or more) cannot decide the
@@ -211,7 +214,7 @@ class Divergence:
         self._robust = robust
         self.round: int | None = None
         self.sentence = ""
-        self._records_read, self._start, self._first = 0, 1.0, -1
+        self._records_read, self._start, self._first, self._part = 0, 1.0, -1, ""
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
@@ -226,8 +229,11 @@ class Divergence:
         before = self.sentence
         new = records.items[self._records_read :]
         mean = "loss/mean" if any(record.metric == "loss/mean" for record in new) else "loss/weighted"
+        losses = ("loss", "loss/mean", "loss/weighted")
+        evaluated = {record.part for record in new if record.metric in losses and not np.isnan(record.values).all()}
+        self._part = self._part or next((part for part in WATCHED_PARTS if part in evaluated), "")
         for record in new:
-            if (record.part, record.metric) != ("train", "loss" if self._robust else mean):
+            if (record.part, record.metric) != (self._part, "loss" if self._robust else mean):
                 continue
             if record.total and not self._robust:
                 self._include(record.round, record.model, float(record.values[0]))
@@ -245,7 +251,7 @@ class Divergence:
             self._start = max(self._start, loss if math.isfinite(loss) else 1.0)
             return
         beyond = self._beyond.setdefault(model, [])
-        if math.isfinite(loss) and loss > DIVERGENCE_FACTOR * self._start:
+        if math.isfinite(loss) and loss > WATCHED_PARTS[self._part] * self._start:
             beyond.append((round, loss))
         else:
             beyond.clear()
@@ -255,10 +261,10 @@ class Divergence:
     def _tell(self, model: str) -> None:
         if self.round is None:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
+            part = "training" if self._part == "train" else self._part
             self.sentence = (
-                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, and since "
-                f"round {first} it is more than {DIVERGENCE_FACTOR:g} times its start of "
-                f"{self._start:.3g}"
+                f"round {self.round}: the {part} loss of the {model} model is {loss:.3g}, and since round {first} it "
+                f"is more than {WATCHED_PARTS[self._part]:g} times its start of {self._start:.3g}"
             )
 
 

@@ -113,9 +113,8 @@ class Engine(Value):
     precision: Literal["full", "tf32", "bf16"] = Field(
         "full",
         description=(
-            "precision of gradients: full (that of dtype), TF32 in all products on a GPU, or "
-            "bfloat16 in training steps with convolutions. The clients' model vectors always keep "
-            "dtype"
+            "precision of gradients: full (that of dtype), TF32 in all products on a GPU, or bfloat16 in training "
+            "steps with convolutions. The clients' model vectors always keep dtype"
         ),
     )
     checkpoint_every: float = Field(30.0, gt=0, description="time between checkpoints, in seconds")
@@ -221,11 +220,10 @@ class Setting(Value):
     client_weights: Shares = Field(
         "samples",
         description=(
-            "shares alpha_i of the clients in the objective, used in every mean and local problem: "
-            "by training samples; uniform (1/n); by groups (every planted group counts equally, or "
-            "every level of a column with 'groups by region'); by clusters found from activations "
-            "before round 1 ('clusters-3', or 'clusters' to estimate their number) and, with "
-            "'clusters-3 every 10', again every 10 rounds; or one number per client"
+            "shares alpha_i of the clients in the objective, used in every mean and local problem: by training "
+            "samples; uniform (1/n); by groups (every planted group counts equally, or every level of a column with "
+            "'groups by region'); by clusters found from activations before round 1 ('clusters-3', or 'clusters' to "
+            "estimate their number) and, with 'clusters-3 every 10', again every 10 rounds; or one number per client"
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
@@ -266,11 +264,7 @@ class Setting(Value):
 
     @classmethod
     def read(
-        cls,
-        mapping: Mapping[str, Any],
-        where: str = "",
-        places: KeyPlaces | None = None,
-        base: Setting | None = None,
+        cls, mapping: Mapping[str, Any], where: str = "", places: KeyPlaces | None = None, base: Setting | None = None
     ) -> Setting:
         """Create a setting from a mapping.
 

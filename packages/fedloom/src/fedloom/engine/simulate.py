@@ -31,15 +31,7 @@ from fedloom.errors import ConfigError, Stop, entered, place_note, report_exit
 from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
-from fedloom.processes.clients import (
-    CLIENT_COUNTS,
-    AskTask,
-    Clients,
-    Handlers,
-    LocalClients,
-    ScoreTask,
-    TrainTask,
-)
+from fedloom.processes.clients import CLIENT_COUNTS, AskTask, Clients, Handlers, LocalClients, ScoreTask, TrainTask
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
@@ -131,10 +123,9 @@ def simulate(
         raise ConfigError("the method must be the first argument: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
         raise ConfigError(
-            f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, "
-            "as in fl.partitions.iid(clients=10)(data, seed=0), or pass a list of clients, each ((x, "
-            "y), (x_test, y_test)). If the samples belong to clients, pass clients to "
-            "fl.Dataset.create, and use fl.partitions.natural()"
+            f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, as in "
+            "fl.partitions.iid(clients=10)(data, seed=0), or pass a list of clients, each ((x, y), (x_test, y_test)). "
+            "If the samples belong to clients, pass clients to fl.Dataset.create, and use fl.partitions.natural()"
         )
     callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")
     if any(isinstance(call, EarlyStop) and call.result == "best" for call in callbacks):

@@ -202,9 +202,8 @@ def _read_model_table(options: Mapping[str, Any], where: str, hint: Hint) -> Mod
         return make(InProcessModel, rest, where, fields_of(InProcessModel))
     if kind == InProcessModel.kind and "digest" in rest:
         raise ConfigError(
-            f"{_value_prefix(where)}the model {rest.get('name')!r} was passed as a Python object, and no "
-            "file refers to it. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in "
-            "the same call of fl.compare"
+            f"{_value_prefix(where)}the model {rest.get('name')!r} was passed as a Python object, and no file refers "
+            "to it. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
         )
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))

@@ -126,9 +126,8 @@ def below(method: object, beta: float | None, smooth: float) -> list[str]:
     if not beta or beta > smooth:
         return []
     return [
-        f"{type(method).__name__} may not converge: beta must be greater than L, got beta = {beta:g} "
-        f"and L = {smooth:.3g}. The criterion guarantees nothing here, so all local iterations are "
-        "used"
+        f"{type(method).__name__} may not converge: beta must be greater than L, got beta = {beta:g} and L = "
+        f"{smooth:.3g}. The criterion guarantees nothing here, so all local iterations are used"
     ]
 
 

@@ -105,9 +105,8 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
         return per_client(rows, m, like)
     if tuple(rows.shape) not in ((d,), (1, d), (m, d)):
         raise CodeError(
-            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} "
-            f"parameters each. Pass one number, [{m}, 1] for one per client, [{d}] for one per "
-            f"parameter, or [{m}, {d}]"
+            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each. Pass one "
+            f"number, [{m}, 1] for one per client, [{d}] for one per parameter, or [{m}, {d}]"
         )
     return rows.expand(m, d)
 

@@ -92,9 +92,8 @@ class InProcessModel(_UserModel):
             module = deepcopy(self.held).cpu()
         except RuntimeError as error:
             raise ConfigError(
-                f"model {self.name!r} cannot be copied ({error}). After pruning, call "
-                "torch.nn.utils.prune.remove. Instead of torch.nn.utils.weight_norm, use "
-                "torch.nn.utils.parametrizations.weight_norm"
+                f"model {self.name!r} cannot be copied ({error}). After pruning, call torch.nn.utils.prune.remove. "
+                "Instead of torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm"
             ) from error
         return _build_module(lambda: module, {}, self.name, shape, outputs, tokens)
 
@@ -256,9 +255,8 @@ def try_out(
                 module.eval()(samples[:1])
         except ValueError as error:
             raise ConfigError(
-                f"model {path!r} fails on a single sample: layers without running statistics "
-                f"({', '.join(names)}), {error}. Create these layers with track_running_stats=True, "
-                "or use GroupNorm or LayerNorm"
+                f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}), "
+                f"{error}. Create these layers with track_running_stats=True, or use GroupNorm or LayerNorm"
             ) from error
         finally:
             module.train(training)
@@ -293,9 +291,8 @@ def try_out(
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if trains and not (graded or torch.is_inference_mode_enabled() or _has_gradient(module, samples)):
         raise ConfigError(
-            f"model {path!r} returns outputs without a gradient in any parameter, for example after "
-            "detach(), no_grad() or round(). Compute the outputs from the parameters with "
-            "differentiable functions"
+            f"model {path!r} returns outputs without a gradient in any parameter, for example after detach(), "
+            "no_grad() or round(). Compute the outputs from the parameters with differentiable functions"
         )
 
 

@@ -84,9 +84,8 @@ def check_alone(what: str) -> None:
     size = _started_rank_count()
     if size > 1:
         raise ConfigError(
-            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks. "
-            "Each rank would do all the work and write the same files. Start the command without "
-            "torchrun, with --workers"
+            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks. Each rank would do "
+            "all the work and write the same files. Start the command without torchrun, with --workers"
         )
 
 

@@ -114,11 +114,7 @@ class WorkerPool:
         self._workers = [_Worker(handlers, self._down, up_bytes, self._depth, nested) for _ in make]
 
     def map(
-        self,
-        handler: Callable[[S, T], R],
-        shared: S,
-        tasks: Sequence[T],
-        interrupted: Callable[[], bool] | None = None,
+        self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T], interrupted: Callable[[], bool] | None = None
     ) -> Iterator[R]:
         """Yield a handler's result for each task, in the order of the tasks. Tasks are also started in this order.
 

@@ -35,9 +35,8 @@ class Presence:
             for (start, end), before in zip(ordered, ends, strict=False):
                 if not before <= start < end <= period:
                     raise ConfigError(
-                        f"presence of client {client}: intervals [start, end) must be in order, must "
-                        f"not overlap, and must lie within 0..{period:g} s, got [{start:g}, {end:g}) "
-                        f"after {before:g}"
+                        f"presence of client {client}: intervals [start, end) must be in order, must not overlap, and "
+                        f"must lie within 0..{period:g} s, got [{start:g}, {end:g}) after {before:g}"
                     )
             done = [0.0]
             for start, end in ordered:

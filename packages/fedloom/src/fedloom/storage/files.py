@@ -11,14 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpoint,
-    RunDirError,
-    check_folder,
-    explain_os_error,
-)
+from fedloom.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunDirError, check_folder, explain_os_error
 from fedloom.outputs import draft_of
 from fedloom.storage import disk
 

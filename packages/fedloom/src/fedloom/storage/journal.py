@@ -242,9 +242,8 @@ class Journal:
         values = json.loads(text)
         if values["layout"] != self._layout:
             raise RunDirError(
-                f"{path} contains the clients' rows of a different experiment: {values['layout']}, "
-                f"but this one has {self._layout}. Choose another --out folder, or start over with "
-                "--force"
+                f"{path} contains the clients' rows of a different experiment: {values['layout']}, but this one has "
+                f"{self._layout}. Choose another --out folder, or start over with --force"
             )
         occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])

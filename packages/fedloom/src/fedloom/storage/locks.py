@@ -73,9 +73,8 @@ def take_lock(fd: int, path: Path, *, wait: bool = False) -> bool:
         return False
     except OSError as error:
         raise RunDirError(
-            f"{path} cannot be locked ({error.strerror}): the disk does not support file locks, so "
-            "two processes could write at the same time. Choose a folder on a local disk, or enable "
-            "file locks on this disk"
+            f"{path} cannot be locked ({error.strerror}): the disk does not support file locks, so two processes could "
+            "write at the same time. Choose a folder on a local disk, or enable file locks on this disk"
         ) from error
     return True
 

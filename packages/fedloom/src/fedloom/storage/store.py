@@ -302,9 +302,8 @@ class Store(Generic[T]):
         got = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
         if got != expected:
             raise CheckpointError(
-                f"the client rows of the checkpoint are {got or 'in files'}, but those of this run "
-                f"are {expected or 'in files'}. Run with the earlier settings, or start over with "
-                "--force"
+                f"the client rows of the checkpoint are {got or 'in files'}, but those of this run are "
+                f"{expected or 'in files'}. Run with the earlier settings, or start over with --force"
             )
         if state:
             self.occupied.copy_(state["seen"])

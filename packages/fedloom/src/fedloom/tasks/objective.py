@@ -26,9 +26,8 @@ def _check_metric(choice: object) -> str | UserFunction:
     measure = function(choice, "metric")
     if measure.short in METRICS:
         raise ValueError(
-            f"metric {measure.short!r} has the name of a metric of fedloom. To use fedloom's metric, "
-            f"pass the name {measure.short!r}; to use your own, rename your function, for example to "
-            f"my_{measure.short}"
+            f"metric {measure.short!r} has the name of a metric of fedloom. To use fedloom's metric, pass the name "
+            f"{measure.short!r}; to use your own, rename your function, for example to my_{measure.short}"
         )
     if not measure.short.isidentifier():
         raise ValueError(

@@ -171,10 +171,7 @@ def resumes(s: AnalysisScene) -> None:
                 return sum_answers([s.reply(question, client, s.terms, bounds) for client in s.clients])
 
             state, _ = run_questions(s.analysis, s.terms, ask, Path(place))
-            demand(
-                len(log) == len(s.log) - most,
-                f"after {most} of {len(s.log)} sums {len(log)} more are asked for",
-            )
+            demand(len(log) == len(s.log) - most, f"after {most} of {len(s.log)} sums {len(log)} more are asked for")
             demand(s.analysis.result(state).equals(s.table), f"the result after an end at sum {most} is another one")
 
 

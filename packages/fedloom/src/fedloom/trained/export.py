@@ -168,9 +168,8 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program accepts only bytes (uint8), got floats. Pass (x * "
-                "255).round().astype('uint8'), or predict with the original model, which also "
-                "accepts floats from 0 to 1"
+                "rows: the program accepts only bytes (uint8), got floats. Pass (x * 255).round().astype('uint8'), or "
+                "predict with the original model, which also accepts floats from 0 to 1"
             )
         outputs: NDArray[np.float64] = self.module(x).numpy()
         return outputs
@@ -322,10 +321,7 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
     old = list(graph.node)
     del graph.node[:]
     graph.node.extend([*nodes, *old])
-    return {
-        "numbers": [table.columns[k].name for k in numbers],
-        "texts": [table.columns[k].name for k in texts],
-    }
+    return {"numbers": [table.columns[k].name for k in numbers], "texts": [table.columns[k].name for k in texts]}
 
 
 def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:

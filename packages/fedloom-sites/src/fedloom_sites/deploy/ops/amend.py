@@ -49,9 +49,8 @@ def upgrade(folder: Path) -> AgreementChange:
     server = read_server(server_file(folder))
     if not is_patch_of(__version__, server.version) or __version__ == server.version:
         raise ConfigError(
-            f"the experiment runs fedloom {server.version}, but {__version__} is installed. Within an "
-            "experiment, only the last part of the version number may change. Install such a "
-            "release, or start a new experiment"
+            f"the experiment runs fedloom {server.version}, but {__version__} is installed. Within an experiment, only "
+            "the last part of the version number may change. Install such a release, or start a new experiment"
         )
     return _write_amendment(folder, f"release-{__version__}", {"version": __version__}, server.sites)
 

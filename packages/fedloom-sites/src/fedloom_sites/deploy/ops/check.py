@@ -31,11 +31,13 @@ from fedloom.engine.privacy import epsilon, find_accounted_noise
 from fedloom.errors import FedloomError
 from fedloom.lab.experiment import Experiment
 from fedloom.storage.disk import check_regular_file
+from fedloom.storage.files import content_of
 from fedloom.version import __version__
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed_setting, noise_of_site, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
+from fedloom_sites.deploy.protocol.identity import public_key_line
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, has_used_turns, read_checked
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
@@ -236,9 +238,8 @@ def _check_weight_share(site: Site, train: int) -> Iterator[CheckFinding]:
     if most > MAX_SAFE_SHARE:
         yield CheckFinding(
             "note",
-            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, "
-            "and such a sum nearly reveals the site's upload. Ask the coordinator to set it to "
-            f"{MAX_SAFE_SHARE:g} or less",
+            f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, and such a sum "
+            f"nearly reveals the site's upload. Ask the coordinator to set it to {MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
         return
@@ -269,6 +270,14 @@ def _check_keys(site: Site) -> Iterator[CheckFinding]:
         for sentence in _key_faults(path, kind, name):
             fine = False
             yield CheckFinding("refused", sentence)
+    line = public_key_line(content_of(site.signing_key)) if fine else ""
+    if fine and site.secure is not None and not site.secure.keys[site.client].startswith(line):
+        fine = False
+        yield CheckFinding(
+            "refused",
+            f"{site.signing_key} is not the key that all sites have agreed on for {site.site}. Restore this site's "
+            "key, or ask the coordinator for new keys (fedloom deploy rotate)",
+        )
     if fine:
         yield CheckFinding("ok", "keys: both exist, and only their owner can read them")
 
@@ -277,7 +286,7 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
     try:
         mode, data = stat.S_IMODE(path.stat().st_mode), check_regular_file(path).read_bytes()
     except OSError as error:
-        yield f"cannot read the private key {path}: {error.strerror}"
+        yield f"cannot read the private key {path}: {error.strerror}. Copy it from the site's folder in the deployment"
         return
     if mode & 0o077:
         yield f"{path} can be read by others (mode {mode:o}). Run: chmod 600 {path}"
@@ -294,7 +303,11 @@ def _check_authority(site: Site) -> Iterator[CheckFinding]:
     try:
         certificate = x509.load_pem_x509_certificate(check_regular_file(site.ca).read_bytes())
     except OSError as error:
-        yield CheckFinding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
+        yield CheckFinding(
+            "refused",
+            f"cannot read the authority's certificate {site.ca}: {error.strerror}. Get the file from the server's "
+            "administrator again",
+        )
         return
     except ValueError:
         yield CheckFinding(
@@ -339,7 +352,8 @@ def _check_disk(site: Site) -> Iterator[CheckFinding]:
 
 
 def _check_port(site: Site) -> Iterator[CheckFinding]:
-    check_free(site.port, "port (the site may already be running)")
+    cure = "If this site is running, the port is its own, and nothing is wrong. Otherwise choose another `port`"
+    check_free(site.port, site.site, cure)
     yield CheckFinding("ok", f"port {site.port} on loopback is free")
 
 

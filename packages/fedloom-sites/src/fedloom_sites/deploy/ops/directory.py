@@ -346,14 +346,7 @@ def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str,
             **shared, site=member.site, client=member.client, data=plan.data, data_dir=plan.data_dir, share=plan.share,
             memory=place.memory, server=place.proxy,
         )  # fmt: skip
-        yield (
-            "site",
-            f"sites/{site.site}",
-            {
-                **agreed,
-                **site_files(site, node, signing, place),
-            },
-        )
+        yield ("site", f"sites/{site.site}", {**agreed, **site_files(site, node, signing, place)})
     yield "instructions", ".", {"README.md": _readme_text(plan, server, place)}
 
 

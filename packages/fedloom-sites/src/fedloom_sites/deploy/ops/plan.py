@@ -168,9 +168,8 @@ def plan_deployment(
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
-            f"the partition of {experiment.head.name} has {fed.n} clients, but {sites} sites were "
-            "requested. Change [partition] or --sites, or add --own-data if every site brings its "
-            "own data"
+            f"the partition of {experiment.head.name} has {fed.n} clients, but {sites} sites were requested. Change "
+            "[partition] or --sites, or add --own-data if every site brings its own data"
         )
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")

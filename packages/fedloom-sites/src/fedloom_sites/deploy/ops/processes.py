@@ -163,8 +163,8 @@ def free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
-def check_free(port: int, what: str) -> None:
-    """Raise an error if a port is already in use.
+def check_free(port: int, what: str, cure: str = "Choose another port") -> None:
+    """Raise an error that ends with ``cure`` if a port is already in use.
 
     Raises:
         ConfigError: another process listens on the port.
@@ -172,6 +172,5 @@ def check_free(port: int, what: str) -> None:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise ConfigError(
-            f"{what}: port {port} on 127.0.0.1 is not free ({error.strerror}). Choose another port"
-        ) from None
+        reason = os.strerror(error.errno or 0)  # Python's own text repeats the address
+        raise ConfigError(f"{what}: port {port} on 127.0.0.1 is not free ({reason}). {cure}") from None

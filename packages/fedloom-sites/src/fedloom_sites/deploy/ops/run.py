@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedloom.errors import FedloomError
 from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished_reason, stop_file
 from fedloom_sites.deploy.setting_files import read_server
 
@@ -24,7 +25,11 @@ def main(words: Sequence[str]) -> int:
     Returns:
         0 if the experiment is complete or should stop, otherwise 1.
     """
-    server = read_server(Path(words[0]))
+    try:
+        server = read_server(Path(words[0]))
+    except FedloomError as error:
+        print(f"fedloom: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     if finished_reason(server) is None and not stop_file(server).exists():
         subprocess.run(words[1:], check=False)
         return 0 if finished_reason(server) is not None or stop_file(server).exists() else 1

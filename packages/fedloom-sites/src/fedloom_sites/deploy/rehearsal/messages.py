@@ -17,13 +17,7 @@ from fedloom.errors import FedloomError, direction_in, sentence_of
 from fedloom_sites.deploy.alarms import site_status
 from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS
 from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
-from fedloom_sites.deploy.protocol.envelope import (
-    COMMON_FIELDS,
-    REQUEST_FIELDS,
-    common_head,
-    digest_of,
-    seal_message,
-)
+from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, REQUEST_FIELDS, common_head, digest_of, seal_message
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
 from fedloom_sites.deploy.rehearsal.rogue import BLANK_VALUES, RogueServer

@@ -172,9 +172,8 @@ class OpenedSums:
                     apart = sum(named.get(c) != other["bases"].get(c) for c in {*named, *other["bases"]})
                     if 0 < apart < threshold:
                         raise ProtocolBroken(
-                            f"the {what} on these models were already summed in another round, and "
-                            f"{apart} of the sites differ. The difference between the two sums would "
-                            "reveal these sites"
+                            f"the {what} on these models were already summed in another round, and {apart} of the "
+                            "sites differ. The difference between the two sums would reveal these sites"
                         )
                 while len(opened) > REMEMBERED_SUMS:
                     oldest = min(opened, key=int)
@@ -219,9 +218,8 @@ class OpenedSums:
         """
         if record.get("own", self._own) != self._own:
             raise ProtocolBroken(
-                "this site took part in earlier sums over these data under another name, and under "
-                "the new name its changes would be counted from zero. Keep the earlier name of the "
-                "site in the agreement"
+                "this site took part in earlier sums over these data under another name, and under the new name its "
+                "changes would be counted from zero. Keep the earlier name of the site in the agreement"
             )
 
     def _describe(

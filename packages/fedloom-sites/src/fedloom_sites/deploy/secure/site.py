@@ -165,9 +165,8 @@ class MaskedAnswers:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise ProtocolBroken(
-                        f"the row of site {self._site.site} that the server has summed is no longer "
-                        "on this disk, so the change since then is unknown. The site cannot take "
-                        "part in this run again"
+                        f"the row of site {self._site.site} that the server has summed is no longer on this disk, so "
+                        "the change since then is unknown. The site cannot take part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():

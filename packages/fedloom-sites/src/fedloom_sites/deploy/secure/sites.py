@@ -68,9 +68,8 @@ class MaskedSites(Sites):
         job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
             raise Refused(
-                f"{type(job.algorithm).__name__} sends every client a different download, but secure "
-                "aggregation needs the same download for all clients, so that the server cannot "
-                "single out a site"
+                f"{type(job.algorithm).__name__} sends every client a different download, but secure aggregation needs "
+                "the same download for all clients, so that the server cannot single out a site"
             )
         everyone = zip(request.ids.tolist(), request.share.double().flatten().tolist(), strict=True)
         shares = {c: share for c, share in everyone if bool(self._transport.sizes[c, 0])}

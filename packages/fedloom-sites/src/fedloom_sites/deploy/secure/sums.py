@@ -339,9 +339,8 @@ class SecureSums:
             "stays out",
             terms.round,
             stays_out,
-            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
-            f"{self._changes.limit} times, and every further change would reveal one more difference "
-            "(key `changes` in the table `secure`)",
+            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned {self._changes.limit} times, "
+            "and every further change would reveal one more difference (key `changes` in the table `secure`)",
         )
         return [c for c in cohort if c not in stays_out]
 

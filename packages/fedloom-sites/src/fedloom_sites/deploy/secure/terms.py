@@ -50,9 +50,7 @@ class AnalysisStep(Value):
     )
     step: int = Field(ge=0, lt=MAX_ANALYSIS_STEPS, description="number of the question, counted from 0")
     content: str = Field(
-        pattern=r"^([0-9a-f]{2})*$",
-        max_length=MAX_TERMS_BYTES,
-        description="content of the question, hex-encoded",
+        pattern=r"^([0-9a-f]{2})*$", max_length=MAX_TERMS_BYTES, description="content of the question, hex-encoded"
     )
 
     @classmethod

@@ -126,7 +126,6 @@ class AnalysisServer:
         stem = file_stem_of(self._agreed.name)
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):
             raise Refused(
-                f"the steps of the analysis {self._agreed.name} in {self._record.parent} were "
-                "recorded by an earlier version of fedloom, and only that version can finish these "
-                "steps. Deploy the experiment again"
+                f"the steps of the analysis {self._agreed.name} in {self._record.parent} were recorded by an earlier "
+                "version of fedloom, and only that version can finish these steps. Deploy the experiment again"
             )

@@ -13,13 +13,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.outputs import (
-    label_rows,
-    partition_table,
-    write_measured,
-    write_parquet,
-    write_settings,
-)
+from fedloom.lab.experiment.outputs import label_rows, partition_table, write_measured, write_parquet, write_settings
 from fedloom.rundir import GROUPS_FILE, PARTITION_FILE, SUMMARY_FILE, RunRecord, SiteSummary, Summary, analysis_file
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors

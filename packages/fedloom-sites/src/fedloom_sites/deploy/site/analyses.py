@@ -257,10 +257,9 @@ class SiteAnalyses:
                 return
             if len(fits) >= most:
                 raise ProtocolBroken(
-                    f"{len(fits)} experiments have already requested the analysis {one.name} of the "
-                    f"data {site.data_name!r}, and every further request would reveal a difference "
-                    "(key `changes` in the table `secure`). Omit the analysis, or request it for "
-                    "other patients"
+                    f"{len(fits)} experiments have already requested the analysis {one.name} of the data "
+                    f"{site.data_name!r}, and every further request would reveal a difference (key `changes` in the "
+                    "table `secure`). Omit the analysis, or request it for other patients"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)

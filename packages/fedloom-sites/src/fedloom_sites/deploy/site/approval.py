@@ -103,19 +103,17 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
         line = json.dumps({source: site.data_name}).strip("{}")
         if not is_free:
             raise Refused(
-                f"site {site.site} remembers sums or budgets of data named "
-                f"{', '.join(sorted(orphans))}, which may be these data, but the agreement calls them "
-                f"{site.data_name!r}. Agree on the earlier name as `data_name`. If these are other "
-                f"patients, add {line} to {NAMES_FILE}, which is in the site's folder `memory`, or in "
-                "`state` if `memory` is not set"
+                f"site {site.site} remembers sums or budgets of data named {', '.join(sorted(orphans))}, which may be "
+                f"these data, but the agreement calls them {site.data_name!r}. Agree on the earlier name as "
+                f"`data_name`. If these are other patients, add {line} to {NAMES_FILE}, which is in the site's folder "
+                "`memory`, or in `state` if `memory` is not set"
             )
         if first_name != site.data_name:
             raise Refused(
-                f"site {site.site} knows these data under the name {first_name!r}, but the agreement "
-                f"calls them {site.data_name!r}, so the site would forget the sums and budgets of "
-                f"these data. Agree on data_name = {first_name!r}. If the source now contains other "
-                f"patients, change its line to {line} in {NAMES_FILE}, which is in the site's folder "
-                "`memory`, or in `state` if `memory` is not set"
+                f"site {site.site} knows these data under the name {first_name!r}, but the agreement calls them "
+                f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
+                f"= {first_name!r}. If the source now contains other patients, change its line to {line} in "
+                f"{NAMES_FILE}, which is in the site's folder `memory`, or in `state` if `memory` is not set"
             )
         if not path.exists() or json.loads(check_regular_file(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())

@@ -87,9 +87,8 @@ class AskedModels:
             total[kind] = total.get(kind, 0) + 1
             if total[kind] > most_in_run:
                 raise AskedModelTooOften(
-                    f"round {t}: the site has already answered {most_in_run} models in messages of "
-                    f"kind {kind} in this experiment, which is the limit (`models_in_run`). Start a "
-                    "new experiment"
+                    f"round {t}: the site has already answered {most_in_run} models in messages of kind {kind} in this "
+                    "experiment, which is the limit (`models_in_run`). Start a new experiment"
                 )
             new[f"{kind} {t}"] = [*digests, digest]
         if new:

@@ -86,9 +86,8 @@ class Ledger:
         rounds = {(entry_of(line) or {}).get("round") for line in lines}
         if len(lines) < self._least:
             raise BudgetSpent(
-                f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state "
-                f"in the same folder counts {self._least}. Restore the newest copy of the ledger, or "
-                "start a new experiment"
+                f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state in the same "
+                f"folder counts {self._least}. Restore the newest copy of the ledger, or start a new experiment"
             )
         if self._accepted and self._accepted not in rounds:
             raise BudgetSpent(
@@ -112,9 +111,8 @@ class Ledger:
             return 0
         if self._noise is None:
             raise BudgetSpent(
-                f"{self._who} does not release anything without accounted noise (epsilon = "
-                f"{self._limit}), but the experiment has neither upload_transform 'gaussian-noise' "
-                "nor aggregator 'private-mean' with a delta"
+                f"{self._who} does not release anything without accounted noise (epsilon = {self._limit}), but the "
+                "experiment has neither upload_transform 'gaussian-noise' nor aggregator 'private-mean' with a delta"
             )
         lines = self._lines()
         count = len(lines) + 1
@@ -165,8 +163,7 @@ class Ledger:
             further, total = len(record) - 1, sum(record.values())
             if further and self._limit is not None and total > self._limit:
                 raise BudgetSpent(
-                    f"the privacy budget of {self._who} is spent: with {further} other experiments on "
-                    f"these data, this release would raise epsilon to {total:.4g}, but the limit is "
-                    f"{self._limit:.4g}"
+                    f"the privacy budget of {self._who} is spent: with {further} other experiments on these data, this "
+                    f"release would raise epsilon to {total:.4g}, but the limit is {self._limit:.4g}"
                 )
             write_checked(path, record)

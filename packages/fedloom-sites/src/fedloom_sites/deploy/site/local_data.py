@@ -79,8 +79,9 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     except NoSamples:
         raise
     except DataError as error:
-        if not Path(str(site.data.get("path", "."))).exists():
-            raise DataError(f"{error}. Set path in [data] of the site's site.toml to the site's data") from error
+        path = site.data.get("path")
+        if path is not None and not Path(str(path)).exists():
+            raise DataError(f"no data at {path}. Set path in [data] of site.toml to the site's data") from error
         raise
     check_patients(site, local.source, data)
     return data
@@ -122,9 +123,8 @@ def check_samples(site: Site, data: Dataset) -> None:
         got = here[name]
         if got != wanted:
             raise (DataError if isinstance(got, list) and got and isinstance(got[0], str) else Refused)(
-                f"{site.site}: {name} of the data is {_value_text(got)}, but the experiment has "
-                f"{_value_text(wanted)}. The columns, labels and options of the source must be the same at "
-                "every site"
+                f"{site.site}: {name} of the data is {_value_text(got)}, but the experiment has {_value_text(wanted)}. "
+                "The columns, labels and options of the source must be the same at every site"
             )
     if site.samples.table is None and not site.samples.vocabulary:
         scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.create(data), site.samples))

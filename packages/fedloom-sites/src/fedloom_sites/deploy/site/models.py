@@ -181,9 +181,8 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
         return []
     module = setting.model.build(samples.shape, samples.outputs, 0, samples.tokens)
     return [
-        "normalization layers use the statistics of this site's own training part, as in the scores "
-        "of the deployment. A simulation averages them over its clients, unless "
-        "evaluate.batchnorm_stats = 'own'"
+        "normalization layers use the statistics of this site's own training part, as in the scores of the deployment. "
+        "A simulation averages them over its clients, unless evaluate.batchnorm_stats = 'own'"
     ] * bool(running_statistics(module))
 
 

@@ -27,12 +27,11 @@ SECRET_OPTION = "--superexec-auth-secret-file"
 CLIENT_PROGRAM = "flwr-clientapp"
 """Name under which Flower starts the program of a task."""
 REFUSED_CONNECTION_HINT = (
-    "fedloom: the server has not accepted this site. Unless the line above names a TLS error, the "
-    "server does not know the site's key, or a node with this key is already connected: another "
-    "process of the site, a copy of its folder on another machine, or the site's last process, if "
-    "that was killed less than a minute ago. Run 'fedloom deploy check' on the site's folder. If it "
-    "says that the key is rejected, ask the coordinator. Otherwise end the other node, or wait a "
-    "minute."
+    "fedloom: the server has not accepted this site. Unless the line above names a TLS error, the server does not know "
+    "the site's key, or a node with this key is already connected: another process of the site, a copy of its folder "
+    "on another machine, or the site's last process, if that was killed less than a minute ago. Run 'fedloom deploy "
+    "check' on the site's folder. If it says that the key is rejected, ask the coordinator. Otherwise end the other "
+    "node, or wait a minute."
 )
 """Line in a site's log that appears next to Flower's exit code, because the exit code does not explain the reason."""
 

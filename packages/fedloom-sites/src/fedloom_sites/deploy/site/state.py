@@ -100,9 +100,8 @@ class SiteState:
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
             raise ServerRewound(
-                f"this site accepted round {current}, but the server names round {accepted}, which is "
-                "too far back. The site keeps its state and model. Start a new experiment, or "
-                "restore the server's checkpoints"
+                f"this site accepted round {current}, but the server names round {accepted}, which is too far back. "
+                "The site keeps its state and model. Start a new experiment, or restore the server's checkpoints"
             )
         state = self.read(accepted) if accepted else None
         if accepted and state is None:

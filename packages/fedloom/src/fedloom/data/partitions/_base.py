@@ -56,10 +56,9 @@ class Partition(Value):
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
-            "source of test samples. own: the fraction `test` of the client's samples. ratio: "
-            "test_count official test samples, with labels in the same ratio as in the client's "
-            "training part (FedSLR, section 5.1). clients: the official test samples of the client's "
-            "own users (LEAF)"
+            "source of test samples. own: the fraction `test` of the client's samples. ratio: test_count official test "
+            "samples, with labels in the same ratio as in the client's training part (FedSLR, section 5.1). clients: "
+            "the official test samples of the client's own users (LEAF)"
         ),
     )
     test_count: int = Field(
@@ -367,9 +366,8 @@ class Sized(Partition):
             design = pool.data.design
             units = "samples" if design is None or design.subject is None else "subjects"
             raise PartitionError(
-                f"{self.kind}: {self.clients} clients with at least {self.min_size} {units} each need "
-                f"more than the {len(pool)} {units} of {pool.data.name}. Use fewer clients or a "
-                "smaller min_size"
+                f"{self.kind}: {self.clients} clients with at least {self.min_size} {units} each need more than the "
+                f"{len(pool)} {units} of {pool.data.name}. Use fewer clients or a smaller min_size"
             )
 
 

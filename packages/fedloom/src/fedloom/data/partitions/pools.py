@@ -8,12 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partitions.deal import (
-    Dealt,
-    Ints,
-    group_by_owner,
-    owners,
-)
+from fedloom.data.partitions.deal import Dealt, Ints, group_by_owner, owners
 from fedloom.errors import Refused
 
 CLIENT_FIELDS = ("noise", "anew", "relabel", "views", "groups")
@@ -108,9 +103,8 @@ class Draw(NamedTuple):
         outside = dealt[~trains[owner]]
         shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
         note = (
-            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their "
-            f"{len(outside)} rows are the common test set, on which global models are scored as for a "
-            "new client"
+            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their {len(outside)} rows "
+            "are the common test set, on which global models are scored as for a new client"
         )
         return self._replace(
             dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),

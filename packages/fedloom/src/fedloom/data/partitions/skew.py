@@ -90,11 +90,10 @@ class Shards(Sized):
     assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
-            "how labels are assigned. labels: each client has exactly q classes, and each class is "
-            "shared evenly among its clients (NIID-Bench). mcmahan: each client gets q of clients * "
-            "q shards of the label-sorted samples. flame: each client gets q shards, and each class "
-            "has ceil(q * clients / C) shards, so that a client's class may repeat and some shards "
-            "stay unused"
+            "how labels are assigned. labels: each client has exactly q classes, and each class is shared evenly among "
+            "its clients (NIID-Bench). mcmahan: each client gets q of clients * q shards of the label-sorted samples. "
+            "flame: each client gets q shards, and each class has ceil(q * clients / C) shards, so that a client's "
+            "class may repeat and some shards stay unused"
         ),
     )
 
@@ -192,9 +191,8 @@ class FemnistFedProx(Sized):
         if (wanted > held).any():
             c = int((wanted - held).argmax())
             raise PartitionError(
-                f"femnist-fedprox: {self.clients} clients need {wanted.sum()} samples, {wanted[c]} of "
-                f"them of class {pool.data.classes[c]!r}, but {pool.data.name} has only {held[c]}. "
-                "Lower `clients` or `mean`"
+                f"femnist-fedprox: {self.clients} clients need {wanted.sum()} samples, {wanted[c]} of them of class "
+                f"{pool.data.classes[c]!r}, but {pool.data.name} has only {held[c]}. Lower `clients` or `mean`"
             )
         return Draw(deal(lists, counts), notes=notes)
 

@@ -125,17 +125,15 @@ def locate(
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
-            raise DataError(
-                f"{what} was not found at {place}. Give the path of the folder or archive that "
-                "contains the original files"
-            )
+            raise DataError(f"{what} was not found at {place}. Set path to the file or folder that contains the data")
         return place
+    remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
     root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
+    if not root and not folders:
+        raise DataError(f"{what}: no path is set. Set path to the file or folder that contains the data")
     if not root:
-        raise DataError(
-            f"{what}: no data folder is set. Set {DATA_FOLDER_VARIABLE}, or pass data_dir or path "
-            f"(fedloom data {what.lower()} --data-dir FOLDER --fetch downloads the files)"
-        )
+        fetch = f" (fedloom data {remote} --data-dir FOLDER --fetch downloads the files)" if remote else ""
+        raise DataError(f"{what}: no data folder is set. Set {DATA_FOLDER_VARIABLE}, or pass data_dir or path{fetch}")
     base = Path(root).expanduser()
     if base.is_file():
         raise DataError(
@@ -146,7 +144,6 @@ def locate(
     for place in tried:
         if place.exists() and fits(place):
             return place
-    remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
     cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
     raise DataError(f"{what} was not found. Looked in {', '.join(map(str, tried))}. Put its original files {cure}")
 
@@ -170,9 +167,8 @@ def number_names(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
     if len(labels) and (labels.min() < 0 or labels.max() >= MAX_CLASSES):
         bad = int(((labels < 0) | (labels >= MAX_CLASSES)).argmax())
         raise DataError(
-            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from "
-            f"0 to at most {MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if "
-            "labels are measurements"
+            f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from 0 to at most "
+            f"{MAX_CLASSES - 1}. Correct the label, or set task = 'regression' if labels are measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 

@@ -85,9 +85,8 @@ class _LimitedStream(io.RawIOBase):
         self._start = now if math.isnan(self._start) else self._start
         if now - self._start > self._seconds:
             raise DataError(
-                f"{self._where}: reading took more than {self._seconds:.0f} s, which is too long for "
-                "the size of the archive. If the file is genuine, unpack the file yourself and use "
-                "the unpacked file"
+                f"{self._where}: reading took more than {self._seconds:.0f} s, which is too long for the size of the "
+                "archive. If the file is genuine, unpack the file yourself and use the unpacked file"
             )
         return count
 
@@ -112,9 +111,8 @@ def damaged_file_error(where: str, error: Exception) -> DataError:
 def archive_bomb_error(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to many more bytes than expected."""
     return DataError(
-        f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
-        f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
-        "yourself and use the unpacked file"
+        f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, or more than the "
+        f"limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file yourself and use the unpacked file"
     )
 
 

@@ -236,9 +236,8 @@ def _note_rounded_integers(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]
         at = tuple(np.argwhere(changed)[0].tolist())
         where = f"sample {at[0]}" + (f", column {at[1]}" if len(at) == 2 else "")
         yield (
-            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to "
-            f"float32 ({where}: {x[at]} is {int(kept[at])}). Subtract the smallest number, or use a "
-            "table, whose columns are scaled first"
+            f"x: {int(changed.sum()):,} whole numbers beyond {MAX_EXACT_INTEGER:,} are rounded to float32 ({where}: "
+            f"{x[at]} is {int(kept[at])}). Subtract the smallest number, or use a table, whose columns are scaled first"
         )
 
 
@@ -301,9 +300,8 @@ def add_notes(data: Dataset) -> Dataset:
     if x.ndim != 2 or _is_wide(x):
         largest = float(x.abs().max())
         note = (
-            f"x contains numbers of up to {largest:,.4g}. Floats are used without scaling, so "
-            "training may diverge or learn nothing. Divide the numbers, or pass images as bytes "
-            "(uint8), which are divided by 255"
+            f"x contains numbers of up to {largest:,.4g}. Floats are used without scaling, so training may diverge or "
+            "learn nothing. Divide the numbers, or pass images as bytes (uint8), which are divided by 255"
         )
         return replace(data, notes=(*data.notes, note)) if largest > LARGE_VALUE and data.std is None else data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
@@ -346,10 +344,9 @@ def _note_unscaled_columns(columns: Mapping[str, NDArray[np.float64]]) -> Iterat
     if large:
         several = f", the largest of {len(large)} such columns" if len(large) > 1 else ""
         yield (
-            f"column {large[0]} has large numbers, with a median size of "
-            f"{sizes[large[0]]:,.4g}{several}. Arrays are not scaled, so training may diverge or "
-            "learn nothing. Divide the numbers by their standard deviation, or use a table, whose "
-            "columns are scaled"
+            f"column {large[0]} has large numbers, with a median size of {sizes[large[0]]:,.4g}{several}. Arrays are "
+            "not scaled, so training may diverge or learn nothing. Divide the numbers by their standard deviation, or "
+            "use a table, whose columns are scaled"
         )
 
 
@@ -363,9 +360,8 @@ def _convert_targets(
     if task == "multilabel":
         if y.ndim != 2 or y.dtype.kind not in "uifb":
             raise DataError(
-                f"{place}: y of a multilabel task must be a 0/1 array of shape [N, labels], got "
-                f"{y.dtype} {y.shape}. sklearn.preprocessing.MultiLabelBinarizer creates such an "
-                "array from lists of labels"
+                f"{place}: y of a multilabel task must be a 0/1 array of shape [N, labels], got {y.dtype} {y.shape}. "
+                "sklearn.preprocessing.MultiLabelBinarizer creates such an array from lists of labels"
             )
         return torch.from_numpy(y.astype(np.float64)), task, classes or tuple(map(str, range(y.shape[1])))
     if y.dtype.kind == "U" and task != "regression":

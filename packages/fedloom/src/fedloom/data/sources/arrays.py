@@ -82,16 +82,14 @@ class Npy(_Arrays):
         x, y = (_map_array(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
             raise DataError(
-                f"{place / 'x.npy'}: {x.shape} looks like images with the channels last. Save the "
-                "images with the channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, "
-                "1)), or set channels_last = false"
+                f"{place / 'x.npy'}: {x.shape} looks like images with the channels last. Save the images with the "
+                "channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, 1)), or set channels_last = false"
             )
         users = next((_map_array(file) for key in CLIENT_KEYS if (file := place / f"{key}.npy").exists()), None)
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
-                f"{place / 'x.npy'}: contains {x.dtype} in "
-                f"{'C' if x.flags.c_contiguous else 'Fortran'} order, but an array that stays on disk "
-                "must be uint8 or float32 in C order. Save the array in this form"
+                f"{place / 'x.npy'}: contains {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order, but an "
+                "array that stays on disk must be uint8 or float32 in C order. Save the array in this form"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
         options |= {"layout": self.layout}
@@ -136,8 +134,7 @@ class Npz(_Arrays):
         if keys is None:
             raise DataError(
                 f"{place} needs arrays x and y (or x_train, y_train, x_test, y_test; or "
-                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES[1:])}), got "
-                f"{sorted(headers)}"
+                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES[1:])}), got {sorted(headers)}"
             )
         x_key, y_key, x_test, y_test = keys
         unread = [key for key in headers if key not in (*keys, *CLIENT_KEYS, *SAMPLE_ROLES)]

@@ -109,9 +109,8 @@ def _read_cifar(form: CifarVersion, place: Path, classes: tuple[str, ...], scale
             raise NoSamples(f"{entry.where} contains no records. Fetch the file again")
     if x.size == 0 and pickled:
         raise DataError(
-            f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use "
-            f"the binary version of the same images, {form.name}-binary.tar.gz from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html"
+            f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use the binary version "
+            f"of the same images, {form.name}-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html"
         )
     if x.size == 0:
         raise DataError(f"{form.name}: no batches in {place}; expected files such as {form.files.pattern}")

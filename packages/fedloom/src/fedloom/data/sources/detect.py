@@ -99,9 +99,8 @@ def detect(path: Path) -> type[FileSource]:
         break
     if best == len(SOURCES_BY_NAME):
         raise DataError(
-            f"{path} contains no data set in a known format. Known formats: IDX, CIFAR, LEAF JSON, "
-            "image folders, NPZ, folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON "
-            "lines, Feather"
+            f"{path} contains no data set in a known format. Known formats: IDX, CIFAR, LEAF JSON, image folders, NPZ, "
+            "folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON lines, Feather"
         )
     kind = SOURCES_BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

@@ -37,13 +37,7 @@ float32."""
 
 
 def as_dataset(
-    obj: Any,
-    target: Any = None,
-    *,
-    task: Task | None = None,
-    test: Any = None,
-    name: str = "data",
-    **options: Any,
+    obj: Any, target: Any = None, *, task: Task | None = None, test: Any = None, name: str = "data", **options: Any
 ) -> Dataset:
     """Convert objects in memory to a data set.
 
@@ -92,9 +86,8 @@ def as_dataset(
     if is_frame(first):
         if len(sides) > 1:
             raise ConfigError(
-                f"{name}: a table cannot have a separate test set, because its scaling is fitted per "
-                "client. Join the two tables, add a column that marks test rows, and name this "
-                "column in test_column"
+                f"{name}: a table cannot have a separate test set, because its scaling is fitted per client. Join the "
+                "two tables, add a column that marks test rows, and name this column in test_column"
             )
         return _table_source(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)

@@ -111,10 +111,9 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
 
     if key(draw(places)) != key(draw(places)):
         raise DataError(
-            f"{name}: samples change at random, but not by the global generators of torch, numpy or "
-            "Python, so no run could be repeated: draw from torch.rand, numpy.random or random in "
-            f"__getitem__, or {AUGMENT_HINT}; or, to keep one draw of each sample on purpose, pass "
-            "[d[i] for i in range(len(d))] of the data set d"
+            f"{name}: samples change at random, but not by the global generators of torch, numpy or Python, so no run "
+            f"could be repeated: draw from torch.rand, numpy.random or random in __getitem__, or {AUGMENT_HINT}; or, "
+            "to keep one draw of each sample on purpose, pass [d[i] for i in range(len(d))] of the data set d"
         )
     return draw(None)
 
@@ -173,10 +172,9 @@ def check_reread_samples(
         frozen = frozen or ("list(d)" if again is None else "[d[i] for i in range(len(d))]")
         cure = cure if len(shape) in (2, 3) else "take the random change out of the data set"
         raise ChangedSamples(
-            f"{name}: {strange} differs when it is read again, for example because of a random "
-            "transform or a random target. Samples are read once, so every round would have the same "
-            f"draw: {cure}; or, to keep one draw of each sample on purpose, pass {frozen} of the data "
-            "set d"
+            f"{name}: {strange} differs when it is read again, for example because of a random transform or a random "
+            f"target. Samples are read once, so every round would have the same draw: {cure}; or, to keep one draw of "
+            f"each sample on purpose, pass {frozen} of the data set d"
         )
 
 

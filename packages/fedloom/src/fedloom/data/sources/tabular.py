@@ -21,6 +21,7 @@ from fedloom.data.sources.table.cells import (
     CsvSigns,
     Problems,
     csv_rows,
+    decode_cells,
     detect_csv_signs,
     header_names,
     iterate_column_pieces,
@@ -189,5 +190,5 @@ def _iterate_file_columns(file: Any, names: list[str], drop: Collection[str], pl
                 cells = [None if code is None else texts[code] for code in column.indices.to_pylist()]
             else:
                 cells = column.to_pylist()
-            yield ColumnPiece(start, name, cells)
+            yield ColumnPiece(start, name, decode_cells(cells))
             start += len(batch)

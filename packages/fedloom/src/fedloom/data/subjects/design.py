@@ -138,9 +138,8 @@ class Design:
             clients = np.unique(owner * total + self.units[rows]) % total
             if several := int((np.bincount(clients, minlength=1) > 1).sum()):
                 notes.append(
-                    f"{several:,} subjects have rows at several clients, and are in the same part at "
-                    "all of them. If every client numbers its patients from 1, put the client's name "
-                    "before the number"
+                    f"{several:,} subjects have rows at several clients, and are in the same part at all of them. If "
+                    "every client numbers its patients from 1, put the client's name before the number"
                 )
         if self.order is not None and self.strata is not None:
             notes.append(

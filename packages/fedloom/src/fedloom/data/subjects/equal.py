@@ -118,9 +118,8 @@ def note_untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints
             names = [column.names[int(code)] for code in sorted(new - trained) if code == code]
             if names:
                 notes.append(
-                    f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} "
-                    "occurs in test rows but in no training row, so models know nothing of it. Merge "
-                    "rare levels"
+                    f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} occurs in test "
+                    "rows but in no training row, so models know nothing of it. Merge rare levels"
                 )
     return notes
 

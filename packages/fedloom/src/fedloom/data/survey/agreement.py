@@ -17,14 +17,13 @@ from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
 AGREEMENT_HEADER = (
-    "# Meaning of the columns at every site. Fill in the units, check the levels and ranges, and sign "
-    "it.\n# Columns are found by name, in any order, and others are ignored. missing = true: cells may "
-    "be missing, and a feature\n# records where. impute = true: such cells, and levels that are not "
-    "listed here, are filled at each site.\n# patients, events: smallest number of rows of a site that "
-    "takes part, and of each class there. level_rows: smallest\n# number of rows of a level in this list "
-    "(rarer ones identify people). Cells of rarer levels are filled, like unknown ones.\n# subject: "
-    "column of the patient or person of a row. Then patients, events and level_rows count subjects, not "
-    "rows.\n"
+    "# Meaning of the columns at every site. Fill in the units, check the levels and ranges, and sign it.\n# Columns "
+    "are found by name, in any order, and others are ignored. missing = true: cells may be missing, and a feature\n# "
+    "records where. impute = true: such cells, and levels that are not listed here, are filled at each site.\n# "
+    "patients, events: smallest number of rows of a site that takes part, and of each class there. level_rows: "
+    "smallest\n# number of rows of a level in this list (rarer ones identify people). Cells of rarer levels are "
+    "filled, like unknown ones.\n# subject: column of the patient or person of a row. Then patients, events and "
+    "level_rows count subjects, not rows.\n"
 )
 
 

@@ -252,9 +252,8 @@ def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
         first, second = one.lower(), other.lower()
         if (first, second) == ("1", "2") or (second in NEGATIVE_WORDS and first not in NEGATIVE_WORDS):
             yield (
-                f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe "
-                f"{other!r}, the second of {one!r} and {other!r}. If the outcome is the other class, "
-                "write 1 for it and 0 for the rest"
+                f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe {other!r}, the "
+                f"second of {one!r} and {other!r}. If the outcome is the other class, write 1 for it and 0 for the rest"
             )
 
 

@@ -185,8 +185,7 @@ def _find_client_leaks(
             for code in np.unique(y[here]).tolist():
                 if (missing[here] == (y[here] == code)).all():
                     yield (
-                        f"column {name!r} is missing at {users.names[int(client)]!r} exactly if "
-                        f"{of!r} is {target.names[int(code)]!r}, and a missing cell is a feature. "
-                        "Name it in drop"
+                        f"column {name!r} is missing at {users.names[int(client)]!r} exactly if {of!r} is "
+                        f"{target.names[int(code)]!r}, and a missing cell is a feature. Name it in drop"
                     )
                     return

@@ -81,14 +81,12 @@ CONTACT_WORDS = {
     "postal codes": "postcode postalcode zip zipcode plz postleitzahl codepostal codigopostal codicepostale postnummer "
     "postinumero індекс 邮编 郵便番号",
     "insurance or identity numbers": "ssn socialsecurity socialsecuritynumber socialsecurityno sin nino nric cnic cnp "
-    "egn oib jmbg insurancenumber insuranceid "
-    "insuranceno healthcardnumber medicarenumber medicareid medicalrecordnumber "
-    "nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer versichertennr versnr "
-    "krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn pesel personnummer "
-    "henkilotunnus fodselsnummer sozialversicherungsnummer svnummer rodnecislo tckimlik mynumber "
-    "ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
-    "passport passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс "
-    "身份证",
+    "egn oib jmbg insurancenumber insuranceid insuranceno healthcardnumber medicarenumber medicareid "
+    "medicalrecordnumber nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer "
+    "versichertennr versnr krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn "
+    "pesel personnummer henkilotunnus fodselsnummer sozialversicherungsnummer svnummer rodnecislo tckimlik mynumber "
+    "ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber passport "
+    "passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс 身份证",
 }
 """Words in the names of columns that contain contact details or identifiers of people, keyed by kind."""
 LAST_CONTACT_WORDS = words("contact kontakt contacto contatto sin nir zip")
@@ -119,16 +117,15 @@ GIVEN_NAMES = words(
     "maria carmen ana isabel lucia elena giuseppe giovanni marco francesco luca giulia paolo joao piotr tomasz "
     "katarzyna agnieszka ivan sergei dmitri olga natalia иван сергей александр пётр дмитрий анна мария елена ольга "
     "mohammed mohamed muhammad ahmed ali fatima aisha hassan omar محمد أحمد علي فاطمة حسن priya rahul amit wei li ming "
-    "hiroshi yuki kenji mehmet ayşe mustafa "
-    "anke bernd heiko holger torsten thorsten silke ralf detlef ines katrin kerstin sigrid gudrun jörg dirk anja tanja "
-    "lukas leon finn emil mia lina lea jonas felix julia lisa sophie marc luc camille chloe hugo louis sofia aurora "
-    "alessandro chiara matteo davide elif emre zeynep murat burak cem selin hülya fatma orhan stanisław małgorzata "
-    "krystyna wojciech jerzy zbigniew magdalena jakub petr pavel jana tomas lucie ondrej zoltan laszlo eva katalin "
-    "bogdan mihai andrei ioana nikos giorgos eleni dimitris γιώργος μαρία νίκος ελένη δημήτρης yusuf ibrahim khadija "
-    "mariam khalid layla يوسف مريم خالد ليلى david moshe sarah rachel yosef דוד שרה משה רחל יוסף "
-    "anil sunil sunita deepak pooja sanjay lakshmi thabo sipho lerato nomsa amara kwame "
-    "chidi ngozi adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid "
-    "mikael anders björn johan emma noah liam mason ethan"
+    "hiroshi yuki kenji mehmet ayşe mustafa anke bernd heiko holger torsten thorsten silke ralf detlef ines katrin "
+    "kerstin sigrid gudrun jörg dirk anja tanja lukas leon finn emil mia lina lea jonas felix julia lisa sophie marc "
+    "luc camille chloe hugo louis sofia aurora alessandro chiara matteo davide elif emre zeynep murat burak cem selin "
+    "hülya fatma orhan stanisław małgorzata krystyna wojciech jerzy zbigniew magdalena jakub petr pavel jana tomas "
+    "lucie ondrej zoltan laszlo eva katalin bogdan mihai andrei ioana nikos giorgos eleni dimitris γιώργος μαρία νίκος "
+    "ελένη δημήτρης yusuf ibrahim khadija mariam khalid layla يوسف مريم خالد ليلى david moshe sarah rachel yosef דוד "
+    "שרה משה רחל יוסף anil sunil sunita deepak pooja sanjay lakshmi thabo sipho lerato nomsa amara kwame chidi ngozi "
+    "adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid mikael anders björn "
+    "johan emma noah liam mason ethan"
 )
 """Common given names, in lower case. A given name must occur only in a fraction of a column's cells
 (`MIN_GIVEN_NAME_SHARE`)."""

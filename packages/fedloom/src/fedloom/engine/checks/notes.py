@@ -112,9 +112,8 @@ def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str
         return []
     far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
     return [
-        f"aggregator {kind_of(rule)!r} acts on the sums of all clients so far, and "
-        f"{type(method).__name__} moves {far} as far as their value if clients are absent. Set "
-        f"{method.counting_option}"
+        f"aggregator {kind_of(rule)!r} acts on the sums of all clients so far, and {type(method).__name__} moves {far} "
+        f"as far as their value if clients are absent. Set {method.counting_option}"
     ]
 
 
@@ -204,9 +203,8 @@ def _note_changed_values(oracle: Network) -> list[str]:
     notes = []
     if oracle.moved:
         notes.append(
-            f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}), "
-            "but every step, score and saved model uses their initial values. Make values that "
-            "should change parameters"
+            f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}), but every step, "
+            "score and saved model uses their initial values. Make values that should change parameters"
         )
     if oracle.hides_randomness:
         notes.append(
@@ -237,10 +235,9 @@ def _note_changed_values(oracle: Network) -> list[str]:
         )
     if oracle.overwritten:
         notes.append(
-            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), "
-            "like max_norm of an embedding. A training step keeps the change, but scores, saved "
-            "models and means over clients do not. Bound such parameters within forward instead, "
-            "without changing them"
+            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), like max_norm of "
+            "an embedding. A training step keeps the change, but scores, saved models and means over clients do not. "
+            "Bound such parameters within forward instead, without changing them"
         )
     return notes
 
@@ -298,7 +295,6 @@ def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [
-        f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} "
-        f"in a round, its global model moves about {fewest / n:.0%} as far as with all. Raise "
-        "sampler.fraction or rounds"
+        f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} in a round, its "
+        f"global model moves about {fewest / n:.0%} as far as with all. Raise sampler.fraction or rounds"
     ]

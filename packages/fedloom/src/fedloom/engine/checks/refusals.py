@@ -311,11 +311,17 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if tested or "test" not in setting.evaluate.parts:
         return []
     if fed.partition and fed.partition.get("test", 1.0) != 0:
+        marked = fed.data.design is not None and fed.data.design.held_out is not None
+        cure = (
+            "mark the last row of a subject, which decides its part"
+            if marked
+            else ("use fewer clients or a larger test fraction")
+        )
         raise Refused(
             f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
             "rows), so nothing would be evaluated",
             rule="test-part-empty",
-            fix="set {partition.test = 0} to train without a test part, or use fewer clients or a larger test fraction",
+            fix=f"set {{partition.test = 0}} to train without a test part, or {cure}",
         )
     return [NOT_EVALUATED]
 

@@ -19,13 +19,7 @@ from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Flight, FlightPiece, Ids, ReplyOutcome, Rows, combine_pieces, flatten_results
 from fedloom.engine.virtual.staleness import convert_stale_uploads
 from fedloom.local.rows import Fields
-from fedloom.processes.clients import (
-    ChunkResult,
-    Clients,
-    LocalClients,
-    TrainRequest,
-    TrainTask,
-)
+from fedloom.processes.clients import ChunkResult, Clients, LocalClients, TrainRequest, TrainTask
 from fedloom.schedule import Fleet, Stream
 
 

@@ -177,11 +177,7 @@ class Advisor:
         )
 
     def run(
-        self,
-        tell: Callable[[str], None] = lambda _line: None,
-        *,
-        join: bool = False,
-        executor: Executor | None = None,
+        self, tell: Callable[[str], None] = lambda _line: None, *, join: bool = False, executor: Executor | None = None
     ) -> Advice:
         """Train the missing laps, write all files of the race, and return the advice.
 

@@ -150,9 +150,8 @@ class Advice(NamedTuple):
             f"eliminated with a probability of at most {percent(RACE_ERROR_LEVEL)}"
         )
         lines.append(
-            f"gains: {self._title}, positive if the method is better, {percent(1 - INTERVAL_LEVEL)} "
-            f"intervals, on {self.kept:,} validation samples that the race did not use. No test data "
-            "were read"
+            f"gains: {self._title}, positive if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
+            f"{self.kept:,} validation samples that the race did not use. No test data were read"
         )
         return lines
 

@@ -133,9 +133,8 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
     if begin(1) < 1:
         least = math.ceil(10 * (starts + stays + ends) - 1e-6) / 10
         raise ConfigError(
-            f"a budget of {significant(budget, 4)} runs of FedAvg is too small for a race of "
-            f"{len(methods)} methods with {FIRST_SEEDS} seeds. Use a budget of at least "
-            f"{significant(least, 4)}"
+            f"a budget of {significant(budget, 4)} runs of FedAvg is too small for a race of {len(methods)} methods "
+            f"with {FIRST_SEEDS} seeds. Use a budget of at least {significant(least, 4)}"
         )
     stay = 1
     while stay < MOST_STAYING and begin(stay + 1) >= 4 * (stay + 1):

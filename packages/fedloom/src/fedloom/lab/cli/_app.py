@@ -242,8 +242,7 @@ Join = Annotated[
 ExecutorName = Annotated[
     str | None,
     typer.Option(
-        "--executor",
-        help="backend that executes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+        "--executor", help="backend that executes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N"
     ),
 ]
 DataDir = Annotated[

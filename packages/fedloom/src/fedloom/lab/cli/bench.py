@@ -168,12 +168,11 @@ def _speed_row(speed: MeasuredSpeed) -> dict[str, Any]:
 
 def _costs_text(costs: MethodCosts) -> str:
     return (
-        f"{significant(1e3 * costs.share, 3)} ms per client of the cohort, {fixed(costs.crowd, 2)} "
-        f"times as much if all {costs.cores} cores compute, {significant(1e3 * costs.result, 3)} ms "
-        f"and {significant(costs.message / 1e6, 3)} MB per chunk of up to {costs.chunk} clients, "
-        f"{significant(1e9 * costs.client, 3)} ns per client of the federation, "
-        f"{significant(1e3 * costs.fixed, 3)} ms fixed, {significant(costs.row / 1e6, 3)} MB stored "
-        "per client"
+        f"{significant(1e3 * costs.share, 3)} ms per client of the cohort, {fixed(costs.crowd, 2)} times as much if "
+        f"all {costs.cores} cores compute, {significant(1e3 * costs.result, 3)} ms and "
+        f"{significant(costs.message / 1e6, 3)} MB per chunk of up to {costs.chunk} clients, "
+        f"{significant(1e9 * costs.client, 3)} ns per client of the federation, {significant(1e3 * costs.fixed, 3)} ms "
+        f"fixed, {significant(costs.row / 1e6, 3)} MB stored per client"
     )
 
 

@@ -93,8 +93,7 @@ def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[
 @app.command(rich_help_panel="Start")
 def describe(
     name: Annotated[
-        str,
-        typer.Argument(help="a method, from 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
+        str, typer.Argument(help="a method, from 'fedloom list'", show_default=False, autocompletion=offer.algorithms)
     ],
     as_json: AsJson = False,
 ) -> None:

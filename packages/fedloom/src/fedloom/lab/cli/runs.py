@@ -300,9 +300,8 @@ def report_command(
         str,
         typer.Option(
             help=(
-                "model of each method to compare and print: best-on-validation (per client, the "
-                "better of global and personal), personal (global if there is no personal model), or "
-                "all"
+                "model of each method to compare and print: best-on-validation (per client, the better of global and "
+                "personal), personal (global if there is no personal model), or all"
             ),
             autocompletion=offer.complete_one_of("best-on-validation", "personal", "all"),
         ),

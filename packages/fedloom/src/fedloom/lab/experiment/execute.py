@@ -26,24 +26,11 @@ from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.errors import (
-    CodeError,
-    ConfigError,
-    DamagedCheckpoint,
-    LayoutError,
-    Refused,
-    RunStopped,
-    entered,
-)
+from fedloom.errors import CodeError, ConfigError, DamagedCheckpoint, LayoutError, Refused, RunStopped, entered
 from fedloom.lab import report
 from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Event, EventEmitter, EventQueue, Listener
 from fedloom.lab.experiment.live import LiveFigures
-from fedloom.lab.experiment.outputs import (
-    Outcome,
-    write_analyses,
-    write_summary,
-    write_tables,
-)
+from fedloom.lab.experiment.outputs import Outcome, write_analyses, write_summary, write_tables
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.directory import ExperimentDirectory, is_whole
 from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units

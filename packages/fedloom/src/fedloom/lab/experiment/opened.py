@@ -198,9 +198,8 @@ class RunDirectory:
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import "
-                "path. In Python, the same call of fl.compare with this folder returns its models "
-                "without rerunning anything"
+                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import path. In Python, "
+                "the same call of fl.compare with this folder returns its models without rerunning anything"
             )
         return self._experiment(tables).methods[0].setting
 

@@ -53,9 +53,8 @@ class Tune(Value):
         None,
         pattern="^[^/]+(/mean|/weighted)?$",
         description=(
-            "validation metric: the mean over clients, or, with the suffix /weighted, the mean "
-            "weighted by samples, as in accuracy/weighted (default: the task's metric, such as AUROC "
-            "for two classes)"
+            "validation metric: the mean over clients, or, with the suffix /weighted, the mean weighted by samples, as "
+            "in accuracy/weighted (default: the task's metric, such as AUROC for two classes)"
         ),
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "best-on-validation"] = Field(
@@ -73,16 +72,13 @@ class Tune(Value):
         5, ge=1, description="number of trials that must be completed before any trial is stopped early"
     )
     simulated_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="simulated time after which a trial ends and is scored, even if rounds remain",
+        None, gt=0, description="simulated time after which a trial ends and is scored, even if rounds remain"
     )
     equal_work: bool = Field(
         True,
         description=(
-            "true: each trial, and each method in the tuned file, gets as many rounds as cost the "
-            "same as `rounds` plain rounds. false: each gets `rounds` rounds, or the method's own "
-            "number"
+            "true: each trial, and each method in the tuned file, gets as many rounds as cost the same as `rounds` "
+            "plain rounds. false: each gets `rounds` rounds, or the method's own number"
         ),
     )
     seed: NonNegativeInt = Field(0, description="seed of the search")

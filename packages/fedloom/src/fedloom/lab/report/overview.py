@@ -322,9 +322,8 @@ def _work_notes(run_rows: list[Row]) -> str:
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
-        f"The methods did not do the same work: {write_total(min(work.values()))} to "
-        f"{write_total(max(work.values()))} sample gradients{named}. Compare them at equal sample "
-        "gradients too."
+        f"The methods did not do the same work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
+        f"sample gradients{named}. Compare them at equal sample gradients too."
     )
 
 

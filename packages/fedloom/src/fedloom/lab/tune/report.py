@@ -113,9 +113,8 @@ def _length_note(goal: Goal, findings: Sequence[SearchResult]) -> str:
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
         return (
-            f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed "
-            f"({goal.samples:,} sample gradients over seeds {seeds}), in the number of its own rounds "
-            "that comes nearest to this work."
+            f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed ({goal.samples:,} "
+            f"sample gradients over seeds {seeds}), in the number of its own rounds that comes nearest to this work."
         )
     budgets = [
         f", of {f.study.method.label} {f.study.goal.rounds}" for f in findings if f.study.goal.rounds != goal.rounds

@@ -342,12 +342,7 @@ class Tuning:
         claims.forget()
 
     def _tune(
-        self,
-        study: Study,
-        on_trial: OnTrial,
-        emitter: Callable[[str, Setting], EventEmitter],
-        workers: int,
-        out: Path,
+        self, study: Study, on_trial: OnTrial, emitter: Callable[[str, Setting], EventEmitter], workers: int, out: Path
     ) -> None:
         """Run the missing trials of a method, with their journal and their checkpoints in the folder ``out``."""
         journal, folder = self._journal(study, out), out / "checkpoints" / file_name(study.method.label)

@@ -251,9 +251,8 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
         )
     if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
         raise ConfigError(
-            f"task: loss {name!r} does not depend on which output belongs to which target, for "
-            f"example because outputs {[*outputs.shape]} and targets {[*y.shape]} broadcast to "
-            f"{[len(y), len(y)]}",
+            f"task: loss {name!r} does not depend on which output belongs to which target, for example because outputs "
+            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
             rule="loss-broadcasts",
             fix="make {task.loss} use outputs and targets of the same shape",
         )

@@ -144,7 +144,6 @@ class Total(Value):
             age = torch.where(uphill, 0, age + 1)
             u, y = z - p, z - p + (age / (age + 3)) * (z - p - u)
         raise ConfigError(
-            f"the prox of the sum did not reach tolerance {self.tolerance:g} in {self.iterations} "
-            f"iterations (gap {float(gap.max()):.1e}). Check that the sets intersect. If they do, "
-            "raise iterations or tolerance"
+            f"the prox of the sum did not reach tolerance {self.tolerance:g} in {self.iterations} iterations (gap "
+            f"{float(gap.max()):.1e}). Check that the sets intersect. If they do, raise iterations or tolerance"
         )

@@ -58,6 +58,13 @@ class ColumnPiece(NamedTuple):
     cells: Cells
 
 
+def decode_cells(cells: Cells) -> Cells:
+    """Return cells in which bytes, such as those of SAS, ARFF and older Parquet files, are UTF-8 text."""
+    if not any(isinstance(cell, bytes) for cell in cells):
+        return cells
+    return [cell.decode("utf-8", "backslashreplace") if isinstance(cell, bytes) else cell for cell in cells]
+
+
 class CsvSigns(NamedTuple):
     """Signs in a CSV file: the separator between cells, and the decimal sign of numbers."""
 

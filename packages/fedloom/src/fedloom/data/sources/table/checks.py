@@ -187,10 +187,9 @@ def note_late_entry(
             continue
         if bool((values[rows] < times[1][rows]).all()) and bool((values[rows] >= 0).all()) and bool((values > 0).any()):
             yield (
-                f"column {name!r} seems to be the start of the time at risk (late entry), but "
-                f"survival tasks count every time from 0. Give the time since entry, {times[0]!r} "
-                f"minus {name!r}, as the label, or name {name!r} in drop to count from 0, or in "
-                "include if it means something else"
+                f"column {name!r} seems to be the start of the time at risk (late entry), but survival tasks count "
+                f"every time from 0. Give the time since entry, {times[0]!r} minus {name!r}, as the label, or name "
+                f"{name!r} in drop to count from 0, or in include if it means something else"
             )
 
 
@@ -279,9 +278,8 @@ def note_doubtful_columns(
                 rows = np.nonzero((values < limits[0]) | (values > limits[1]))[0]
                 more = f" ({len(rows)} such)" if len(rows) > 1 else ""
                 notes.append(
-                    f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} is extremely "
-                    f"far from the others, half of which are within {low:g} to {high:g}{more}. Repair "
-                    f"it, or {wrong}"
+                    f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} is extremely far from the "
+                    f"others, half of which are within {low:g} to {high:g}{more}. Repair it, or {wrong}"
                 )
     for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
         if names:

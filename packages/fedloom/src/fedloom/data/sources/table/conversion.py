@@ -110,9 +110,8 @@ class _TableReading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MAX_COLUMNS:
             raise DataError(
-                f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. "
-                "Check the separator, or provide the features as an array (NPZ, or a folder with "
-                "x.npy)"
+                f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. Check the separator, "
+                "or provide the features as an array (NPZ, or a folder with x.npy)"
             )
         checks.refuse_twins(where, names)
         if disguised := direction_in(*names, hidden=True):

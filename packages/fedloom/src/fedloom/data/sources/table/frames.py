@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.data.sources.table.cells import ColumnPiece
+from fedloom.data.sources.table.cells import ColumnPiece, decode_cells
 from fedloom.errors import ConfigError
 
 
@@ -76,8 +76,8 @@ def frame_cells(obj: Any) -> Iterator[ColumnPiece]:
             yield ColumnPiece(0, str(column), cells)
     elif _is_arrow(obj):
         for column, chunks in zip(frame_names(obj), _convert_to_arrow(obj).columns, strict=True):
-            yield ColumnPiece(0, column, chunks.to_pylist())
+            yield ColumnPiece(0, column, decode_cells(chunks.to_pylist()))
     else:
         for column in obj.columns:
             values = obj[column]
-            yield ColumnPiece(0, str(column), values.astype(object).where(values.notna(), None).tolist())
+            yield ColumnPiece(0, str(column), decode_cells(values.astype(object).where(values.notna(), None).tolist()))

@@ -107,10 +107,9 @@ class TableRoles(DesignOptions):
                 raise ValueError("task = 'multilabel' needs target = [...], a list of 0/1 columns, one per label")
         elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"a model predicts one column, got {', '.join(map(str, self.target))}. For "
-                "time-to-event data, set `target` to the time and `event` to the event. For several "
-                "0/1 columns, each given once, set task = 'multilabel'. For several numbers, run one "
-                "experiment for each"
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For time-to-event data, set "
+                "`target` to the time and `event` to the event. For several 0/1 columns, each given once, set task = "
+                "'multilabel'. For several numbers, run one experiment for each"
             )
         if self.unlabelled == "keep" and not several:
             raise ValueError("unlabelled = 'keep' works only for task = 'multilabel'. Use 'drop'")

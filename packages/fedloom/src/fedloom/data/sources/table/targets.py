@@ -74,9 +74,8 @@ def agreed_classes(
             codes,
             levels,
             [
-                f"the label {label!r} is {what}, but only {', '.join(agreement.classes)} are allowed "
-                f"({rows} such rows). Correct them, or name a marker in missing, with unlabelled = "
-                "'drop'"
+                f"the label {label!r} is {what}, but only {', '.join(agreement.classes)} are allowed ({rows} such "
+                "rows). Correct them, or name a marker in missing, with unlabelled = 'drop'"
             ],
         )
     place = np.array([*(agreement.classes.index(level) for level in levels), np.nan])

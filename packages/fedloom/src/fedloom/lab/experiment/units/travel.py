@@ -132,9 +132,8 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
         ) from None
     if not same:
         raise ConfigError(
-            "the experiment cannot be sent to a worker, because a method or model cannot be written "
-            "as text. Put the class into a module that the workers can import, and the weights into "
-            "a file"
+            "the experiment cannot be sent to a worker, because a method or model cannot be written as text. Put the "
+            "class into a module that the workers can import, and the weights into a file"
         )
     checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
     return PackedExperiment(tomli_w.dumps({**settings, **tables, "travel": checks}), data)
@@ -219,9 +218,8 @@ def read_federation(experiment: str, seed: int) -> Federation:
         source = keep_group_columns(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
-                f"the data {plan.source_options['source']} of this worker differ from the data of the "
-                "experiment. Put the same files on the worker, at the same place or in the folder "
-                "that FEDLOOM_DATA names"
+                f"the data {plan.source_options['source']} of this worker differ from the data of the experiment. Put "
+                "the same files on the worker, at the same place or in the folder that FEDLOOM_DATA names"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])

@@ -29,11 +29,10 @@ CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
 """Probability thresholds that are listed in the table, and thresholds at which the curves are evaluated."""
 NORMAL_QUANTILE = 1.959963984540054
 CALIBRATION_TEXT = (
-    "Patients above a threshold of the predicted probability are flagged, on all test samples of a "
-    "site. Sensitivity: fraction of events that are flagged. Specificity: fraction of the others "
-    "that are not. Net benefit counts flagged events minus false alarms, weighted by the odds of the "
-    "threshold. A threshold is useful if its net benefit is above 0 and above the net benefit of "
-    "treating everyone."
+    "Patients above a threshold of the predicted probability are flagged, on all test samples of a site. Sensitivity: "
+    "fraction of events that are flagged. Specificity: fraction of the others that are not. Net benefit counts flagged "
+    "events minus false alarms, weighted by the odds of the threshold. A threshold is useful if its net benefit is "
+    "above 0 and above the net benefit of treating everyone."
 )
 
 
@@ -148,9 +147,8 @@ def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, ma
         kit.mark("point", {**place, "tooltip": hints}),
     )
     caption = (
-        "Fraction of events against the mean predicted probability, in bins of equal size of each "
-        "site's test samples, with Wilson's 95 % intervals. On the dashed line, predictions are "
-        f"right ({words})."
+        "Fraction of events against the mean predicted probability, in bins of equal size of each site's test samples, "
+        f"with Wilson's 95 % intervals. On the dashed line, predictions are right ({words})."
     )
     spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
     return Figure(

@@ -182,8 +182,7 @@ def _draw_client_panels(
     apart = " of runs with the same data and attack" if len(leaders) > 1 else ""
     thick = f" Thick: {' and '.join(titles)}, the best mean over all clients{apart}." if leaders else ""
     caption = (
-        f"{metric(lead).title} of each client on its own test part, one line per method and model, "
-        "mean over "
+        f"{metric(lead).title} of each client on its own test part, one line per method and model, mean over "
         f"seeds.{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.axis_note(off)}{attackers_sentence(runs)}"
     )
     title = titled(metric(lead))

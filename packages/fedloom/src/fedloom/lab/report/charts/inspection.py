@@ -111,9 +111,8 @@ def _draw_confusion(run: Run, place: int) -> Figure | None:
         cornerRadius=0,
     )
     caption = (
-        "Predicted class by true class on every client's own test part after the last round. Each "
-        "row shows the fractions of a true class, and the diagonal is correct "
-        f"({words}).{attackers_sentence([run])}"
+        "Predicted class by true class on every client's own test part after the last round. Each row shows the "
+        f"fractions of a true class, and the diagonal is correct ({words}).{attackers_sentence([run])}"
     )
     return _inspection_figure(
         run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted"

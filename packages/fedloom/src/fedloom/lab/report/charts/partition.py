@@ -89,13 +89,11 @@ def skew_table(runs: list[Run]) -> str:
         lines.append(["All", *([""] if several else []), *(_range_text(values) for values in pooled)])
     heads = [*(["Run"] if several else []), "Seed", *(PARTITION_TITLES[name] for name in shown)]
     labels = (
-        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) compare a client's "
-        "labels with the labels of all clients. Effective classes are the exponential of the entropy "
-        "of its labels."
+        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) compare a client's labels with the "
+        "labels of all clients. Effective classes are the exponential of the entropy of its labels."
     )
     return (
-        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, with the smallest and the "
-        "largest "
+        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, with the smallest and the largest "
         f"value.{labels if 'emd' in shown else ''}</p>{render_scrolling_table('Skew of every seed', heads, lines)}"
     )
 
@@ -182,10 +180,7 @@ def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
     hints = kit.tooltip(("client", "Client"), ("class", "Class"), ("count", "Samples"))
     share_shade = kit.shade("share", "Fraction of the client's samples", form="%", domain=[0, 1])
     heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
-    across = {
-        "x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}),
-        "y": {**y, "axis": None},
-    }
+    across = {"x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}), "y": {**y, "axis": None}}
     tooltip = kit.tooltip(("client", "Client"), ("size", "Samples"))
     bars = kit.mark(
         "bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2

@@ -40,13 +40,12 @@ SITE_PARTITIONS = ("by-column", "natural")
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 
 GAINS_TEXT = (
-    "Alone: a model that the site trains on its own samples. Together: the federated method with the "
-    "best mean. A gain is the difference between them with the same seed, and a positive gain means "
-    "that together is better. The interval decides the verdict: together is better if the interval "
-    "is above 0, and worse if it is below 0. All lines are one family of paired t tests (Holm's "
-    f"correction, level 5 %, at least {MIN_SEEDS} seeds). Seeds and folds share samples, so the "
-    "variance of a gain is corrected (Nadeau and Bengio) with the site's own test and training "
-    "samples. The method was chosen by the same results, so its gain is slightly optimistic."
+    "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. A gain "
+    "is the difference between them with the same seed, and a positive gain means that together is better. The "
+    "interval decides the verdict: together is better if the interval is above 0, and worse if it is below 0. All "
+    f"lines are one family of paired t tests (Holm's correction, level 5 %, at least {MIN_SEEDS} seeds). Seeds and "
+    "folds share samples, so the variance of a gain is corrected (Nadeau and Bengio) with the site's own test and "
+    "training samples. The method was chosen by the same results, so its gain is slightly optimistic."
 )
 
 

@@ -182,8 +182,7 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     about = scope_sentence(max((pair.ratio for pair in comparisons), default=0.0))
     words = (
         f"{escape_tex(caption)}: every method compared with {escape_tex(baseline)}, paired over seeds. Bold: better "
-        "(paired t test, Holm, 5\\,\\%). The interval of a difference decides the verdict. "
-        f"{escape_tex(about)}"
+        f"(paired t test, Holm, 5\\,\\%). The interval of a difference decides the verdict. {escape_tex(about)}"
     )
     lines = []
     for pair in comparisons:
