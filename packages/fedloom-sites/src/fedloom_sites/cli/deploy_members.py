@@ -109,16 +109,19 @@ def rotate(
     """
     with print_errors():
         from fedloom_sites.deploy.ops.amend import rotate as rotate_keys
+        from fedloom_sites.deploy.ops.status import server_of
 
         change, place = rotate_keys(directory, name), _deployment_location(directory)
+        masked = server_of(directory).secure is not None
+        instead = ", instead of 'approval'" if masked else ""
         _say_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
         _say_steps(
             directory, change, place,
-            f"Send {change.folder / 'site'} only to {name}, through a secure channel, instead of 'approval'. Approve "
-            "it there, and restart the site. On the running server, revoke the former key: fedloom deploy revoke "
-            f"{place.home / 'server'} {name}",
-            name,
+            f"Send {change.folder / 'site'} only to {name}, through a secure channel{instead}. There: fedloom "
+            f"deploy approve {place.home / 'site'} site --digest DIGEST. Then restart the site. On the running server, "
+            f"revoke the former key: fedloom deploy revoke {place.home / 'server'} {name}",
+            name, everyone=masked,
         )  # fmt: skip
 
 
@@ -138,17 +141,19 @@ def _say_amendment(change: Any) -> None:
 
 
 def _say_steps(
-    directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True
-) -> None:
+    directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True,
+    everyone: bool = True,
+) -> None:  # fmt: skip
     """Print the steps that apply a change to an agreement, in order.
 
     Args:
         directory: folder of the deployment, or of its server.
         change: the change.
         place: where the deployment's files are located on its machines.
-        further: second step.
+        further: step after the approval.
         new_key: name of a site whose key the server does not yet know, or "".
         resumes: True if the next start continues the same run, which may have been stopped.
+        everyone: True if every site must approve the change.
     """
     from fedloom_sites.deploy.ops.directory import CLI_FOLDER
     from fedloom_sites.deploy.ops.status import server_file, server_of
@@ -160,13 +165,14 @@ def _say_steps(
     register = f" Then register the key: {flwr} supernode register {server / 'nodes' / new_key}.pub fedloom"
     stopped = resumes and stop_file(server_of(directory)).exists()
     undo = f"fedloom deploy stop {directory} --undo, because the run was stopped. Then start"
-    say(
-        f"1. Send {change.folder / 'approval'} to every site. There: fedloom deploy approve {place.home / 'site'} "
+    steps = [
+        f"Send {change.folder / 'approval'} to every site. There: fedloom deploy approve {place.home / 'site'} "
         "approval --digest DIGEST",
-        f"2. {further}",
-        f"3. On the server: cp -r {change.folder / 'server'}/. {server}{trial}.{register if new_key else ''}",
-        f"4. {undo if stopped else 'Start'} the run again, as it was started before",
-    )
+        further,
+        f"On the server: cp -r {change.folder / 'server'}/. {server}{trial}.{register if new_key else ''}",
+        f"{undo if stopped else 'Start'} the run again, as it was started before",
+    ]
+    say(*(f"{number}. {step}" for number, step in enumerate(steps[0 if everyone else 1 :], 1)))
 
 
 @deploy.command()

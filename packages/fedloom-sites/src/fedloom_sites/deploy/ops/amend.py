@@ -47,7 +47,12 @@ def upgrade(folder: Path) -> AgreementChange:
         RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))
-    if not is_patch_of(__version__, server.version) or __version__ == server.version:
+    if __version__ == server.version:
+        raise ConfigError(
+            f"the experiment already runs fedloom {server.version}, which is installed here. Install the new release "
+            "first"
+        )
+    if not is_patch_of(__version__, server.version):
         raise ConfigError(
             f"the experiment runs fedloom {server.version}, but {__version__} is installed. Within an experiment, only "
             "the last part of the version number may change. Install such a release, or start a new experiment"

@@ -181,6 +181,11 @@ def check_proposal(folder: Path, change: Path) -> AgreementProposal:
         RunDirError: a secure session is in progress.
     """
     site = read_site(folder / "site.toml")
+    if not (change / AGREEMENT_FILE).is_file():
+        raise ConfigError(
+            f"{change} contains no new agreement ({AGREEMENT_FILE}). Name the folder 'approval' of the change or, at "
+            "the site that gets new keys, its folder 'site'"
+        )
     try:
         proposal = json.loads(check_regular_file(change / AGREEMENT_FILE).read_bytes())
         experiment = check_regular_file(change / "experiment.toml").read_bytes()
