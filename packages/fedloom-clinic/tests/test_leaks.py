@@ -277,6 +277,9 @@ DERIVED: dict[str, tuple[Callable[[pd.DataFrame], dict[str, Any]], dict[str, Any
     "next class by name": (
         lambda f: {"then": np.roll(WARD, -1), "ward": WARD}, {"target": "ward", "categorical": ["then"]},
         "'then' contains 'ward' of the next row"),
+    "delayed state": (
+        lambda f: {"then": np.roll(np.arange(N) // 30 % 2, 5), "died": np.arange(N) // 30 % 2}, {},
+        "'then' contains 'died' of the row 5 rows above"),
     "a week before": (
         lambda f: {"then": np.roll(COST, 7), "cost": COST}, MONEY, "'then' contains 'cost' of the row 7 rows above"),
     "next visit": (
@@ -360,9 +363,18 @@ HONEST: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str
     "classes in blocks": lambda r: (
         lambda y: ({"x": np.roll(y, 2) ^ (r.random(600) < 0.1), "a": r.normal(size=600), "y": y}, {})
         )(np.arange(600) // 20 % 2),
+    "an alarm with few errors": lambda r: (
+        lambda y: ({"alarm": y ^ (r.random(3000) < 0.01), "a": r.normal(size=3000), "y": y}, {})
+        )(np.arange(3000) // 150 % 2),
     "rare": lambda r: ({"a": r.random(2000) < 0.004, "b": r.normal(size=2000), "y": r.random(2000) < 0.006}, {}),
     "few small numbers": lambda r: (
         {**{f"g{k}": r.integers(0, 5, 60) for k in range(10)}, "y": r.integers(5, size=60)}, {"task": "regression"}),
+    "a rare class with a rare symptom": lambda r: (
+        {"rash": (np.arange(4000) < 8) | (np.arange(4000) % 1999 == 20), "age": r.normal(size=4000),
+         "y": np.searchsorted([14, 28], np.arange(4000), side="right")}, {}),
+    "life that remains": lambda r: (
+        {"cycle": np.tile(np.arange(9), 50), "heat": r.normal(size=450),
+         "y": np.repeat(r.integers(20, 90, 50), 9) - np.tile(np.arange(9), 50)}, {"task": "regression"}),
     "matched cases": lambda r: (
         {"stratum": np.arange(400) // 4, "exposed": r.integers(2, size=400), "y": np.arange(400) % 4 == 0}, {}),
 }  # fmt: skip

@@ -75,6 +75,12 @@ def test_runs_without_a_client_are_checked_before_the_first_round_and_then_work(
         assert (tmp_path / "r" / "left_out.parquet").exists()
 
 
+def test_a_method_without_a_global_model_has_no_runs_without_a_client() -> None:
+    sampler = {"kind": "uniform", "clients": 4}
+    setting = fl.Setting.create("fedper", sampler=sampler)
+    LeftOut().check_run(fl.Federation.create(SITES), setting)
+
+
 def test_clients_keep_their_own_values_when_another_client_is_left_out() -> None:
     fed = fl.Federation.create(SITES)
     result = fl.simulate("fedavg", fed, rounds=1)

@@ -17,7 +17,7 @@ from fedloom.data import DATA_PARTS, Federation, Split
 from fedloom.data.groups import subjects_of
 from fedloom.engine import Setting
 from fedloom.engine.result import Result
-from fedloom.engine.setup import check
+from fedloom.engine.setup import check, make_problem
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.aggregators import FLTrust
 from fedloom.tasks import task_of
@@ -43,6 +43,9 @@ class LeftOut(Analysis):
                 fix="omit this analysis",
             )
         if setting is None:
+            return
+        problem, start = make_problem(setting, fed, finds=False)
+        if "global" not in problem.model_kinds(start.server):  # there are no runs without a client
             return
         for client in range(fed.n):
             try:

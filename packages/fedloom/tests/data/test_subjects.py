@@ -559,6 +559,7 @@ def days(count: int) -> pd.DataFrame:
         (lambda t: [int(v.timestamp()) for v in t], None),
         (lambda t: [v.date().isoformat() for v in t], None),
         (lambda t: [f"{v:%d%m%Y}" for v in t], "begin with the day or the month"),
+        (lambda t: [1.2 + k % 9 for k in range(len(t))], None),
         (lambda t: [f"{k % 12 + 1:02d}.{2020 + k // 40}" for k in range(len(t))], "begin with the day or the month"),
         (lambda t: [int(f"{v:%Y%m%d}") for v in t], None),
         (lambda t: [10_000_000 + 7 * k for k in range(len(t))], None),

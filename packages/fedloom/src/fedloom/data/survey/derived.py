@@ -51,12 +51,16 @@ MIN_GROUP_ROWS, MIN_LINEAR_GROUPS = 4, 3
 
 A column that merely rises with the target inside groups, such as the age of a child with its height, is no leak.
 """
-MAX_LAG_ROWS, LAG_PROBES = 31, 64
-"""Maximum distance of rows whose outcome a column may contain, and number of rows in the first comparison."""
+MAX_LAG_ROWS, LAG_PROBES, MAX_TRIED_LAGS = 31, 64, 3
+"""Maximum distance of rows whose outcome a column may contain, number of rows in the first comparison, and maximum
+number of distances for which all rows are compared."""
 MIN_LAG_AGREEMENT, MIN_MEASURED_AGREEMENT = 0.95, 0.5
 """Minimum agreement, corrected for chance, of a column with the outcome of another row, and minimum if the outcome is a
 measurement, whose values rarely agree. In a table of visits, each last visit of a patient has no later outcome."""
 MAX_UNSHIFTED_AGREEMENT = 0.25
+MAX_ERROR_RATIO = 0.1
+"""Maximum number of rows that differ from the usual value for their outcome, relative to the number of rows without
+the most common value. A symptom of a rare class may be as rare as the class."""
 
 
 def find_formula(numbers: Mapping[str, Floats], y: Floats) -> tuple[list[str], str]:
@@ -149,7 +153,8 @@ def describe_level_means(levels: Floats, codes: Ints, y: Floats) -> str:
         return "mean"
     away = levels - np.average(levels, weights=rows)
     slope = (rows * away * mean).sum() / (rows * away**2).sum()
-    if count >= MIN_SCALED_LEVELS and is_close(center + slope * away):
+    steps = np.diff(np.sort(levels))  # equal steps are those of a counter, such as the cycle of a machine
+    if count >= MIN_SCALED_LEVELS and np.ptp(steps) > MAX_EQUAL_ERROR * steps.max() and is_close(center + slope * away):
         return "mean"
     if is_close(levels / rows):
         return "sum"
@@ -182,7 +187,8 @@ def find_group_leaks(
     for name, x in numbers.items():  # the groups themselves may have been left out
         here = complete & ~np.isnan(x)
         levels, codes = np.unique(x[here], return_inverse=True)
-        for y in outcomes if len(levels) <= here.sum() / 2 else ():
+        is_counter = np.array_equal(levels, np.arange(len(levels)) + levels[:1])  # or a score, but no mean
+        for y in outcomes if len(levels) <= here.sum() / 2 and not is_counter else ():
             if how := describe_level_means(levels, codes, y[here]):
                 noted.add(name)
                 yield name, f"is the {how} of {of!r} in groups of rows{MEAN_END}"
@@ -259,29 +265,40 @@ def find_lag(x: Floats, y: Floats) -> int:
     reach = int(np.abs(lags).max())
     if count < 2 * MIN_ROWS:
         return 0
-    probes = np.unique(np.linspace(reach, count - 1 - reach, LAG_PROBES).astype(int))
+    changes = np.diff(x[reach : count - reach])
+    moved = np.flatnonzero((changes != 0) & ~np.isnan(changes)) + reach + 1
+    if not len(moved):
+        return 0
+    moved = moved[np.unique(np.linspace(0, len(moved) - 1, LAG_PROBES // 2).astype(int))]
+    probes = np.r_[moved - 1, moved]  # only changes tell the distances apart if neighboring rows are mostly equal
     near = np.isclose(x[probes, None], y[probes[:, None] + lags], rtol=1e-9, atol=0).mean(0)
-    measured = len(np.unique(y[~np.isnan(y)])) > SCORE_BINS
-    for lag in lags[near >= MIN_MEASURED_AGREEMENT / 2].tolist():
+    likely = lags[np.argsort(-near, kind="stable")[: (near >= MIN_MEASURED_AGREEMENT / 2).sum()]][:MAX_TRIED_LAGS]
+    measured = len(likely) > 0 and len(np.unique(y[~np.isnan(y)])) > SCORE_BINS
+    least = MIN_MEASURED_AGREEMENT if measured else MIN_LAG_AGREEMENT
+    for lag in likely.tolist():
         cells, targets = (x[:-lag], y[lag:]) if lag > 0 else (x[-lag:], y[:lag])
-        agreement = _corrected_agreement(cells, targets)
-        if agreement >= MIN_LAG_AGREEMENT or (
-            measured and agreement >= MIN_MEASURED_AGREEMENT and _corrected_agreement(x, y) <= MAX_UNSHIFTED_AGREEMENT
-        ):
-            return int(lag)
+        agreement = _corrected_agreement(cells, targets, least)
+        if agreement >= least:
+            unshifted = _corrected_agreement(x, y)
+            limit = MAX_UNSHIFTED_AGREEMENT if agreement < MIN_LAG_AGREEMENT else 2 * agreement - 1
+            if unshifted <= limit:  # at least half of the errors are gone
+                return int(lag)
     return 0
 
 
-def _corrected_agreement(a: Floats, b: Floats) -> float:
-    """Return Cohen's kappa of two columns: 1 if they agree in every row, and 0 if only by chance."""
+def _corrected_agreement(a: Floats, b: Floats, least: float = -np.inf) -> float:
+    """Return Cohen's kappa of two columns: 1 if they agree in every row, and 0 if only by chance.
+
+    If it is surely smaller than ``least``, return 0.
+    """
     here = ~(np.isnan(a) | np.isnan(b))
     a, b = a[here], b[here]
-    if len(a) < MIN_ROWS:
+    same = float(np.isclose(a, b, rtol=1e-9, atol=0).mean()) if len(a) else 0.0
+    if len(a) < MIN_ROWS or same < least:
         return 0.0
     levels, codes = np.unique(np.concatenate([a, b]), return_inverse=True)
     one, other = (np.bincount(part, minlength=len(levels)) / len(a) for part in (codes[: len(a)], codes[len(a) :]))
     chance = float((one * other).sum())
-    same = float(np.isclose(a, b, rtol=1e-9, atol=0).mean())
     few = (1 - max(one.max(), other.max())) * len(a) < MIN_ROWS_PER_LEVEL
     return 0.0 if few or chance >= 1 else (same - chance) / (1 - chance)
 
@@ -305,4 +322,5 @@ def is_function_of(x: Floats, y: Floats, least: float) -> bool:
     table = table.reshape(len(classes), len(levels))
     frequent = table.sum(1) >= MIN_ROWS_PER_LEVEL
     usual = {*table[frequent].argmax(1).tolist()}
-    return len(usual) > 1 and bool(table.max(1).sum() >= least * table.sum())
+    errors, rare = table.sum() - table.max(1).sum(), table.sum() - table.sum(0).max()
+    return len(usual) > 1 and bool(errors <= min((1 - least) * table.sum(), MAX_ERROR_RATIO * rare))

@@ -108,18 +108,23 @@ class Network(Oracle):
                     row, x = self.layout.vector(self.module), fed.fetch(index)
                     grown = GROWING_FACTORS[0] * row if task.objective.loss is not None else row
                     large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
-                    negative = task.objective.loss is not None and self._stays_negative(row, x)
+                    negative = task.objective.loss is not None and bool((outputs <= 0).all())
+                    negative = negative and self._stays_negative(row, x)
                 bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
                 self.unseeded = probe_task(task, outputs, fed.targets(index), bounded, negative)
         keep_memory()
 
     def _stays_negative(self, row: Tensor, x: Tensor) -> bool:
-        """Return True if no output is positive, with the parameters ``row`` and with random signs of these parameters.
+        """Return True if no output is positive with random signs of the parameters ``row``.
 
         The outputs of a log-softmax, and negative distances, have no positive values whatever the parameters are.
         """
-        signs = torch.randint(2, (SIGN_TRIALS, len(row)), generator=generator(0, purpose="probe")) * 2 - 1
-        return not any(bool((self.run(row * each, x) > 0).any()) for each in (torch.ones(1).to(row), *signs.to(row)))
+        draws = generator(0, purpose="probe")
+        for _ in range(SIGN_TRIALS):  # one draw at a time, because each is as large as the model
+            signs = torch.randint(2, row.shape, generator=draws, dtype=torch.int8) * 2 - 1
+            if bool((self.run(row * signs.to(row.device), x) > 0).any()):
+                return False
+        return True
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
         """Return the samples of a batch. They are augmented if they are used for the gradient of a step."""

@@ -35,9 +35,9 @@ ZONE_PATTERN = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
 """Pattern of a date as day.month.year. Dates with slashes are not read, because either the day or the month may come
 first."""
-SORTED_DATE_FORMATS = {"%Y%m%d": 8}
-"""Formats of dates that are numbers in the order of time, with their number of characters."""
-UNSORTED_DATE_FORMATS = {"%d%m%Y": 8, "%m%d%Y": 8, "%m.%Y": 7}
+SORTED_DATE_FORMAT = "%Y%m%d", 8
+"""Format of dates that are numbers in the order of time, with its number of characters."""
+UNSORTED_DATE_FORMATS = ("%d%m%Y", 8), ("%m%d%Y", 8), ("%m.%Y", 7)
 """Formats of dates that are numbers but not in the order of time, because the year comes last."""
 FIRST_YEAR, LAST_YEAR = 1900, 2100
 MIN_DISTINCT_TIMES = 5
@@ -278,8 +278,8 @@ class DesignReading:
             return
         if (
             not self._dates
-            and _are_dates(levels, UNSORTED_DATE_FORMATS)
-            and not _are_dates(levels, SORTED_DATE_FORMATS)
+            and not _days_of(levels, *SORTED_DATE_FORMAT)
+            and any(days != sorted(days) for days in (_days_of(levels, *form) for form in UNSORTED_DATE_FORMATS))
         ):
             yield (
                 f"{self.order!r} seems to contain dates that begin with the day or the month, so its numbers are not "
@@ -340,18 +340,25 @@ class DesignReading:
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 
 
-def _are_dates(values: NDArray[np.float64], formats: Mapping[str, int]) -> bool:
-    """Return True if all numbers, written as text of a fixed length, are dates in one of the formats."""
-    return any(all(_is_date(value, form, length) for value in values.tolist()) for form, length in formats.items())
+def _days_of(values: NDArray[np.float64], form: str, length: int) -> list[datetime]:
+    """Return the days that numbers, written as text of a fixed length, name in a format, or [] if one of them does not.
 
-
-def _is_date(value: float, form: str, length: int) -> bool:
-    text = f"{value:.{4 if '.' in form else 0}f}".zfill(length)
-    try:
-        day = datetime.strptime(text, form)  # a day without a time
-    except ValueError:
-        return False
-    return float(text) == value and FIRST_YEAR <= day.year <= LAST_YEAR
+    Args:
+        values: numbers.
+        form: format of dates.
+        length: number of characters.
+    """
+    days = list[datetime]()
+    for value in values.tolist():
+        text = f"{value:.{4 if '.' in form else 0}f}".zfill(length)
+        try:
+            day = datetime.strptime(text, form)  # a day without a time
+        except ValueError:
+            return []
+        if float(text) != value or not FIRST_YEAR <= day.year <= LAST_YEAR:
+            return []
+        days.append(day)
+    return days
 
 
 def seconds_of(cell: object) -> float | None:
