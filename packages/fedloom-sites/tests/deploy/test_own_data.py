@@ -87,7 +87,7 @@ def test_sites_that_share_no_path(kind: str, how: str, tmp_path: Path, monkeypat
         home = Path(shutil.move(made / "sites" / f"site-{k}", tmp_path / f"machine-{k + 1}" / "site"))
         code, said = check(home)
         assert code == 1
-        assert f"not found at {home / name}" in said or f"{home / name}: no such file" in said
+        assert f"no data at {home / name}. Set path in [data] of site.toml" in said
         if how == "elsewhere":
             text = (home / "site.toml").read_text().replace(f'path = "{name}"', f'path = "../own/{name}"')
             (home / "site.toml").write_text(text)

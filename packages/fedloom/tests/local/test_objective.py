@@ -228,7 +228,8 @@ def test_a_falling_loss_is_taken_if_the_outputs_of_the_model_are_bounded(end: Ca
     fed, objective = Problem(CASES["softmax"]).fed, Objective(loss=functional.nll_loss)
     with as_global(generator(0, purpose="test"), torch.device("cpu")):
         module = Ended(fed.data.shape[0], 4)
-    make_oracle(module, task_of(fed.data, objective), fed)
+    oracle = make_oracle(module, task_of(fed.data, objective), fed)
+    assert torch.equal(oracle.layout.vector(oracle.module), oracle.layout.vector(module.to(oracle.dtype)))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -110,6 +110,7 @@ class Network(Oracle):
                     large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
                     negative = task.objective.loss is not None and bool((outputs <= 0).all())
                     negative = negative and self._stays_negative(row, x)
+                    self._hold(self._views_to_run(row))  # the initial model, which the run reads from the module
                 bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
                 self.unseeded = probe_task(task, outputs, fed.targets(index), bounded, negative)
         keep_memory()
