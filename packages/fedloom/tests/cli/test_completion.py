@@ -29,7 +29,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = tmp_path_factory.mktemp("home")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     made = {**os.environ, "PATH": path, "HOME": str(home), "ZDOTDIR": str(home)}
-    shown = subprocess.run(["fedloom", "--show-completion", "bash"], env=made, capture_output=True, text=True)
+    named = {**made, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # no shell may be among the parents
+    shown = subprocess.run(["fedloom", "--show-completion", "bash"], env=named, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
     return {**made, "SHOWN": shown.stdout}
 
 
