@@ -13,7 +13,7 @@ from fedloom.data.survey.facts import MAX_FEW_LEVELS, MIN_ROWS_PER_LEVEL, SCORE_
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MIN_ROWS = 20
+MIN_COMPARED_ROWS = 20
 """Minimum number of rows for which a column is compared with an outcome."""
 MAX_COMPARED_COLUMNS = 200
 """Maximum number of numeric columns in which formulas and ranks in groups are searched."""
@@ -46,7 +46,7 @@ MIN_EQUAL_LEVELS, MAX_EQUAL_ERROR = 0.5, 1e-6
 appear as one group."""
 MAX_GROUPINGS, MAX_GROUPS, MAX_GROUP_ROWS = 20, 300, 30
 """Maximum number of columns by which rows are grouped, of groups of each, and of rows in a group."""
-MIN_GROUP_ROWS, MIN_LINEAR_GROUPS = 4, 3
+MIN_LINEAR_GROUP_ROWS, MIN_LINEAR_GROUPS = 4, 3
 """Minimum number of rows of a group, and of groups in which a column is exactly linear in the target.
 
 A column that merely rises with the target inside groups, such as the age of a child with its height, is no leak.
@@ -82,12 +82,12 @@ def find_formula(numbers: Mapping[str, Floats], y: Floats) -> tuple[list[str], s
         with np.errstate(divide="ignore"):
             x, goal = (np.log(np.abs(v)) if product else v for v in (every, y))
         x, goal = x[np.isfinite(goal)], goal[np.isfinite(goal)]
-        if len(goal) < MIN_ROWS:
+        if len(goal) < MIN_COMPARED_ROWS:
             continue
         used = np.isfinite(x).mean(0) >= MIN_PRESENT_SHARE
         here = np.isfinite(x[:, used]).all(1)
         x, goal = x[here][:, used], goal[here]
-        if len(goal) < MIN_ROWS + x.shape[1] or x.shape[1] < 2 or goal.std() == 0:
+        if len(goal) < MIN_COMPARED_ROWS + x.shape[1] or x.shape[1] < 2 or goal.std() == 0:
             continue
         error = step * float(np.sqrt(np.mean(np.exp(-2 * goal)) / 12)) if product else step / np.sqrt(12)
         limit = max(FORMULA_TOLERANCE, min(error / goal.std(), MAX_ROUNDING_ERROR) * ROUNDING_MARGIN)
@@ -196,7 +196,7 @@ def find_group_leaks(
     for grouping, groups in islice(groupings.items(), MAX_GROUPINGS):
         left = [name for name in numbers if name not in noted and name != grouping]
         here = complete & ~np.isnan(groups)
-        if not 1 <= len(left) <= MAX_COMPARED_COLUMNS or here.sum() < MIN_ROWS:
+        if not 1 <= len(left) <= MAX_COMPARED_COLUMNS or here.sum() < MIN_COMPARED_ROWS:
             continue
         some, starts = _draw_groups(np.unique(groups[here], return_inverse=True)[1])
         some = np.flatnonzero(here)[some]
@@ -235,10 +235,10 @@ def _is_linear_by_group(x: Floats, y: Floats, starts: Ints) -> NDArray[np.bool_]
 
     a, b = center(x), center(y)
     x_squares, y_squares = np.add.reduceat(a**2, starts), np.add.reduceat(b**2, starts)[:, None]
-    used = (y_squares > 0) & (sizes >= MIN_GROUP_ROWS)[:, None]
+    used = (y_squares > 0) & (sizes >= MIN_LINEAR_GROUP_ROWS)[:, None]
     rest = x_squares - np.add.reduceat(a * b[:, None], starts) ** 2 / np.where(used, y_squares, 1)
     moved = used & (x_squares > 1e-12 * np.nanmax(x**2, axis=0, initial=1e-300))
-    enough = (np.where(moved, sizes[:, None] - 2, 0).sum(0) >= MIN_ROWS) & (moved.sum(0) >= MIN_LINEAR_GROUPS)
+    enough = (np.where(moved, sizes[:, None] - 2, 0).sum(0) >= MIN_COMPARED_ROWS) & (moved.sum(0) >= MIN_LINEAR_GROUPS)
     exact = np.where(used, rest, 0).sum(0) <= FORMULA_TOLERANCE**2 * np.where(used, x_squares, 0).sum(0)
     return np.asarray(enough & exact & (2 * moved.sum(0) >= used.sum()))
 
@@ -263,7 +263,7 @@ def find_lag(x: Floats, y: Floats) -> int:
     if count < 4 * MAX_LAG_ROWS:
         lags = np.array([1, -1])
     reach = int(np.abs(lags).max())
-    if count < 2 * MIN_ROWS:
+    if count < 2 * MIN_COMPARED_ROWS:
         return 0
     changes = np.diff(x[reach : count - reach])
     moved = np.flatnonzero((changes != 0) & ~np.isnan(changes)) + reach + 1
@@ -294,7 +294,7 @@ def _corrected_agreement(a: Floats, b: Floats, least: float = -np.inf) -> float:
     here = ~(np.isnan(a) | np.isnan(b))
     a, b = a[here], b[here]
     same = float(np.isclose(a, b, rtol=1e-9, atol=0).mean()) if len(a) else 0.0
-    if len(a) < MIN_ROWS or same < least:
+    if len(a) < MIN_COMPARED_ROWS or same < least:
         return 0.0
     levels, codes = np.unique(np.concatenate([a, b]), return_inverse=True)
     one, other = (np.bincount(part, minlength=len(levels)) / len(a) for part in (codes[: len(a)], codes[len(a) :]))

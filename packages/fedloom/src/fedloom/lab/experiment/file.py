@@ -146,10 +146,8 @@ def check_fits(experiment: Experiment, where: str) -> None:
     Raises:
         ConfigError: a method has the same label, or clients are attacked.
     """
-    labels, settings = (
-        [m.label for m in experiment.methods],
-        [experiment.common, *(m.setting for m in experiment.methods)],
-    )
+    labels = [method.label for method in experiment.methods]
+    settings = [experiment.common, *(method.setting for method in experiment.methods)]
     for fit in experiment.compared[len(labels) :]:
         if fit.label in labels:
             raise ConfigError(
