@@ -709,6 +709,21 @@ def test_scripts_can_be_run() -> None:
         assert os.access(ROOT / script, os.X_OK), script
 
 
+def test_the_repository_has_no_links_and_ignores_what_is_written_here() -> None:
+    """A link leads to a place of the machine on which it was made, and `make demo` would stop at a link `runs`."""
+    staged = _git("ls-files", "--stage")
+    assert [line for line in staged.splitlines() if line.startswith("120000")] == []
+    written = [".venv", "build", "dist", "runs", ".mypy_cache", "packages/fedloom/build"]  # folders, or links to them
+    assert _git("check-ignore", "--no-index", *written).split() == written
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 128:
+        pytest.skip(f"no repository of git: {done.stderr.strip()}")
+    return done.stdout
+
+
 def test_a_room_above_its_budget_is_reported() -> None:
     budget = load("scripts/budget.py")
     text = '"""A docstring."""\n\n# a comment\nX = (\n    1,\n)\n\n\ndef f():\n    """Another."""\n    return X\n'
