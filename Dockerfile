@@ -8,5 +8,5 @@ LABEL org.opencontainers.image.base.name="${BASE}"
 COPY requirements-deploy.txt /build/
 RUN python3 -m venv /opt/fedloom && /opt/fedloom/bin/pip install --no-cache-dir --require-hashes -r /build/requirements-deploy.txt
 COPY packages /build/packages
-RUN /opt/fedloom/bin/pip install --no-cache-dir --no-deps --no-build-isolation /build/packages/fedloom /build/packages/fedloom-sites && rm -r /build
+RUN /opt/fedloom/bin/pip install --no-cache-dir --no-deps --no-build-isolation /build/packages/fedloom /build/packages/fedloom-clinic /build/packages/fedloom-sites && rm -r /build
 USER 1000:1000

@@ -39,8 +39,9 @@ mutants: $(VENV)/.dev-ready ## do the tests notice wrong operators, indices and 
 	$(BIN)/python scripts/mutants
 
 lock: $(VENV)/.dev-ready ## what a machine of a deployment installs, with versions and hashes
+	$(BIN)/uv build --quiet --wheel packages/fedloom --out-dir build/lock
 	echo hatchling | $(BIN)/uv pip compile packages/fedloom/pyproject.toml packages/fedloom-sites/pyproject.toml - --extra deploy --constraint constraints.txt --generate-hashes \
-	  --python-version 3.11 --universal --no-annotate --custom-compile-command 'make lock' -q -o requirements-deploy.txt
+	  --find-links build/lock --no-emit-package fedloom --python-version 3.11 --universal --no-annotate --custom-compile-command 'make lock' -q -o requirements-deploy.txt
 
 sbom: $(VENV)/.dev-ready ## what a machine of a deployment installs, with licenses, as a CycloneDX bill of materials: build/sbom.json
 	$(PIP) cyclonedx-bom

@@ -18,8 +18,8 @@ from typing import Any
 from fedloom.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("fedloom", "fedloom-sites")
-"""The packages of this repository that a machine of a deployment installs."""
+PACKAGES = ("fedloom", "fedloom-clinic", "fedloom-sites")
+"""The packages of this repository in the image of a deployment's machines."""
 BASE_FILE = ROOT / "base-image.txt"
 """The base image of the container with its digest, once `make image` has resolved it."""
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random  # noqa: TID251
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -619,6 +620,18 @@ def test_what_a_deployment_installs_is_pinned_by_hash() -> None:
     wanted = [*PROJECTS["fedloom"]["dependencies"], *sites["dependencies"], *sites["optional-dependencies"]["deploy"]]
     for requirement in (r for r in map(Requirement, [*wanted, "hatchling"]) if r.name != "fedloom"):
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)])
+
+
+@pytest.mark.slow
+def test_make_lock_writes_what_is_committed(tmp_path: Path) -> None:
+    """With the pins of CI, the listed versions and hashes follow from the packages' requirements. It asks PyPI."""
+    for name in ("Makefile", "constraints.txt", "requirements-dev.txt", "requirements-deploy.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "packages", tmp_path / "packages", ignore=shutil.ignore_patterns("tests", "__pycache__"))
+    venv = Path(sys.executable).parents[1]
+    command = ["make", "--old-file", f"{venv}/.dev-ready", f"VENV={venv}", "lock"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "requirements-deploy.txt").read_text() == (ROOT / "requirements-deploy.txt").read_text()
 
 
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}

@@ -512,6 +512,8 @@ def test_the_image_installs_what_is_locked():
     assert all((ROOT / path).exists() for path in copied)
     assert {f"!{path}" for path in copied} <= {*(ROOT / ".dockerignore").read_text().split()}
     assert "--require-hashes -r /build/requirements-deploy.txt" in text
+    own = [line for line in text.splitlines() if "--no-deps" in line]
+    assert {f"/build/packages/fedloom{name}" for name in ("", "-clinic", "-sites")} <= {*" ".join(own).split()}
 
 
 DIGEST = "sha256:" + "ab" * 32
