@@ -241,7 +241,7 @@ def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
         *([a, ("yes", "no", "None")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
     ]
     said = init(write(tmp_path / "marks.csv", rows))
-    assert "column 'smoker': 'None' may mean missing. Name such cells in missing, with impute = true" in said
+    assert "column 'smoker': 'None' may mean missing. Add such cells to missing, with impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_damaged_file_is_a_sentence(name: str, tmp_path: Path) -> None:
         ({"admited": "born"}, "no column 'admited'; did you mean 'admitted'"),
         ({"admitted": "borne"}, "neither a column nor a date such as 2024-09-01; did you mean 'born'"),
         ({"age": "born", "admitted": "born"}, "column 'age': expected a date, got "),
-        ({}, "make days of it: days_since"),
+        ({}, "convert it to days: days_since"),
     ],
 )
 def test_wrong_dates_are_refused(days_since: dict[str, str], words: str, frame: pd.DataFrame, tmp_path: Path) -> None:

@@ -419,7 +419,10 @@ def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
         return [note for data in frames for note in data.notes if "measurements" in note]
 
     assert len(notes(y)) == 2
-    assert "has 40 numbers, and each counts as a class. Set task = 'regression' if they are measurements" in notes(y)[0]
+    assert (
+        "has 40 different numbers, and each is read as a class. Set task = 'regression' if they are measurements"
+        in notes(y)[0]
+    )
     assert notes(y % 30) == notes(np.char.add("p", y.astype(int).astype(str))) == notes(y, task="regression") == []
 
 
@@ -515,7 +518,7 @@ def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
     assert data.y.tolist() == [0, 0, 1, 1]
     assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
     assert Dataset.create(table, client_column="ward").user_names == ("A", "B")
-    with pytest.raises(DataError, match="column 'age': .*; name the column in drop, or make days of it: days_since"):
+    with pytest.raises(DataError, match="column 'age': .*; add the column to drop, or convert it to days: days_since"):
         Dataset.create(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
     with pytest.raises(DataError, match="row 0, column 'label': missing value"):
         Dataset.create(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))

@@ -417,7 +417,7 @@ def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() ->
     rows = fl.simulate("fedavg", fed, rounds=1).table().to_pylist()
     (auroc,) = [r["value"] for r in rows if (r["part"], r["metric"], r["round"]) == ("common", "auroc", 1)]
     assert 0 <= auroc <= 1
-    with pytest.raises(Refused, match="A test set for all clients is Draw.common"):
+    with pytest.raises(Refused, match="Put a test set for all clients into Draw.common"):
         Common(shared=True)(data, 0)
 
 
@@ -588,7 +588,7 @@ def test_every_accepted_form_of_a_date_gives_the_same_order(form: str) -> None:
 def test_a_time_that_is_no_date_is_left_out_as_the_error_says() -> None:
     frame = days(120).astype({"when": str})
     frame.loc[[5, 8], "when"] = "unknown"
-    with pytest.raises(DataError, match="name their cells in missing and set unlabelled = 'drop'"):
+    with pytest.raises(DataError, match="add their cells to missing and set unlabelled = 'drop'"):
         fl.Dataset.create(frame, target="y", order="when")
     data = fl.Dataset.create(frame, target="y", order="when", missing=["unknown"], unlabelled="drop")
     assert len(data) == 118

@@ -56,8 +56,8 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "other separator in half": (ROWS, lambda t: t.replace(",", ";", 400), ("row",)),
     "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'")),
     "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows are outside 30 to", "factors")),
-    "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "name its marker in missing")),
-    "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or name it in missing")),
+    "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "add its marker to missing")),
+    "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or add it to missing")),
     "infinity": (every(50, age="inf"), same, ("column 'age'", "got 'inf' (3 such)", "repair the cell")),
     "label unknown": (every(10, died="maybe"), same, ("label 'died' is 'maybe', but only 0, 1 are allowed",)),
     "label gone": (every(10, died=None), same, ("column 'died': missing value (15 such); repair",)),
@@ -146,7 +146,7 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "one number": ("died", {"levels": ("1",), "task": "regression"}, "column 'died': the same in every row"),
     "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 is extremely far from"),
     "negative": (
-        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, like 1 of 40",
+        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative (1 of 40",
     ),
     "far label": ("died", {"levels": (*"123456789", "-1e30"), "task": "regression"}, "row 11, column 'died': -1e+30"),
 }  # fmt: skip

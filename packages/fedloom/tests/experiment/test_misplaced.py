@@ -149,7 +149,7 @@ def test_every_door_of_python_names_the_same_place(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["evaluate", "engine", "seeds", "partition"])
 def test_what_all_methods_share_is_refused_in_the_table_of_one(key: str) -> None:
-    here, value = {"algorithm": "fedavg", key: {}}, "a table of its own" if key != "seeds" else "at the top of the file"
+    here, value = {"algorithm": "fedavg", key: {}}, "a separate table" if key != "seeds" else "at the top of the file"
     assert value in refusal(lambda: parse({**DOCUMENT, "method": [here]}))
     assert f"all methods share it. Pass compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
 

@@ -251,7 +251,7 @@ class ExperimentDraft:
         ]
         self._order = came[0] if came else None
         if self._order is not None:
-            self._say(self._order, "dates. To test on later rows, name it in order (see the comment in the draft)")
+            self._say(self._order, "dates. To test on later rows, set it as order (see the comment in the draft)")
 
     def _take_site(self, option: str | None) -> None:
         survey, target = self._survey, self._target
@@ -455,7 +455,7 @@ class ExperimentDraft:
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Report the levels of a column that may represent a missing value."""
         if missing := [level for level in c.levels if level.strip().lower() in POSSIBLE_LEVEL_TOKENS]:
-            self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
+            self._say(c, f"{_list(missing)} may mean missing. Add such cells to missing and set impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, based on the drafted data.

@@ -1,4 +1,4 @@
-"""Analyses by sums at real sites: what is agreed on before the first question, and answers encoded as integers.
+"""Analyses by sums at real sites: the agreement before the first question, and the encoding of answers as integers.
 
 Columns, ranges, bins and rules are defined in the agreed experiment file. A message from the server contains a question
 and the public numbers of all sites, and every site checks its own numbers. This module contains no code for any
@@ -71,7 +71,7 @@ SUBJECT_BYTES = 8
 
 
 class SumTooLarge(Refused):
-    """Error: answers to a question do not fit into the limbs, for example because a fit takes much too long a step."""
+    """Error: answers to a question do not fit into the limbs, for example because a fit diverges."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,9 @@ class AgreedAnalysis:
         elif "min_clients" in agreed:
             fewest = rules.min_clients
         else:
-            fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
+            fewest = (
+                1 if self.analysis.suppresses else self.clients
+            )  # otherwise the server would see the cells of each site
         return rules.with_(questions=questions, min_subjects=least, min_clients=fewest)
 
     @cached_property

@@ -166,7 +166,7 @@ class _Node:
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:
                 values = head_of(message.content)
-                self._run(context)  # the app's function, as the app has set up PyTorch
+                self._run(context)  # calls the app's function with the app's PyTorch settings
                 with isolate_torch_settings():
                     return Message(act(values, message, context), reply_to=message)
             except Exception as error:
@@ -188,7 +188,9 @@ class _Node:
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, signature = run.problem.fed, run.problem.signature.text()
-        schema = InputSpec.create(fed.data).with_(span=None).model_dump_json()  # a range of its samples stays here
+        schema = (
+            InputSpec.create(fed.data).with_(span=None).model_dump_json()
+        )  # the range of the samples stays at the node
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:

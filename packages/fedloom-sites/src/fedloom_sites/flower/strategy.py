@@ -99,13 +99,13 @@ class Strategy(FlowerStrategy):
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
-        self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
+        self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # set by `start`
         self._asked = 0
         check_real_clients(algorithm, setting_of(self._document, self._model, 1), "nodes")
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self._unread = set[tuple[str, str]]()
-        self._current: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
+        self._current: list[ArrayRecord] = []  # arrays that Flower's loop may pass: the first and the newest
         self.state: State | None = None
         self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
 
@@ -345,7 +345,7 @@ class Strategy(FlowerStrategy):
         setting = setting_of(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
         setting = setting.with_(
             engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, clients_per_batch=1),
-            evaluate=setting.evaluate.with_(batchnorm_stats="own"),  # as nodes score
+            evaluate=setting.evaluate.with_(batchnorm_stats="own"),  # nodes score with their own statistics
         )
         fed = federation_of(schema, torch.tensor(members.sizes))
         job, server = make_job(setting, fed)
@@ -446,7 +446,7 @@ class Strategy(FlowerStrategy):
         if row is None:
             return None
         parameters, trained = dict(self._model.named_parameters()), job.oracle.layout.tree(row)
-        new = {id(parameters[name]): value for name, value in trained.items()}  # tied ones have several names
+        new = {id(parameters[name]): value for name, value in trained.items()}  # tied parameters have several names
         values = self._model.state_dict(keep_vars=True)
         current = {name: new.get(id(old), old.detach()).to(old) for name, old in values.items()}
         none_in_numpy = torch.bfloat16

@@ -100,7 +100,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
         "fedloom deploy add", Member.model_fields,
     )  # fmt: skip
     members = (*server.sites, member)
-    check_idle(server)  # it creates a lock, so it comes after the checks of the name
+    check_idle(server)  # creates a lock file, so the name is checked first
     document, (done, start) = read_toml(server.experiment, "experiment file"), _last_round_model(server)
     method = document["method"][0]
     method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
@@ -247,10 +247,10 @@ def accept_agreement(folder: Path, change: Path, digest: str) -> Site:
     new, _, files = check_proposal(folder, change)
     check_approved_digest(new, digest)
     ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
-    if ledger.exists():  # what was released stays released
+    if ledger.exists():  # earlier releases still count
         make_folder(later)
         write_atomic(later / LEDGER, content_of(ledger))
-    for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
+    for name in sorted(files, key=lambda name: name == "site.toml"):  # site.toml last, because it takes effect
         path = {"node-key": before.node_key, "signing-key": before.signing_key}.get(name, folder / name)
         write_atomic(path, files[name])
         if name in SECRET_FILES:

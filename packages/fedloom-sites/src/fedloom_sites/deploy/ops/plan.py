@@ -157,14 +157,16 @@ def plan_deployment(
         raise ConfigError(
             "if sites bring their own data, fedloom cannot know the number of sites. Add --sites or --names"
         )
-    if agreement is not None and own_data:  # it has all that the coordinator needs
+    if agreement is not None and own_data:  # the agreement describes the samples, so no data are read
         samples = InputSpec.agreed(agreement)
         fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
     else:
         fed = one.partition(one.source.read(data_dir), seed)
-        samples = InputSpec.create(fed.data).with_(span=None)  # which would tell sites a range of the coordinator's
+        samples = InputSpec.create(fed.data).with_(
+            span=None
+        )  # the span would reveal the range of the coordinator's data
     check_stream(one.methods[0].setting.resolved(), fed.n)
-    # refuses what does not go together
+    # raises an error if settings cannot be combined
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
@@ -188,7 +190,7 @@ def plan_deployment(
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
     agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "init_from"}
-    algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
+    algorithm = job.setting.method  # sites do not know each other's sizes, so values derived from them are written down
     agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
     return DeploymentPlan(
         name=_safe_folder_name(experiment.head.name),
@@ -360,7 +362,7 @@ def _remove_file_paths(one: Experiment) -> dict[str, Any]:
 def _data_table_of_site(one: Experiment) -> dict[str, Any]:
     """Return the [data] table of a site with its own data: a file named as in the experiment, next to its settings."""
     path, options = getattr(one.source, "path", None), _remove_file_paths(one)
-    if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
+    if isinstance(one.source, TableSource):  # columns were agreed on, and the file format is detected
         options = {k: v for k, v in options.items() if k not in SINGLE_TABLE_OPTIONS} | one.source.targets
         if "target" not in options:
             with one.source.open() as raw:

@@ -126,7 +126,7 @@ class ReplyChecks:
                 draft = step(self, draft)
         except RejectedReply:
             raise
-        except Exception as error:  # whatever else cannot be read counts as little as the rest
+        except Exception as error:  # a reply must never stop the server
             raise RejectedReply(3, f"the reply cannot be read ({type(error).__name__})") from error
         head = draft.head
         return ValidReply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
