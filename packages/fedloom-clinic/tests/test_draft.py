@@ -105,7 +105,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'const': the same in every row, 'x'; left out",
         "column 'none': empty; left out",
         "column 'town': text of 120 levels in 240 rows",
-        "column 'lab': numbers, except for 'k.A.', which count as missing",
+        "column 'lab': numbers, except for 'k.A.', which are treated as missing",
     ):
         assert sentence in said, sentence
     data = drafted(path)["data"]
