@@ -259,7 +259,7 @@ def test_texts_to_predict() -> None:
     facts = InputSpec.create(made())
     rows = new_rows(facts, ["ab", "abcx", "b"])
     assert rows.x.tolist() == [[2, 3, 0], [3, 4, 1], [3, 0, 0]]
-    assert "not in the vocabulary of the training data, read as <unk>: 1 token" in rows.notes[0]
+    assert "tokens outside the vocabulary of the training data, read as <unk>: 1" in rows.notes[0]
     assert new_rows(facts, np.array([[2, 3]])).x.tolist() == [[2, 3, 0]]
     for bad, words in (
         ([[1, 2, 3, 4]], "sequences have 4 tokens, but the model accepts at most 3"),

@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "two loaders": (lambda: split((LOADER, LOADER)), "y). Pass {'train': one, 'test': other}"),
     "the iterator of a loader": (lambda: split(iter(LOADER)), "such as the .dataset of a DataLoader"),
     "frames of clients": (lambda: run(fed=[FRAME, FRAME]), "with a column that names the client"),
-    "the label of a table": (lambda: run(label="ill"), "give fl.Dataset.create(data, target='ill')"),
+    "the label of a table": (lambda: run(label="ill"), "pass fl.Dataset.create(data, target='ill')"),
     "target and label": (lambda: fl.Dataset.create(FRAME, "ill", **OLD_TARGET), "its name is now 'target'"),
     "a partition that has split": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=FED),

@@ -36,7 +36,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"fraction": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"f": 2}, "it belongs in aggregator={'kind': 'trimmed-mean', 'f': 2}"),
         ("fedavg", {"hidden": [8]}, "it belongs in model={'kind': 'mlp', 'hidden': [8]}"),
-        ("fedavg", {"beta": 0.5}, "the partition, as fl.partitions.dirichlet(beta=0.5)"),
+        ("fedavg", {"beta": 0.5}, "the partition, as in fl.partitions.dirichlet(beta=0.5)"),
         ("fedavg", {"workers": 2}, "it belongs in engine={'workers': 2}"),
         ("fedavg", {"roundz": 2}, "did you mean 'rounds'"),
         ("fedavg", {"local": {"mu": 0.1}}, "unknown key 'mu'; it is an option of other methods (fedprox, "),

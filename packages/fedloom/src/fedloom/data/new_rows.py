@@ -193,7 +193,7 @@ def _read_sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> 
         raise DataError(f"{name} contains texts, but the model was trained on tokens given as numbers. Pass numbers")
     x = encode_texts([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"{strange} tokens are not in the vocabulary of the training data, and are read as {UNKNOWN_TOKEN}"
+    note = f"tokens outside the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange}"
     return NewRows(x.long(), notes=(write_singular(note),) if strange else ())
 
 
