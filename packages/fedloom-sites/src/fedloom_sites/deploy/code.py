@@ -125,7 +125,7 @@ def read_agreed(shared: SharedSettings, **engine: Any) -> Experiment:
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
     vouch_for_paths(path for path in _import_paths(document) if path.partition(":")[0] in agreed)
-    return read(shared.experiment, _start_of(shared), recorded=True, document=document, **engine)
+    return read(shared.experiment, _initial_model_options(shared), recorded=True, document=document, **engine)
 
 
 def module_of(path: str) -> str:
@@ -179,7 +179,7 @@ class _Loader(SourceFileLoader):
         return data
 
 
-def _start_of(shared: SharedSettings) -> list[str]:
+def _initial_model_options(shared: SharedSettings) -> list[str]:
     """Return the command-line option that names the agreed initial model.
 
     Raises:

@@ -220,7 +220,7 @@ class _Node:
         context.state[f"{STATE_PREFIX}{t}"] = arrays_of(
             {name: rows[0] for name, rows in name_tensors(output.state).items()}
         )
-        self._keep(context, values.get("run", ""))
+        self._save_states(context, values.get("run", ""))
         return RecordDict(
             {
                 VALUES_RECORD: write_values(round=t, client=values["client"], work=output.work[0].tolist()),
@@ -302,7 +302,7 @@ class _Node:
         node.load_state(job, self._accepted_state(job, context, values["accepted"], values.get("run", "")))
         return node, job
 
-    def _keep(self, context: Context, run: str) -> None:
+    def _save_states(self, context: Context, run: str) -> None:
         """Write the node's states to its folder, provided that the run can be resumed."""
         folder = self._run(context).local.folder
         if not run or folder is None:
@@ -313,7 +313,7 @@ class _Node:
         }
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
-    def _recall(self, context: Context, run: str, accepted: int) -> None:
+    def _restore_state(self, context: Context, run: str, accepted: int) -> None:
         """Read the state of a round of a resumed run from the node's folder, if it is stored there."""
         folder = self._run(context).local.folder
         if not run or folder is None or not _rows_file(folder, context).exists():
@@ -335,7 +335,7 @@ class _Node:
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:
             del context.state[name]
         if accepted and newest not in context.state:
-            self._recall(context, run, accepted)
+            self._restore_state(context, run, accepted)
         if not accepted or not any(store.template for store in job.state_stores.values()):
             return None
         if newest not in context.state:

@@ -206,7 +206,7 @@ class Strategy(FlowerStrategy):
             )
         clients, job, state = self._running
         server_round += self._before
-        self._look(grid)
+        self._update_connected_nodes(grid)
         sent: list[Message] = []
 
         def note(messages: Iterable[Message]) -> Iterable[Message]:
@@ -288,7 +288,7 @@ class Strategy(FlowerStrategy):
         if request is None or not (last or server_round % self._every == 0):
             return []
         self._request = request
-        self._look(grid)
+        self._update_connected_nodes(grid)
         sent = list(self._clients.score_messages(request))
         for message in sent:
             message.content["config"] = ConfigRecord({**config, ROUND_KEY: server_round})
@@ -339,7 +339,7 @@ class Strategy(FlowerStrategy):
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
-        members, schema, signature = self._greet(grid, parameters, saved)
+        members, schema, signature = self._collect_introductions(grid, parameters, saved)
         if self._folder is not None and saved is None:
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
         setting = setting_of(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
@@ -392,7 +392,7 @@ class Strategy(FlowerStrategy):
                 CONFIG_HINTS[name],
             )
 
-    def _look(self, grid: Grid) -> None:
+    def _update_connected_nodes(self, grid: Grid) -> None:
         """Update which of the run's nodes are connected."""
         clients, *_ = self._running
         for node in clients.roll.connect({*grid.get_node_ids()}):
@@ -404,7 +404,9 @@ class Strategy(FlowerStrategy):
         if self._folder is not None:
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
-    def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[RunMembers, InputSpec, Signature]:
+    def _collect_introductions(
+        self, grid: Grid, parameters: str, saved: SavedRun | None
+    ) -> tuple[RunMembers, InputSpec, Signature]:
         """Ask the nodes to introduce themselves, and return them with descriptions of their samples.
 
         Args:

@@ -188,7 +188,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
     )
 
 
-def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
+def trigger_alarms(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of repeated and rejected messages, about which the site should raise an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
@@ -376,7 +376,7 @@ MESSAGE_ATTACKS: Sequence[tuple[str, Any]] = (
     ("crafted questions of analyses", ask_crafted_questions),
     ("malformed messages", send_bad_messages),
     ("oversized message", send_huge_message),
-    ("repeated and rejected messages", repeat_and_be_refused),
+    ("repeated and rejected messages", trigger_alarms),
     ("disguised names in a table", read_disguised_names),
     ("oversized table", read_oversized_table),
 )

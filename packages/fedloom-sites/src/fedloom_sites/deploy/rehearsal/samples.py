@@ -292,7 +292,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     differing, questions, end = 0, 0, time.monotonic() + QUESTION_SECONDS
     for download in craft_questions(rogues[0], rows):
         questions += 1
-        differing += len({_see_answer(site, rogue, download) for rogue in rogues}) > 1
+        differing += len({_observe_answer(site, rogue, download) for rogue in rogues}) > 1
         if time.monotonic() > end:
             break
     return judge_attack(
@@ -304,7 +304,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     )
 
 
-def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
+def _observe_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
     """Return everything that a server can observe of the answer to a model before any sum is opened."""
     before = len(rogue.refused)
     length = ask_upload(site, rogue, 1, download)

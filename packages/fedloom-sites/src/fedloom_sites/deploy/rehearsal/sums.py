@@ -96,7 +96,7 @@ def confirm_survivors(session: RogueSession, survivors: Collection[int]) -> None
             session.vectors[c] = signature + session.vectors[c][SIGNATURE_BYTES:]
 
 
-def move_little(row: Tensor, times: int) -> Tensor:
+def nudge_model(row: Tensor, times: int) -> Tensor:
     """Return a model in which each number is increased by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
@@ -236,7 +236,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
     for k, clients in enumerate(cohorts):
         if k and k % rounds == 0:
             rogue = site.later_rogue(k // rounds, memory)
-        session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
+        session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(nudge_model(first, k)), clients=clients)
         rows += [{("uploads", c): 1.0 for c in clients}] if session.is_open else []
         if time.monotonic() > end:
             break

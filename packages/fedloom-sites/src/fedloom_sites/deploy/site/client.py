@@ -114,7 +114,7 @@ class Client:
                 with publish_reasons():
                     held.enter_context(self._memory.open())
                 self._watch_samples()
-                more, arrays, metrics = self._act(envelope)
+                more, arrays, metrics = self._answer_envelope(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
         except Exception as error:  # the reply contains the message, and the server logs it
             reason = public = sentence_of(error)
@@ -131,7 +131,7 @@ class Client:
         except CheckpointError as error:  # nothing leaves the site without an entry in the log
             more, arrays, metrics = {"status": UNABLE_STATUS, "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
             more["digest"] = digest_of(arrays)
-        return self._signed(head, more, arrays, metrics)
+        return self._sign_reply(head, more, arrays, metrics)
 
     def _note_sent(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None,
@@ -161,7 +161,7 @@ class Client:
         except FedloomError:  # the experiment cannot be read, so the site rejects every message
             return 0
 
-    def _signed(
+    def _sign_reply(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
     ) -> RecordDict:
         kind, round, nonce = about.get("kind", "hello"), about.get("round", 0), about.get("nonce", b"")
@@ -268,7 +268,7 @@ class Client:
         else:
             self._memory.notes.append(f"{what}. The run continues with the new samples")
 
-    def _act(self, envelope: Envelope) -> Answer:
+    def _answer_envelope(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":
             if day := check_snapshot(self.site):
                 self._memory.notes.append(f"site {self.site.site} reads its snapshot of {day}")

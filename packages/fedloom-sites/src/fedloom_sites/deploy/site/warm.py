@@ -70,15 +70,15 @@ class WarmSite:
         Raises:
             ConfigError: the signing key cannot be read.
         """
-        client, request = self._fresh(), decode_records(content)
+        client, request = self._current_client(), decode_records(content)
         return encode_records(client.reply(request))
 
     def prepare(self) -> None:
         """Read and build everything that answers need. If this fails, the first answer reports the error."""
         with suppress(Exception):
-            self._fresh().prepare()
+            self._current_client().prepare()
 
-    def _fresh(self) -> Client:
+    def _current_client(self) -> Client:
         """Return the client, which is created anew if a file has changed."""
         now, at = file_stamps(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
