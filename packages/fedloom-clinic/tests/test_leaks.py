@@ -118,7 +118,7 @@ def test_augmented_copies_of_images_are_noted_unless_they_are_of_one_subject(cas
     both = (both * 255).round().to(torch.uint8) if bytes_ else both
     y = np.concatenate([labels, labels])
     noted = fl.Dataset.create((both, y)).notes
-    assert any("images have a neighbor that is far closer" in note for note in noted)
+    assert any("images have a neighbor that is much closer" in note for note in noted)
     known = fl.Dataset.create((both, y), subject=np.tile(np.arange(150), 2))
     assert not any("much closer" in note for note in known.notes)
     parts = fl.partitions.iid(clients=3)(known, 0).parts

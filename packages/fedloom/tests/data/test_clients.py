@@ -87,7 +87,10 @@ def test_clients_keep_the_names_of_their_classes() -> None:
 @pytest.mark.parametrize(
     ("clients", "notes"),
     [
-        ([{"x": X, "y": Y, "weight": Y, "names": ["a"]}] * 2, ["of the dictionary 'x' and 'y' are read, not 'weight'"]),
+        (
+            [{"x": X, "y": Y, "weight": Y, "names": ["a"]}] * 2,
+            ["fedloom reads 'x' and 'y' of the dictionary, and ignores 'weight'"],
+        ),
         ([((X, Y), (X, Y))] * 2, []),
         ([{"x": X, "y": Y, "names": ["a"]}] * 2, []),
         ([(X, Y), (X[:0], Y[:0]), (X, Y)], ["1 of 3 clients have no sample and are left out: 1"]),

@@ -253,7 +253,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create((X, Y), test=(X[:2] / 255, Y[:2])),
             DataError,
-            "bytes, .* but those of the test set are",
+            "bytes, .* but the features of the test set are",
         ),
         (
             lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]),
@@ -493,7 +493,7 @@ def test_columns_of_the_hub_that_are_not_read_are_noted() -> None:
     table = HubVectors({"id": k, "left": X[k, 0], "right": X[k, 1], "label": int(Y[k])} for k in range(12))
     data = Dataset.create(table)
     assert data.x.tolist() == X[:, 0].tolist()
-    assert "data: columns 'left' and 'label' are read, not 'id', 'right'" in data.notes
+    assert "data: fedloom reads the columns 'left' and 'label', and ignores 'id', 'right'" in data.notes
     chosen = Dataset.create(table, features="right")
     assert chosen.x.tolist() == X[:, 1].tolist()
     assert not any("columns" in note for note in chosen.notes)

@@ -619,7 +619,7 @@ def test_copies_with_noise_are_noted_for_arrays_and_sequences_as_for_tables() ->
             fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout),
         ):
             (note,) = data.notes
-            assert note.startswith("120 of 120 rows have a neighbor that is far closer than all others")
+            assert note.startswith("120 of 120 rows have a neighbor that is much closer than all others")
         assert fl.Dataset.create((x, y), **layout).notes == ()
         several = {"subject": np.tile(np.arange(60), 2)}
         assert fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout, **several).notes == ()

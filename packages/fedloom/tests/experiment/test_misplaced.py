@@ -27,7 +27,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"local_epochs": 2}, "'local_epochs'; it belongs in local={'epochs': 2}"),
         ("fedavg", {"fraction_fit": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"num_rounds": 3}, "did you mean 'rounds'?"),
-        ("fedavg", {"num_clients": 3}, "or the partition, as fl.partitions.iid(clients=3)"),
+        ("fedavg", {"num_clients": 3}, "or the partition, as in fl.partitions.iid(clients=3)"),
         ("ditto", {"epochs": 2}, "it belongs in local={'epochs': 2}"),
         ("fedprox", {"mu": 0.1}, "method. Pass fl.algorithms.FedProx(mu=0.1) instead"),
         (fl.algorithms.FedProx(), {"mu": 0.2}, "method. Pass fl.algorithms.FedProx(mu=0.2) instead"),

@@ -113,7 +113,8 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
         raise DataError(
             f"{name}: samples change at random, but do not use the global generators of torch, numpy or Python, so no "
             "run could be repeated. In __getitem__, draw from torch.rand, numpy.random or random. Or "
-            f"{AUGMENT_HINT}. Or, to keep one random version of each sample, pass [d[i] for i in range(len(d))]"
+            f"{AUGMENT_HINT}. Or, to keep one random version of each sample of the data set d, pass "
+            "[d[i] for i in range(len(d))]"
         )
     return draw(None)
 
