@@ -182,7 +182,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         answered > MAX_ROUND_MODELS,
         f"{TRIED_MODEL_COUNT} models in one round",
-        f"a site answers {site.site.models_per_round} models of a round (models_per_round)",
+        f"a site answers requests for at most {site.site.models_per_round} models per round (models_per_round)",
         f"{answered} answers to models that the server chose",
         f"{answered} answers",
     )
@@ -264,7 +264,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(small),
         f"cells of {', '.join(agreed)} with few patients of this site",
-        f"a site answers zero for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
+        f"a site answers zeros for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
         f"cells with fewer than {DEFAULT_MIN_SUBJECTS} patients: {', '.join(small)}",
     )
 

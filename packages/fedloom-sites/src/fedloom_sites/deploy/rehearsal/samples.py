@@ -297,8 +297,8 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
             break
     return judge_attack(
         differing > 0,
-        f"{questions} crafted models, to the site with one sample and with another in its place",
-        "a rejection, its sentence and its length depend only on the message",
+        f"{questions} crafted models, sent to two copies of the site that differ in one sample",
+        "a rejection, its text and its length depend only on the message",
         f"{differing} of {questions} answers tell the two samples apart",
         f"0 of {questions} answers differ",
     )

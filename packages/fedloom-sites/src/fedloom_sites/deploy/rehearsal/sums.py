@@ -138,7 +138,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
         bool(opened),
         f"sums in which 1 to {agreed.threshold - 1} of {site.clients} sites have samples",
         f"a sum needs {agreed.threshold} sites with samples",
-        f"what this site sends, as sums of {sorted({*opened})} sites were opened",
+        f"sums that contain this site and only {sorted({*opened})} sites with samples",
     )
 
 
@@ -156,11 +156,10 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
     confirm_survivors(session, site.other_clients)
     for c in site.other_clients:
         session.open(c, site.other_clients)
-    learned_sums += ["two sums of one round, whose difference is this site's"] if first and session.is_open else []
+    learned_sums += ["two sums of one round that differ by this site's upload"] if first and session.is_open else []
     return judge_attack(
         bool(learned_sums),
-        f"{agreed.threshold} drop-outs and lists of survivors of 1 to {agreed.threshold - 1} sites, "
-        "and two different lists",
+        f"lists of survivors with 1 to {agreed.threshold - 1} sites, and two different lists",
         f"a sum needs {agreed.threshold} sites, and a session accepts one list",
         ", ".join(learned_sums),
     )
@@ -191,8 +190,8 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(learned_sums),
         f"sums in which this site has up to {HEAVY_SHARES[-1]:.0%} of the samples",
-        f"a site has at most {agreed.max_share:.0%} of a sum (max_share)",
-        f"a sum of which this site is {max(learned_sums, default=0):.0%}",
+        f"no site may have more than {agreed.max_share:.0%} of the weight of a sum (max_share)",
+        f"a sum in which this site has {max(learned_sums, default=0):.0%} of the weight",
     )
 
 
@@ -266,11 +265,11 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
-    tried = f"{len(cohorts)} sums with nearly the same model, each without another of the other sites"
-    learned = "what this site sends, as the rest of all differences"
+    tried = f"{len(cohorts)} sums with nearly the same model, each without a different one of the other sites"
+    learned = "this site's uploads, computed from differences of sums"
     if is_alone and site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each round")
-    rule = f"{agreed.steady_sites} sites of every sum have never been absent (steady)"
+    rule = f"every sum contains at least {agreed.steady_sites} sites that were never absent (steady)"
     return judge_attack(is_alone, tried, rule, learned)
 
 
