@@ -58,7 +58,7 @@ def norm_bound_of(bound: NormBound | None, field: str) -> float:
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
 
 
-def case_twin(name: str, names: Iterable[str]) -> str | None:
+def find_case_twin(name: str, names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that equals ``name`` on a case-insensitive disk, or None if there is none."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
@@ -380,14 +380,14 @@ class Server(SharedSettings):
     results: Path = Field(Path("results"), description="folder for the metrics and the global model")
 
     @property
-    def entrance(self) -> str:
+    def public_address(self) -> str:
         """Address that sites connect to, as host:port."""
         return self.public or f"{self.address}:{self.port}"
 
     @property
     def host(self) -> str:
         """Host name or address to which sites connect."""
-        return self.entrance.rpartition(":")[0].strip("[]")
+        return self.public_address.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")
     def _fits(self) -> Server:

@@ -188,9 +188,8 @@ class _Node:
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, signature = run.problem.fed, run.problem.signature.text()
-        schema = (
-            InputSpec.create(fed.data).with_(span=None).model_dump_json()
-        )  # the range of the samples stays at the node
+        # the range of the samples stays at the node
+        schema = InputSpec.create(fed.data).with_(span=None).model_dump_json()
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:

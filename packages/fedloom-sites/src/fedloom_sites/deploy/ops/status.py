@@ -344,11 +344,8 @@ def _disk_usage(server: Server) -> dict[str, int]:
     places = {"checkpoints": server.checkpoints, "database": server.database, "results": server.results}
 
     def files(path: Path) -> Iterator[Path]:
-        yield from (
-            path,
-            *path.parent.glob(f"{path.name}-*"),
-            *path.rglob("*"),
-        )  # SQLite stores additional files next to a database
+        # SQLite stores additional files next to a database
+        yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))
 
     sizes = {name: sum(map(_folder_bytes, files(path))) for name, path in places.items()}
     folder = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))

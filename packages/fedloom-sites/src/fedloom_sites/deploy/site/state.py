@@ -43,7 +43,7 @@ class StateGeneration(NamedTuple):
 
     Attributes:
         round: round that produced the state.
-        base: accepted round from which the state was computed. 0 means the template.
+        base: accepted round from which the state was computed. 0 means the initial state.
         digest: digest of the download from which the state was computed.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
             were sent.
@@ -87,12 +87,12 @@ class SiteState:
             yield
 
     def settle(self, accepted: int) -> StateGeneration | None:
-        """Return the generation that the server accepted, or None (which means the template) if none was accepted.
+        """Return the generation that the server accepted, or None (for the initial state) if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores all other pending generations. If the
         accepted generation is missing (because of a damaged file or a lost disk), the last accepted generation that is
-        available replaces it, otherwise the template. In both cases, `notes` gets a sentence about it. The newest
-        accepted state that is available stays on the disk together with its model.
+        available replaces it, otherwise the initial state. In both cases, a sentence about it is added to `notes`. The
+        newest accepted state that is available stays on the disk together with its model.
 
         Raises:
             ServerRewound: the server went back, but not to the previously accepted round.
