@@ -150,7 +150,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
     for column, cell in (("glucose", units[0][0]), ("crp", "<1")):
         assert f"column {column!r}: numbers with units or limits among the digits, as '" in said, cell
     assert "column 'dose': text of 3 levels" in said
-    assert "column 'bed': names rows" in said
+    assert "column 'bed': identifies rows" in said
     for cells, sign in ((["1,234", "2,345"], ","), (["1,234", "23.69"], "."), (["1,2", "2,345"], ",")):
         table = [[cells[k % 2], cells[0], y] for k, y in enumerate(ILL)]
         path = write(tmp_path / f"{cells[1]}.semi.csv", [["a", "b", "y"], *table], ";")

@@ -489,7 +489,7 @@ def test_marks_that_the_last_row_of_each_subject_undoes_are_refused_with_a_fix_t
     frame = days(120).assign(patient=np.arange(120) // 3, test=(np.arange(120) % 12 == 0).astype(int))
     options = {"target": "y", "subject": "patient", "test_column": "test", "drop": ["when"]}
     fed = fl.partitions.iid(clients=3)(fl.Dataset.create(frame, **options), 0)
-    with pytest.raises(Refused, match="or mark the last row of a subject, which decides its part") as caught:
+    with pytest.raises(Refused, match="or mark the last row of some subjects as a test row") as caught:
         fl.simulate("fedavg", fed, rounds=1)
     assert caught.value.rule == "test-part-empty"
     marked = frame.assign(test=(np.arange(120) % 12 == 2).astype(int))

@@ -225,11 +225,11 @@ def test_what_works_and_is_seldom_meant_has_a_note() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: run(task={"loss": noisy}), "noisy' returns different values in equal calls"),
-        (lambda: run(task={"metrics": [luck]}), "luck' returns different values in equal calls"),
-        (lambda: run(sampler=Unseeded(clients=1)), "sampler Unseeded draws different clients in equal calls"),
+        (lambda: run(task={"loss": noisy}), "noisy' returns different values in two identical calls"),
+        (lambda: run(task={"metrics": [luck]}), "luck' returns different values in two identical calls"),
+        (lambda: run(sampler=Unseeded(clients=1)), "sampler Unseeded draws different clients in two identical calls"),
         (lambda: run(Thrown()), "code at the server draws from a global generator"),
-        (lambda: Restless(clients=3)((X, Y), seed=0), "partition Restless draws differently in two calls"),
+        (lambda: Restless(clients=3)((X, Y), seed=0), "partition Restless gives different results in two calls"),
         (lambda: run(model=Odd(lambda x: x.softmax(0))), "depend on the other samples of its batch"),
         (lambda: run(model=Odd(lambda x: x.flip(0))), "depend on the other samples of its batch"),
         (lambda: run(model=Odd(torch.sigmoid)), "in plain lists or dicts (hidden[0])"),

@@ -505,7 +505,7 @@ def test_it_is_said_that_nobody_or_everybody_attacks(fed: Federation, attack: ty
     said = {
         f: " ".join(check(Setting.create("fedavg", attack=attack(fraction=f)), fed)) for f in (0.0, 0.02, 0.03, 0.98, 1)
     }
-    assert [f for f, notes in said.items() if "changes nothing" in notes] == [0.02]
+    assert [f for f, notes in said.items() if "has no effect, because a fraction" in notes] == [0.02]
     assert [f for f, notes in said.items() if "all 20 clients" in notes] == [0.98, 1]
 
 

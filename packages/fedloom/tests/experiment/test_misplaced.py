@@ -114,7 +114,7 @@ def test_every_key_is_named_with_tables_that_take_it(key: str) -> None:
         homes, _, line = said.partition("it belongs in ")[2].partition(": ")
         if not homes:
             assert any(
-                word in said for word in ("did you mean", "its name is now", "of its own", "at the top", f"{key}: ")
+                word in said for word in ("did you mean", "its name is now", "a separate", "at the top", f"{key}: ")
             ), said
         for home in re.findall(r"\[(\w+)\]", homes):
             assert takes(home, line.partition(" = ")[0]), said

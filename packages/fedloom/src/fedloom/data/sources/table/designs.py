@@ -46,8 +46,8 @@ FAR_TIME_RATIO = 5.0
 """Minimum ratio of the distance of a repeated first or last time to the span of all other times at which it may mark a
 missing time."""
 ORDER_HINT = (
-    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, name their "
-    "cells in missing and set unlabelled = 'drop'"
+    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, add their "
+    "cells to missing and set unlabelled = 'drop'"
 )
 
 
