@@ -226,7 +226,11 @@ def test_options_of_arrays() -> None:
             DataError,
             "sample 1 is float64, but earlier samples",
         ),
-        (lambda: Dataset.create("data.csv"), ConfigError, "str is not a known form of data; read a file with fl.load"),
+        (
+            lambda: Dataset.create("data.csv"),
+            ConfigError,
+            "str is not a known form of data; load a file or a named data set with fl.load",
+        ),
         (
             lambda: Dataset.create(types.SimpleNamespace(toarray=0)),
             ConfigError,

@@ -226,11 +226,11 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
     subset = type(getattr(obj, "sampler", None)) not in (type(None), SequentialSampler, RandomSampler)
     collates = getattr(obj, "collate_fn", default_collate) not in (default_collate, default_convert)
     hints = {
-        "toarray": "give x.toarray()",
+        "toarray": "pass x.toarray()",
         "batch_size": ("pass torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "pass its .dataset")
         + (", whose samples come from its collate_fn" if collates else ""),
-        "__next__": "give the object that it iterates over, such as the .dataset of a DataLoader",
-        "strip": "read a file with fl.load",
+        "__next__": "pass the object that it iterates over, such as the .dataset of a DataLoader",
+        "strip": "load a file or a named data set with fl.load",
         "to_pandas": "pass x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
