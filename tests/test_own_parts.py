@@ -602,7 +602,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
 WRONG_DRAWS: dict[str, tuple[Any, str]] = {
     "no draw": (lambda d: d.dealt, "draw must return fl.partitions.Draw, got Dealt"),
     "nothing": (lambda d: None, "draw must return fl.partitions.Draw, got NoneType"),
-    "a tuple": (lambda d: d._replace(dealt=tuple(d.dealt)), r"dealt must be what fl.partitions.group_.*got tuple"),
+    "a tuple": (lambda d: d._replace(dealt=tuple(d.dealt)), r"dealt must be a result of fl.partitions.*got tuple"),
     "floats": (lambda d: d._replace(dealt=d.dealt._replace(index=d.dealt.index / 1)), "index must be an integer numpy"),
     "a tensor": (lambda d: d._replace(common=torch.arange(3)), "common must be an integer numpy array .* got Tensor"),
     "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "`common` lists 1 sample"),

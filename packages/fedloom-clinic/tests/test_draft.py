@@ -105,7 +105,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'const': the same in every row, 'x'; left out",
         "column 'none': empty; left out",
         "column 'town': text of 120 levels in 240 rows",
-        "column 'lab': numbers, except for 'k.A.', which count as missing",
+        "column 'lab': numbers, except for 'k.A.', which are treated as missing",
     ):
         assert sentence in said, sentence
     data = drafted(path)["data"]
@@ -150,7 +150,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
     for column, cell in (("glucose", units[0][0]), ("crp", "<1")):
         assert f"column {column!r}: numbers with units or limits among the digits, as '" in said, cell
     assert "column 'dose': text of 3 levels" in said
-    assert "column 'bed': names rows" in said
+    assert "column 'bed': identifies rows" in said
     for cells, sign in ((["1,234", "2,345"], ","), (["1,234", "23.69"], "."), (["1,2", "2,345"], ",")):
         table = [[cells[k % 2], cells[0], y] for k, y in enumerate(ILL)]
         path = write(tmp_path / f"{cells[1]}.semi.csv", [["a", "b", "y"], *table], ";")
@@ -241,7 +241,7 @@ def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
         *([a, ("yes", "no", "None")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
     ]
     said = init(write(tmp_path / "marks.csv", rows))
-    assert "column 'smoker': 'None' may mean missing. Name such cells in missing, with impute = true" in said
+    assert "column 'smoker': 'None' may mean missing. Add such cells to missing, with impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) 
     text = isinstance(cells, list)
     leaky = fl.Dataset.create(frame, "died", categorical=[name] if text else [])
     (note,) = [note for note in leaky.notes if "different values in 240 rows" in note]
-    assert "good. Name it in subject" in note
+    assert "good. Set it as subject" in note
     sound = fl.Dataset.create(frame, "died", subject=name)
     assert sound.notes == ()
     assert [column.name for column in sound.prepare.columns] == ["age", "crp"]
@@ -118,9 +118,9 @@ def test_augmented_copies_of_images_are_noted_unless_they_are_of_one_subject(cas
     both = (both * 255).round().to(torch.uint8) if bytes_ else both
     y = np.concatenate([labels, labels])
     noted = fl.Dataset.create((both, y)).notes
-    assert any("images have a neighbor that is far closer" in note for note in noted)
+    assert any("images have a neighbor that is much closer" in note for note in noted)
     known = fl.Dataset.create((both, y), subject=np.tile(np.arange(150), 2))
-    assert not any("far closer" in note for note in known.notes)
+    assert not any("much closer" in note for note in known.notes)
     parts = fl.partitions.iid(clients=3)(known, 0).parts
     train, test = (({*(parts[p].index % 150).tolist()}) for p in ("train", "test"))
     assert not train & test
@@ -154,7 +154,7 @@ def test_rows_of_a_subject_may_be_alike() -> None:
     x = np.concatenate([one, one + 0.01 * rng.normal(size=one.shape)])
     frame = pd.DataFrame({**{f"x{k}": x[:, k] for k in range(5)}, "who": np.tile(np.arange(120), 2),
                           "y": np.tile(rng.integers(2, size=120), 2)})  # fmt: skip
-    assert any("far closer" in note for note in fl.Dataset.create(frame.drop(columns="who"), "y").notes)
+    assert any("much closer" in note for note in fl.Dataset.create(frame.drop(columns="who"), "y").notes)
     assert fl.Dataset.create(frame, "y", subject="who").notes == ()
 
 
@@ -173,7 +173,7 @@ COPIED: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
     "copies with a number of their own": (
         lambda f: with_number(pd.concat([f, f[:60]], ignore_index=True)), "60 of 300 rows are exact copies"),
     "two copies with noise": (three_times, "of 720 rows have a neighbor"),
-    "a text per row": (lambda f: f.assign(key=[f"k{7 * k:x}" for k in range(len(f))]), "levels name rows. Name it in"),
+    "a text per row": (lambda f: f.assign(key=[f"k{7 * k:x}" for k in range(len(f))]), "identify rows. Add it"),
 }  # fmt: skip
 
 
@@ -401,7 +401,7 @@ def test_two_units_in_a_column_are_noted(name: str) -> None:
     frame = pd.DataFrame(table()).assign(**{name: np.where(np.arange(N) % 4, one, one * factor + shift)})
     assert any(f"{name!r}: 60 of 240 numbers are far" in note for note in fl.Dataset.create(frame, "died").notes)
     frame[name] = one
-    assert not any("another unit" in note for note in fl.Dataset.create(frame, "died").notes)
+    assert not any("as if the unit were different" in note for note in fl.Dataset.create(frame, "died").notes)
 
 
 def test_two_species_are_not_two_units() -> None:

@@ -319,4 +319,4 @@ def test_errors_of_a_spreadsheet_are_missing_cells(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("\n".join(["age,crp,died", *lines, ""]))
     draft = ExperimentDraft(TableSurvey(tmp_path / "rows.csv"), "", "died")
     assert not draft.questions
-    assert "which count as missing" in "\n".join(draft.report)
+    assert "which are treated as missing" in "\n".join(draft.report)

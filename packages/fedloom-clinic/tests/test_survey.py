@@ -202,7 +202,7 @@ def test_a_number_of_a_person_that_repeats_is_proposed_as_subject(tmp_path: Path
     frame = pd.concat([clean()] * 2, ignore_index=True)
     frame.insert(0, name, [people[k % 40] for k in range(len(frame))])
     (note,) = [note for note in fl.Dataset.create(frame).notes if name in note]
-    assert "name it in subject" in note
+    assert "set it as subject" in note
     assert not any(name in note for note in fl.Dataset.create(frame, subject=name).notes)
     frame.to_csv(tmp_path / "t.csv", index=False)
     said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "ill"]).output
@@ -240,7 +240,7 @@ def test_texts_that_are_named_as_categories_are_kept_if_they_only_look_like_name
     kept = fl.Dataset.create(frame, categorical=["attending"])
     assert names(kept) == ["attending", "age"]
     (note,) = [note for note in kept.notes if "attending" in note]
-    assert note.endswith("If they are people, name it in drop")
+    assert note.endswith("If they are people, add it to drop")
     assert names(fl.Dataset.create(frame, categorical=["attending"], drop=["attending"])) == ["age"]
 
 
@@ -393,7 +393,7 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
     ),
     "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are exact copies"),
     "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are exact copies"),
-    "augmented": (noisy_copies, {}, "have a neighbor that is far closer"),
+    "augmented": (noisy_copies, {}, "have a neighbor that is much closer"),
     "site is the class": (
         lambda f: f.assign(hospital=np.where(f["ill"] == 1, "a", "b")), {"target": "ill", "client_column": "hospital"},
         "the client alone predicts 'ill' almost perfectly",
@@ -457,11 +457,11 @@ OTHER_LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, A
     ),
     "rounded copies": (
         lambda f: pd.concat([noisy_copies(f).head(N // 2), noisy_copies(f).head(N // 2).round(5)]), {},
-        "have a neighbor that is far closer",
+        "have a neighbor that is much closer",
     ),
     "9 as a class": (lambda f: f.assign(ill=f["ill"].where(COUNT % 9 > 0, 9)), {}, "the label 'ill': 9 in 27 rows may"),
-    "the other class": (lambda f: f.assign(ill=f["ill"].map({0: "no", 1: "Yes"})), {}, "figures of one class"),
-    "coded 1 and 2": (lambda f: f.assign(ill=f["ill"] + 1), {}, "figures of one class"),
+    "the other class": (lambda f: f.assign(ill=f["ill"].map({0: "no", 1: "Yes"})), {}, "other values for one class"),
+    "coded 1 and 2": (lambda f: f.assign(ill=f["ill"] + 1), {}, "other values for one class"),
     "long numbers": (
         lambda f: f.assign(card=2**53 + RNG.permutation(10**6)[:N])[["card", *f.columns]], {},
         "column 'card' contains numbers beyond 9,007,199,254,740,992",

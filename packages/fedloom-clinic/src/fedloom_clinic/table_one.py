@@ -62,8 +62,8 @@ client.
 MIN_LEVEL_SHARE = 0.05
 """Share of a level below which the level's statistic is rounded more coarsely, because it is divided by the share."""
 GAPS_NOTE = (
-    "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
-    "client's mean or most frequent level, or the end of the range"
+    "if fewer than {} subjects of a client have missing or out-of-range cells, these cells are not counted as such. "
+    "They are replaced by the client's mean or most frequent level, or by the end of the range"
 )
 
 

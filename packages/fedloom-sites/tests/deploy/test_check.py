@@ -344,7 +344,7 @@ def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tm
     [
         (("yes", "no"), "note", "the label 'disease' is 'no' in every row"),
         ((",f,", ",m,"), "note", "column 'sex': the same in every row"),
-        (("48.5", "1e30"), "note", "row 10, column 'age': 1e+30 is extremely far from the others"),
+        (("48.5", "1e30"), "note", "row 10, column 'age': 1e+30 is extremely far from the other numbers"),
         (("48.5", "1e308"), "refused", "row 10, column 'age': expected a number of at most 3.4e+38, got '1e308'"),
     ],
 )

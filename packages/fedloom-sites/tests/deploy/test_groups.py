@@ -304,7 +304,7 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
 def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_path: Path) -> None:
     here, lines = deployed(tmp_path, method="fedavg", model={"kind": NORMALISED}), list[str]()
     assert serve_run(here.grid(), here.server, lines.append) is Stop.DONE
-    (note,) = [line for line in lines if "statistics are not sent. A" in line]
+    (note,) = [line for line in lines if "normalization layers are not sent" in line]
     assert "the client's own" in note
     assert "averaged" not in note
     site = here.sites[2]

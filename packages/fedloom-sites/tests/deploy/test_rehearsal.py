@@ -151,7 +151,7 @@ GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, 
         ],
     ),
     "budget of models": (messages.ask_many_models, [(AskedModels, "enter_masked", _ignore)]),
-    "alarms": (messages.repeat_and_be_refused, [(Alarms, "note", lambda *_: [])]),
+    "alarms": (messages.trigger_alarms, [(Alarms, "note", lambda *_: [])]),
     "checks of a message": (messages.send_bad_messages, [(Client, "_check", _ignore)]),
 }
 

@@ -20,7 +20,7 @@ class WireNode:
 
     def __init__(self, calls: tuple[Any, ...]) -> None:
         self.number = calls[0]
-        self._receive, self._send, _, _, self._pull, self._push, self._confirm = calls[1:]
+        self._receive, self._send, _, _, self._pull, self._send_requests, self._confirm = calls[1:]
 
     def receive(self) -> Message | None:
         """The next message for this node, if there is one."""
@@ -43,7 +43,7 @@ class WireNode:
         tree, run = get_object_tree(reply), reply.metadata.run_id
         objects = get_all_nested_objects(reply)
         wanted, session = self._send(reply, tree, 0.0)
-        push_objects(objects, lambda i, data: self._push(run, session, i, data), object_ids_to_push=wanted)
+        push_objects(objects, lambda i, data: self._send_requests(run, session, i, data), object_ids_to_push=wanted)
         return bool(wanted)
 
 

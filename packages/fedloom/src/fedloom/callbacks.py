@@ -42,7 +42,7 @@ class VirtualTime(Value):
         """Return the sentence that ends the run, or None to continue."""
         if state.clock is None or state.clock.now < self.seconds:
             return None
-        return f"{state.clock.now:.6g} of {self.seconds:.6g} simulated seconds have passed"
+        return f"{state.clock.now:.6g} simulated seconds have passed (limit: {self.seconds:.6g})"
 
 
 class History:

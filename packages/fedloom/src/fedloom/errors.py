@@ -450,7 +450,7 @@ def report_exit() -> Iterator[None]:
         yield
     except SystemExit as end:
         raise CodeError(
-            f"the run was ended by code that it called: {cause_of(end)}. Raise another error there"
+            f"code that the run called ended it: {cause_of(end)}. Raise a different exception there"
         ) from end
 
 
@@ -594,15 +594,15 @@ def direction_in(*names: object, hidden: bool = False) -> str:
         names: names to check.
         hidden: True to also report names that contain invisible characters.
 
-    >>> direction_in("age", "a\u202eb")[:23]
-    "'a\\u202eb' holds U+202E"
+    >>> direction_in("age", "a\u202eb")[:26]
+    "'a\\u202eb' contains U+202E"
     """
     for name in map(str, names):
         if match := re.search(f"[{_DIRECTION_MARKS}{_HIDDEN_MARKS if hidden else ''}]", name):
             does = "is invisible" if re.match(f"[{_HIDDEN_MARKS}]", match[0]) else "changes the direction of text"
             return (
-                f"'{printable(name)}' holds U+{ord(match[0]):04X}, which {does}, so that the name looks like another "
-                "one. Write the name without it"
+                f"'{printable(name)}' contains U+{ord(match[0]):04X}, which {does}, so the name looks like a different "
+                "name. Remove this character"
             )
     return ""
 

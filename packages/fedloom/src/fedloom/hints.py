@@ -225,9 +225,7 @@ class KeyPlaces:
         if other and (table != "data" or (key in self.tables and not isinstance(value, Mapping))):
             return other
         if key == "defaults" and not self.file:
-            return (
-                'it belongs to the name of a method. Give the method with it, as fl.algorithms.FLAME(defaults="paper")'
-            )
+            return 'it is an argument of the method. Pass it to the method, as in fl.algorithms.FLAME(defaults="paper")'
         if key == "name" and self.method and self.file:
             return f"the name of a method in tables and charts is its label: label = {_toml(value)}"
         places = (self._place(name, value, table) for name in names)
@@ -243,10 +241,10 @@ class KeyPlaces:
                 return (
                     f"all methods share it. Pass compare(..., {line})"
                     if shared
-                    else f"it is a keyword of its own: {line}"
+                    else f"it is a separate keyword: {line}"
                 )
             at_top = "it belongs at the top of the file, before any table"
-            return f"{at_top}: {line}" if key in self.plain else f"it is a table of its own: [{key}]"
+            return f"{at_top}: {line}" if key in self.plain else f"it is a separate table: [{key}]"
         homes = [home for home, kinds in self.tables.items() if home != table and any(key in k for k in kinds.values())]
         if not homes or not self.file:
             return (homes and f"it belongs in {' or '.join(self._keyword(home, key, value) for home in homes)}") or ""
@@ -259,10 +257,10 @@ class KeyPlaces:
         kinds = self.tables[table]
         kind = next(kind for kind in kinds if key in kinds[kind])
         if table == "data":
-            return f"the data: give fl.Dataset.create(data, {key}={value!r})"
+            return f"the data: pass fl.Dataset.create(data, {key}={value!r})"
         if table == "partition":
             kind = kind or "iid"
-            return f"the partition, as fl.partitions.{kind.replace('-', '_')}({key}={value!r})"
+            return f"the partition, as in fl.partitions.{kind.replace('-', '_')}({key}={value!r})"
         named = {"kind": kind} if kind else {}
         return f"{table}={ {**named, key: value}!r}"
 
@@ -273,9 +271,9 @@ class KeyPlaces:
             return ""
         some = ", ".join(methods[:SHOWN_METHODS]) + (", ..." if len(methods) > SHOWN_METHODS else "")
         if self.file:
-            return f"it is an option of methods ({some}): {key} = {_toml(value)} below algorithm in their [[method]]"
+            return f"it is an option of methods ({some}). Write {key} = {_toml(value)} below algorithm in [[method]]"
         one = self.call.format(name=methods[0], key=key, value=value)
-        return f"it is an option of other methods ({some}). Give one, as {one}"
+        return f"it is an option of other methods ({some}). Pass it to one of them, as in {one}"
 
 
 def _toml(value: object) -> str:

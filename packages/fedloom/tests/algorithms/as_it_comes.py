@@ -39,17 +39,21 @@ LOCAL = {"lr": 0.05, "batch_size": 20, "epochs": 1}
 MODELS = ("global", "personal")
 PARTS: dict[str, dict[str, Any]] = {"gpfl": {"guided": True}, "knn-per": {"memory": 400}}
 """What the models of methods have that work on them alone, as the keys of ``[model]``."""
+_NO_EFFECT = "has no effect, because all"
 _LOOKS_FOR_CLUSTERS = tuple(
     f"{key} 'equitable' looks for clusters of clients" for key in ("aggregation_weights", "weigher")
 )
 """The note of a run today, and as the records have it."""
 EXCUSED = {
-    "fedmid": ({"apart"}, ("FedMiD without a regularizer is FedAvg", "FedMiD without a regulariser is FedAvg")),
+    "fedmid": (
+        {"apart"},
+        ("FedMiD without a regularizer is the same as FedAvg", "FedMiD without a regulariser is FedAvg"),
+    ),
     "feddualavg": (
         {"apart"},
-        ("FedDualAvg without a regularizer is FedAvg", "FedDualAvg without a regulariser is FedAvg"),
+        ("FedDualAvg without a regularizer is the same as FedAvg", "FedDualAvg without a regulariser is FedAvg"),
     ),
-    "admm-lp-proj": ({"apart"}, "ADMMLpProj ties the models in "),
+    "admm-lp-proj": ({"apart"}, ("ADMMLpProj couples the models in only ", "ADMMLpProj ties the models in ")),
     "fedprox": ({"apart"}, "FedProx with one local step"),
     "fedadmm": ({"mean"}, "FedADMM counts absent clients"),
     "fedpd": ({"mean"}, "FedPD counts absent clients"),
@@ -63,19 +67,31 @@ EXCUSED = {
         {"apart"},
         ("FedProto on a model that consists only of the head", "FedProto on a model that is all head"),
     ),
-    "fednova": ({"apart"}, "FedNova on clients with equally many steps"),
-    "cfl": ({"apart"}, "CFL parts clients that fall into groups"),
-    "fedem": ({"apart"}, "FedEM on a model without a mixture is FedAvg"),
+    "fednova": (
+        {"apart"},
+        ("all clients take the same number of local steps, so FedNova", "FedNova on clients with equally many steps"),
+    ),
+    "cfl": ({"apart"}, ("CFL separates clients only if they form groups", "CFL parts clients that fall into groups")),
+    "fedem": (
+        {"apart"},
+        ("FedEM without a mixture is the same as FedAvg", "FedEM on a model without a mixture is FedAvg"),
+    ),
     "fedas": ({"apart"}, ("FedAS on a model that consists only of the head", "FedAS on a model that is all head")),
     "fedper": ({"apart"}, ("FedPer on a model that consists only of the head", "FedPer on a model that is all head")),
     "lg-fedavg": (
         {"apart"},
         ("LGFedAvg on a model that consists only of the head", "LGFedAvg on a model that is all head"),
     ),
-    "knn-per": ({"personal"}, "kNN-Per chooses a client's weight on as few as"),
+    "knn-per": (
+        {"personal"},
+        ("kNN-Per chooses a client's weight on only", "kNN-Per chooses a client's weight on as few as"),
+    ),
     "equitable-fl": ({"fair"}, _LOOKS_FOR_CLUSTERS),
-    "clustered-sampling": ({"apart"}, "sampler 'clustered' draws no client"),
-    "power-of-choice": ({"apart"}, "sampler 'power-of-choice' has no choice"),
+    "clustered-sampling": ({"apart"}, (f"sampler 'clustered' {_NO_EFFECT}", "sampler 'clustered' draws no client")),
+    "power-of-choice": (
+        {"apart"},
+        (f"sampler 'power-of-choice' {_NO_EFFECT}", "sampler 'power-of-choice' has no choice"),
+    ),
 }
 """The parts of the law that a method cannot keep by itself, and the note by which a run says so before round 1.
 

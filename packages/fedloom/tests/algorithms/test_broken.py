@@ -361,7 +361,7 @@ def test_a_crash_names_its_function_its_file_and_its_line(broken: type[Algorithm
 
 
 def test_a_head_per_class_is_checked_with_its_module() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)law runs, .*head.weight \[1, 2\].*give layout=MODULE"):
+    with pytest.raises(AssertionError, match=r"(?s)law runs, .*head.weight \[1, 2\].*pass layout=MODULE"):
         check_algorithm(SoftmaxHead())
     net = nn.Sequential(OrderedDict(body=nn.Linear(4, 5), tanh=nn.Tanh(), head=nn.Linear(5, 3)))
     check_algorithm(SoftmaxHead(), layout=net, shape=(4,))
@@ -373,7 +373,9 @@ def test_every_law_can_fail() -> None:
 
 def test_check_algorithm_runs_every_law_but_those_left_out() -> None:
     check_algorithm(FedAvg())
-    with pytest.raises(AssertionError, match="law translation, KnowsTheOrigin.*server under a change of origin"):
+    with pytest.raises(
+        AssertionError, match="law translation, KnowsTheOrigin.*the server's state depends on the origin"
+    ):
         check_algorithm(KnowsTheOrigin())
     check_algorithm(KnowsTheOrigin(), without=["translation"])
 
@@ -434,7 +436,7 @@ def test_kept_fields_all_or_none() -> None:
             return Mixed(up.u, up.u - down.x), new
 
     OneKept.client.__annotations__["return"] = tuple[Mixed, Any]
-    with pytest.raises(AssertionError, match="if the primary field is Kept, all fields are"):
+    with pytest.raises(AssertionError, match="if the primary field is Kept, all must be Kept"):
         check_law("declarations", OneKept())
 
 

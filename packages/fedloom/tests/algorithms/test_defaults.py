@@ -158,7 +158,7 @@ def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
 
 
 def test_a_multiple_of_what_is_not_derived_is_refused() -> None:
-    with pytest.raises(ConfigError, match="beta is not derived with these options"):
+    with pytest.raises(ConfigError, match="with these options, beta has no derived value"):
         FIAELT(solver="svrg", beta="2x").derive_options(contexts()[0])
 
 

@@ -364,7 +364,10 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
     ("partition", "words"),
     [
         ('kind = "iid"\nclients = 5000', "5000 clients with at least 1 sample .* 1797 .*. Use fewer"),
-        ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples .*; raise alpha"),
+        (
+            'kind = "dirichlet"\nclients = 600\nalpha = 0.01',
+            "smallest client had at most 0 samples .*; use a larger alpha",
+        ),
         (
             'kind = "shards"\nlabels_per_client = 11',
             "labels_per_client = 11, but digits has 10 classes. Use",

@@ -338,7 +338,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": {"a": {"algorithm": "ditto", "lr": 0.1}}}, "a: unknown key 'lr'; it belongs in local="),
         ({"methods": {"a": {"algorithm": Ditto(), "epochs": 2}}}, r"a: unknown key 'epochs'; it belongs in local="),
         ({"methods": {"a": {"algorithm": "fedavg", "rounds": "x"}}}, "a: rounds: input should be a valid integer"),
-        ({"methods": {"a": Ditto()}, "lam": 3.0}, "unknown key 'lam'; it is an option of a. Give it there"),
+        ({"methods": {"a": Ditto()}, "lam": 3.0}, "unknown key 'lam'; it is an option of a. Set it there"),
         ({"lr": 0.1}, r"unknown key 'lr'; it belongs in local="),
         ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
         ({"baseline": "ditto"}, "baseline: unknown method to compare with 'ditto'"),

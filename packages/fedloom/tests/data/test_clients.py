@@ -87,7 +87,10 @@ def test_clients_keep_the_names_of_their_classes() -> None:
 @pytest.mark.parametrize(
     ("clients", "notes"),
     [
-        ([{"x": X, "y": Y, "weight": Y, "names": ["a"]}] * 2, ["of the dictionary 'x' and 'y' are read, not 'weight'"]),
+        (
+            [{"x": X, "y": Y, "weight": Y, "names": ["a"]}] * 2,
+            ["fedloom reads 'x' and 'y' of the dictionary, and ignores 'weight'"],
+        ),
         ([((X, Y), (X, Y))] * 2, []),
         ([{"x": X, "y": Y, "names": ["a"]}] * 2, []),
         ([(X, Y), (X[:0], Y[:0]), (X, Y)], ["1 of 3 clients have no sample and are left out: 1"]),
@@ -109,10 +112,13 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([1, 2], "client 0: int is not a known form of data"),
         ({1: (X, Y), "1": (X, Y)}, "two clients have the same name as text, such as 1 and '1'. Rename one"),
         ([(X, Y), (X[:9], Y[:8]), (X[:8], Y[:9])], "client 1: 9 samples but 8 targets"),
-        ([(X, Y), (X.astype(np.uint8), Y)], "client 1: features are bytes, .* but those of client 0 are float32"),
+        (
+            [(X, Y), (X.astype(np.uint8), Y)],
+            "client 1: features are bytes, .* but the features of client 0 are float32",
+        ),
         (
             [(X, Y), (X, Y.astype(str))],
-            "client 1: targets are text, but those of client 0 are numbers. Use the same type",
+            "client 1: targets are text, but targets of client 0 are numbers. Use the same type",
         ),
         ([((X, Y), (X.astype(np.uint8), Y))] * 2, "client 0, test set: features are bytes"),
         (
@@ -123,11 +129,11 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([list(DataLoader(as_sets((X, Y)), 5))] * 2, "client 0 is a list of 4 batches"),
         (
             [(pd.DataFrame(X), Y), (pd.DataFrame(X)[[4, 3, 2, 1, 0]], Y)],
-            "client 1: columns are 4, 3, 2, 1, 0, but those of",
+            "client 1: columns are 4, 3, 2, 1, 0, but for",
         ),
         (
             [Named("cat", "dog", "eel"), Named("bird", "cat", "dog")],
-            "client 1: classes are bird, cat, dog, but those of",
+            "client 1: classes are bird, cat, dog, but for",
         ),
         ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
         ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: fedloom would ignore 'x_test' beside 'x' and 'y'"),

@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.lab.experiment import parse
 
 MARKS = [chr(code) for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))]
-SENTENCE = "which changes the direction of text, so that the name looks like another one. Write the name without it"
+SENTENCE = "which changes the direction of text, so the name looks like a different name. Remove this character"
 
 
 def frame(mark: str, **changes: Any) -> pd.DataFrame:
@@ -68,7 +68,7 @@ def test_a_name_that_changes_the_direction_of_text_is_refused(entrance: str, tmp
     for mark in MARKS:
         with pytest.raises((DataError, ConfigError, ValueError)) as error:
             ENTRANCES[entrance](tmp_path, mark)
-        assert f"holds U+{ord(mark):04X}, {SENTENCE}" in str(error.value)
+        assert f"contains U+{ord(mark):04X}, {SENTENCE}" in str(error.value)
         assert mark not in str(error.value).split(" [type=")[0]
 
 

@@ -174,7 +174,7 @@ def test_markers_add_to_those_of_every_table_and_a_useless_one_is_named(tmp_path
     assert list(data.notes) == ["missing: no cell of t is '-77'"]
     assert "missing: no cell of t is '-77'" in fl.partitions.iid(clients=2, test=0.0)(data, seed=0).notes
     path.write_text("a,y\n1;5,0\n2,1\n")
-    with pytest.raises(DataError, match="name it in missing"):
+    with pytest.raises(DataError, match="add it to missing"):
         fl.load(path)
 
 
@@ -212,14 +212,14 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     "sound": (TABLE, np.arange(40) % 2, []),
     "far": (
         np.where(np.arange(120).reshape(40, 3) == 61, 1e9, TABLE), np.arange(40) % 2,
-        ["row 20, column '1': 1e+09 is extremely far from the others"],
+        ["row 20, column '1': 1e+09 is extremely far from the other numbers"],
     ),
     "constant": (
         TABLE * (1, 1, 0), np.arange(40) % 2,
         ["column '2': the same in every row, so a model cannot learn from it; leave it out"],
     ),
     "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row, so a model cannot learn from these"]),
-    "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 is extremely far from the others"]),
+    "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 is extremely far from the other numbers"]),
     "an event": (TABLE, np.c_[np.arange(1, 41), np.ones(40)], []),
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
     "a table of bytes": (

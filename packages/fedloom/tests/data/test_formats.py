@@ -105,7 +105,7 @@ def test_user_missing_codes_are_missing_and_counted_and_partial_labels_are_no_le
     )
     data = fl.load(tmp_path / "s.sav", target="time", event="died", impute=True)
     assert int(data.x[:, 0].isnan().sum()) == 7
-    assert "column 'dose': the file declares as missing -9 (refused) in 7 of its rows" in data.notes
+    assert "column 'dose': the file declares values as missing: -9 (refused) in 7 of its rows" in data.notes
     assert data.task == "survival"
     table["dose"] = table["dose"].astype(object)
     table.loc[:2, "dose"] = "a"
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_a_sentence(name: str, tmp_path: Path) -> None:
         ({"admited": "born"}, "no column 'admited'; did you mean 'admitted'"),
         ({"admitted": "borne"}, "neither a column nor a date such as 2024-09-01; did you mean 'born'"),
         ({"age": "born", "admitted": "born"}, "column 'age': expected a date, got "),
-        ({}, "make days of it: days_since"),
+        ({}, "convert it to days: days_since"),
     ],
 )
 def test_wrong_dates_are_refused(days_since: dict[str, str], words: str, frame: pd.DataFrame, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_table_of_sas_has_its_numbers_dates_labels_and_codes_of_missing_values
     assert data.x[:4, 2].tolist() == days
     codes = fl.load(sas / "codes.sas7bdat", target="var9", impute=True)
     assert bool(codes.x.isnan().all())
-    assert "column 'var4': the file declares as missing X in 1 of its rows" in codes.notes
+    assert "column 'var4': the file declares values as missing: X in 1 of its rows" in codes.notes
     keys: dict[str, Any] = {"target": "SEXA", "categorical": ["SEXB"], "drop": ["ID"]}
     assert fl.load(sas / "labels.sas7bdat", **keys).classes == ("1", "2")
     named = fl.load(sas / "labels.sas7bdat", catalog=str(sas / "labels.sas7bcat"), **keys)

@@ -226,7 +226,11 @@ def test_options_of_arrays() -> None:
             DataError,
             "sample 1 is float64, but earlier samples",
         ),
-        (lambda: Dataset.create("data.csv"), ConfigError, "str is not a known form of data; read a file with fl.load"),
+        (
+            lambda: Dataset.create("data.csv"),
+            ConfigError,
+            "str is not a known form of data; load a file or a named data set with fl.load",
+        ),
         (
             lambda: Dataset.create(types.SimpleNamespace(toarray=0)),
             ConfigError,
@@ -253,7 +257,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create((X, Y), test=(X[:2] / 255, Y[:2])),
             DataError,
-            "bytes, .* but those of the test set are",
+            "bytes, .* but the features of the test set are",
         ),
         (
             lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]),
@@ -419,7 +423,10 @@ def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
         return [note for data in frames for note in data.notes if "measurements" in note]
 
     assert len(notes(y)) == 2
-    assert "has 40 numbers, and each counts as a class. Set task = 'regression' if they are measurements" in notes(y)[0]
+    assert (
+        "has 40 different numbers, and each is read as a class. Set task = 'regression' if they are measurements"
+        in notes(y)[0]
+    )
     assert notes(y % 30) == notes(np.char.add("p", y.astype(int).astype(str))) == notes(y, task="regression") == []
 
 
@@ -490,7 +497,7 @@ def test_columns_of_the_hub_that_are_not_read_are_noted() -> None:
     table = HubVectors({"id": k, "left": X[k, 0], "right": X[k, 1], "label": int(Y[k])} for k in range(12))
     data = Dataset.create(table)
     assert data.x.tolist() == X[:, 0].tolist()
-    assert "data: columns 'left' and 'label' are read, not 'id', 'right'" in data.notes
+    assert "data: fedloom reads the columns 'left' and 'label', and ignores 'id', 'right'" in data.notes
     chosen = Dataset.create(table, features="right")
     assert chosen.x.tolist() == X[:, 1].tolist()
     assert not any("columns" in note for note in chosen.notes)
@@ -515,7 +522,7 @@ def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
     assert data.y.tolist() == [0, 0, 1, 1]
     assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
     assert Dataset.create(table, client_column="ward").user_names == ("A", "B")
-    with pytest.raises(DataError, match="column 'age': .*; name the column in drop, or make days of it: days_since"):
+    with pytest.raises(DataError, match="column 'age': .*; add the column to drop, or convert it to days: days_since"):
         Dataset.create(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
     with pytest.raises(DataError, match="row 0, column 'label': missing value"):
         Dataset.create(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))

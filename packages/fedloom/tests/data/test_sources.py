@@ -445,7 +445,7 @@ def test_arrays_of_a_file_have_the_names_that_a_dictionary_may_have(
 def test_arrays_of_a_file_that_are_not_read_are_named(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).random((6, 2)), np.arange(6) % 2
     np.savez(tmp_path / "a.npz", x=x, y=y, weight=y, about=np.ones(2))
-    assert "of a.npz 'x' and 'y' are read, not 'weight'" in load(tmp_path / "a.npz").notes
+    assert "fedloom reads 'x' and 'y' of a.npz, and ignores 'weight'" in load(tmp_path / "a.npz").notes
     np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x, y_test=y)
     with pytest.raises(DataError, match="x_test beside x and y. Name the arrays x_train, y_train,"):
         load(tmp_path / "b.npz")

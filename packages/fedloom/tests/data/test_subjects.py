@@ -417,7 +417,7 @@ def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() ->
     rows = fl.simulate("fedavg", fed, rounds=1).table().to_pylist()
     (auroc,) = [r["value"] for r in rows if (r["part"], r["metric"], r["round"]) == ("common", "auroc", 1)]
     assert 0 <= auroc <= 1
-    with pytest.raises(Refused, match="A test set for all clients is Draw.common"):
+    with pytest.raises(Refused, match="Put a test set for all clients into Draw.common"):
         Common(shared=True)(data, 0)
 
 
@@ -489,7 +489,7 @@ def test_marks_that_the_last_row_of_each_subject_undoes_are_refused_with_a_fix_t
     frame = days(120).assign(patient=np.arange(120) // 3, test=(np.arange(120) % 12 == 0).astype(int))
     options = {"target": "y", "subject": "patient", "test_column": "test", "drop": ["when"]}
     fed = fl.partitions.iid(clients=3)(fl.Dataset.create(frame, **options), 0)
-    with pytest.raises(Refused, match="or mark the last row of a subject, which decides its part") as caught:
+    with pytest.raises(Refused, match="or mark the last row of some subjects as a test row") as caught:
         fl.simulate("fedavg", fed, rounds=1)
     assert caught.value.rule == "test-part-empty"
     marked = frame.assign(test=(np.arange(120) % 12 == 2).astype(int))
@@ -588,7 +588,7 @@ def test_every_accepted_form_of_a_date_gives_the_same_order(form: str) -> None:
 def test_a_time_that_is_no_date_is_left_out_as_the_error_says() -> None:
     frame = days(120).astype({"when": str})
     frame.loc[[5, 8], "when"] = "unknown"
-    with pytest.raises(DataError, match="name their cells in missing and set unlabelled = 'drop'"):
+    with pytest.raises(DataError, match="add their cells to missing and set unlabelled = 'drop'"):
         fl.Dataset.create(frame, target="y", order="when")
     data = fl.Dataset.create(frame, target="y", order="when", missing=["unknown"], unlabelled="drop")
     assert len(data) == 118
@@ -619,7 +619,7 @@ def test_copies_with_noise_are_noted_for_arrays_and_sequences_as_for_tables() ->
             fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout),
         ):
             (note,) = data.notes
-            assert note.startswith("120 of 120 rows have a neighbor that is far closer than all others")
+            assert note.startswith("120 of 120 rows have a neighbor that is much closer than all others")
         assert fl.Dataset.create((x, y), **layout).notes == ()
         several = {"subject": np.tile(np.arange(60), 2)}
         assert fl.Dataset.create((np.concatenate([x, near]), np.tile(y, 2)), **layout, **several).notes == ()

@@ -40,8 +40,8 @@ def made(x: torch.Tensor = X, y: Any = (0, 1), **more: Any) -> Dataset:
         (torch.tensor([[1, -1]], dtype=torch.int32), [0], "contains the token -1"),
         (torch.tensor([[1.0, 2.0]]), [0], "tokens must be whole numbers"),
         (torch.tensor([1, 2], dtype=torch.int32), [0, 1], "tokens must be whole numbers .N, length."),
-        (torch.tensor([[0, 0]], dtype=torch.int32), [0], "sample 0 is empty"),
-        (torch.tensor([[1, 0, 2]], dtype=torch.int32), [0], "contains padding, token 0, before its end. Pad"),
+        (torch.tensor([[0, 0]], dtype=torch.int32), [0], "sample 0 contains only padding"),
+        (torch.tensor([[1, 0, 2]], dtype=torch.int32), [0], "contains padding .token 0. before its end. Pad"),
         (X, [[0, 1, 0], [1, 0, 0]], "sample 1 has a label on padding"),
         (X, [[0, 1, 0], [-1, -1, -1]], "sample 1 has no label"),
         (X, [[0, 1, 2], [1, 0, -1]], "labels must be within 0..1, or -1"),
@@ -259,7 +259,7 @@ def test_texts_to_predict() -> None:
     facts = InputSpec.create(made())
     rows = new_rows(facts, ["ab", "abcx", "b"])
     assert rows.x.tolist() == [[2, 3, 0], [3, 4, 1], [3, 0, 0]]
-    assert "not in the vocabulary of the training data, read as <unk>: 1 token" in rows.notes[0]
+    assert "tokens outside the vocabulary of the training data, read as <unk>: 1" in rows.notes[0]
     assert new_rows(facts, np.array([[2, 3]])).x.tolist() == [[2, 3, 0]]
     for bad, words in (
         ([[1, 2, 3, 4]], "sequences have 4 tokens, but the model accepts at most 3"),

@@ -56,16 +56,19 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "other separator in half": (ROWS, lambda t: t.replace(",", ";", 400), ("row",)),
     "column twice": (ROWS, lambda t: t.replace("systolic", "glucose", 1), ("two columns", "'glucose'")),
     "other unit": (every(1, glucose=5.5), same, ("column 'glucose': 100% of the rows are outside 30 to", "factors")),
-    "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "name its marker in missing")),
-    "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or name it in missing")),
+    "other marker": (every(5, systolic=-99.0), same, ("column 'systolic': 2", "add its marker to missing")),
+    "text": (every(10, age="old"), same, ("column 'age'", "got 'old' (15 such)", "or add it to missing")),
     "infinity": (every(50, age="inf"), same, ("column 'age'", "got 'inf' (3 such)", "repair the cell")),
     "label unknown": (every(10, died="maybe"), same, ("label 'died' is 'maybe', but only 0, 1 are allowed",)),
     "label gone": (every(10, died=None), same, ("column 'died': missing value (15 such); repair",)),
     "levels otherwise": (every(1, sex="W"), same, ("column 'sex': 150 of 150 cells contain no agreed level ('W';",)),
-    "row cut": (ROWS, lambda t: t + "1,2,3\n", ("row 152 has 3 cells, expected 11", "repair the row")),
+    "row cut": (ROWS, lambda t: t + "1,2,3\n", ("row 152 has 3 cells, expected 11", "Repair the row")),
     "two header lines": (
         ROWS, lambda t: t.replace("\n", "\n,,years,,,mmHg,mg/dL,,,,\n", 1),
-        ("row 2 has text where all others have numbers ('years' in 'age', 'mmHg' in 'systolic', 'mg/dL'", "delete it"),
+        (
+            "row 2 contains text where all other rows contain numbers ('years' in 'age', 'mmHg' in 'systolic', 'mg/dL'",
+            "delete it",
+        ),
     ),
     "groups above": (ROWS, lambda t: "Who,,,,,Labs,,,,,\n" + t, ("two columns have the same name: ''", "lines above")),
     "spaces": (ROWS, lambda t: t.replace(",", "  "), ("separated by spaces, so set separator = ' '",)),
@@ -146,7 +149,7 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "one number": ("died", {"levels": ("1",), "task": "regression"}, "column 'died': the same in every row"),
     "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 is extremely far from"),
     "negative": (
-        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, like 1 of 40",
+        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative (1 of 40",
     ),
     "far label": ("died", {"levels": (*"123456789", "-1e30"), "task": "regression"}, "row 11, column 'died': -1e+30"),
 }  # fmt: skip
@@ -253,7 +256,7 @@ def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:
     assert notes == ("the label 'died' is '0' in every row, so a model cannot learn from these rows alone",)
     three = AGREED.with_(task="classification", classes=("0", "1", "2", "3"))
     notes = write(tmp_path / "site.csv", ROWS).with_(agreement=three).read(None).notes
-    assert notes == ("the label 'died' is '2', '3' in no row",)
+    assert notes == ("no row has the label 'died' = '2', '3'",)
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -332,9 +335,9 @@ def _export(column: str = "", cell: Callable[[int], object] = str, separator: st
 EXPORTS: dict[str, tuple[str | bytes, str]] = {
     "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 contains a null byte, which does not occur in text"),
     "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 contains a null byte"),
-    "an invisible sign in a header": (_export("\u200bdose"), "holds U.200B, which is invisible"),
-    "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "holds U.FEFF, which is invisible"),
-    "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
+    "an invisible sign in a header": (_export("\u200bdose"), "contains U.200B, which is invisible"),
+    "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "contains U.FEFF, which is invisible"),
+    "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*contains U.00AD, which is invisible"),
     "headers that differ in a blank": (_export("age "), "columns 'age ' differ from other columns only in whitespace"),
     "headers that differ in their form": (_export("\uff41ge"), "differ from other columns only in whitespace"),
     "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write only numbers"),
@@ -362,9 +365,9 @@ def test_an_export_that_is_read_wrongly_is_refused(name: str, tmp_path: Path) ->
 CODES: dict[str, tuple[Callable[[int], object], str]] = {
     "leading zeros": (lambda k: f"{k * 37 % 9000:05}", "cells such as 00000 are read as numbers"),
     "exponents": (lambda k: f"{k % 9 + 1}E{k % 6 + 1}", "cells such as 1E1 are read as numbers"),
-    "seconds": (lambda k: 1_700_000_000 + k * 86400, "may hold dates as seconds since 1970"),
-    "milliseconds": (lambda k: 1_700_000_000_000 + k * 86_400_000, "may hold dates as milliseconds since 1970"),
-    "days of a spreadsheet": (lambda k: 45_000 + 3 * k % 177, "may hold dates as days of a spreadsheet"),
+    "seconds": (lambda k: 1_700_000_000 + k * 86400, "may contain dates as seconds since 1970"),
+    "milliseconds": (lambda k: 1_700_000_000_000 + k * 86_400_000, "may contain dates as milliseconds since 1970"),
+    "days of a spreadsheet": (lambda k: 45_000 + 3 * k % 177, "may contain dates as days of a spreadsheet"),
 }
 """Numbers that are no measurements, with the note."""
 

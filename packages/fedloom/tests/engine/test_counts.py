@@ -137,7 +137,7 @@ def test_a_prox_that_says_nothing_makes_models_that_are_sent_dense(fed: Federati
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="makes of Misspelt must be one of dense, sparse, lowrank, got 'low-rank'"):
+    with pytest.raises(ValueError, match="`makes` of Misspelt must be one of dense, sparse, lowrank, got 'low-rank'"):
         REGISTRY["feddr"](regulariser=Misspelt())
 
 

@@ -105,7 +105,7 @@ def test_every_partition_of_so_many_clients_runs_or_is_refused_for_what_is_writt
     ("n", "choices", "note"),
     [
         (8, {"schedule": {"kind": "buffered"}, "devices": {"kind": "lognormal"}}, "schedule 'buffered': buffer = 8"),
-        (2, {"aggregator": {"kind": "trimmed-mean"}}, "'trimmed-mean': f = 0.*2 uploads.*withstands no attacker"),
+        (2, {"aggregator": {"kind": "trimmed-mean"}}, "'trimmed-mean': f = 0.*2 uploads.*tolerates no attacker"),
         (3, {"aggregator": {"kind": "krum"}}, "aggregator 'krum': f = 0, because 3 uploads are too few"),
         (6, {"aggregator": {"kind": "bulyan"}}, "aggregator 'bulyan': f = 0"),
         (8, {"aggregator": {"kind": "krum"}, "sampler": {"kind": "uniform", "clients": 4}}, "f = 0, because 4 uploads"),
@@ -144,4 +144,4 @@ def test_defaults_that_fit_stay() -> None:
     result = fl.simulate("fedavg", federation(12), rounds=2, aggregator={"kind": "krum"}, **choices)
     assert result.job.setting.schedule.size == 10
     assert result.job.setting.aggregator.f == 1
-    assert not [note for note in result.notes if "too few for its default" in note]
+    assert not [note for note in result.notes if "too few for the default" in note]

@@ -186,13 +186,13 @@ def test_code_that_ends_the_program_is_no_success(tmp_path: Path) -> None:
         f'{FILE}[task]\nmetrics = ["{__name__}:leave"]\n[[method]]\nalgorithm = "fedavg"\n'
     )
     said = call("run", tmp_path / "e.toml", "--out", tmp_path / "run", code=1)
-    assert "was ended by code that it called: SystemExit: 0 (test_effect.py, line" in said
+    assert "code that the program called ended it: SystemExit: 0 (test_effect.py, line" in said
 
 
 @pytest.mark.parametrize("door", ["simulate", "compare"])
 def test_a_metric_that_ends_the_program_is_an_error_in_python(door: str, fed: Federation) -> None:
     call: Any = fl.simulate if door == "simulate" else lambda method, *a, **k: fl.compare([method], *a, **k)
-    with pytest.raises(FedloomError, match=r"ended by code that it called: SystemExit: 0 \(test_effect.py, line"):
+    with pytest.raises(FedloomError, match=r"code that the run called ended it: SystemExit: 0 \(test_effect.py, line"):
         call("fedavg", fed, rounds=1, task={"metrics": [end]})
 
 
@@ -315,7 +315,7 @@ def test_a_tracker_whose_server_is_away_costs_a_warning_and_catches_up(
     assert "continues. Run the same command again with --track mine" in warnings[-1]
     assert len(warnings) == (1 if returns else 2)
     if not returns:
-        assert "3 rounds of fedavg, seed 0, are not there" in warnings[-1]
+        assert "3 rounds of fedavg, seed 0, are missing" in warnings[-1]
         away[0] = False
         again = Plan(parse(document), tmp_path / "run")
         again.run(Tracker("mine", again.experiment, again.out), page=False)

@@ -102,7 +102,7 @@ REASONS = {
         "The server averages the clients' models with the method's own rule.",
     ),
     "exact": (
-        "divides sums of features by shares",
+        "divides sums of features by class shares",
         "The server divides sums of features by class counts, and clipping both by the same factor has no effect.",
     ),
     "solved": (

@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "two loaders": (lambda: split((LOADER, LOADER)), "y). Pass {'train': one, 'test': other}"),
     "the iterator of a loader": (lambda: split(iter(LOADER)), "such as the .dataset of a DataLoader"),
     "frames of clients": (lambda: run(fed=[FRAME, FRAME]), "with a column that names the client"),
-    "the label of a table": (lambda: run(label="ill"), "give fl.Dataset.create(data, target='ill')"),
+    "the label of a table": (lambda: run(label="ill"), "pass fl.Dataset.create(data, target='ill')"),
     "target and label": (lambda: fl.Dataset.create(FRAME, "ill", **OLD_TARGET), "its name is now 'target'"),
     "a partition that has split": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=FED),
@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "dict. Load the state dict into a module, and pass the module",
     ),
     "a file of weights": (lambda: run(model="net.pt"), "file. Load them into a module, and pass the module"),
-    "channels last of a run": (lambda: run(channels_last=True), "give fl.Dataset.create(data, channels_last=True)"),
+    "channels last of a run": (lambda: run(channels_last=True), "pass fl.Dataset.create(data, channels_last=True)"),
     "a class for a module": (lambda: run(model=nn.Linear), "missing 2 required positional arguments"),
     "alpha": (lambda: fl.partitions.dirichlet(clients=3, alfa=0.1), "did you mean 'alpha'?"),
     "n_clients": (lambda: fl.partitions.iid(n_clients=3), "did you mean 'clients'?"),
@@ -225,11 +225,11 @@ def test_what_works_and_is_seldom_meant_has_a_note() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: run(task={"loss": noisy}), "noisy' returns different values in equal calls"),
-        (lambda: run(task={"metrics": [luck]}), "luck' returns different values in equal calls"),
-        (lambda: run(sampler=Unseeded(clients=1)), "sampler Unseeded draws different clients in equal calls"),
+        (lambda: run(task={"loss": noisy}), "noisy' returns different values in two identical calls"),
+        (lambda: run(task={"metrics": [luck]}), "luck' returns different values in two identical calls"),
+        (lambda: run(sampler=Unseeded(clients=1)), "sampler Unseeded draws different clients in two identical calls"),
         (lambda: run(Thrown()), "code at the server draws from a global generator"),
-        (lambda: Restless(clients=3)((X, Y), seed=0), "partition Restless draws differently in two calls"),
+        (lambda: Restless(clients=3)((X, Y), seed=0), "partition Restless gives different results in two calls"),
         (lambda: run(model=Odd(lambda x: x.softmax(0))), "depend on the other samples of its batch"),
         (lambda: run(model=Odd(lambda x: x.flip(0))), "depend on the other samples of its batch"),
         (lambda: run(model=Odd(torch.sigmoid)), "in plain lists or dicts (hidden[0])"),

@@ -505,7 +505,7 @@ def test_it_is_said_that_nobody_or_everybody_attacks(fed: Federation, attack: ty
     said = {
         f: " ".join(check(Setting.create("fedavg", attack=attack(fraction=f)), fed)) for f in (0.0, 0.02, 0.03, 0.98, 1)
     }
-    assert [f for f, notes in said.items() if "changes nothing" in notes] == [0.02]
+    assert [f for f, notes in said.items() if "has no effect, because a fraction" in notes] == [0.02]
     assert [f for f, notes in said.items() if "all 20 clients" in notes] == [0.98, 1]
 
 
@@ -530,7 +530,7 @@ def test_a_trusted_client_is_there_is_honest_and_is_in_every_round(fed: Federati
         return " ".join(check(Setting.create("fedavg", sampler=sampler, **rule), fed))
 
     assert not said(good, everyone)
-    assert "who attacks" in said(bad[0], everyone)
+    assert "but it attacks" in said(bad[0], everyone)
     with pytest.raises(ConfigError, match=f"fltrust trusts client {good}, which is not in this cohort"):
         said(good, some)
     with pytest.raises(Refused, match="clients are numbered 0 to 19"):
@@ -675,7 +675,7 @@ def test_it_is_said_that_a_mean_with_absent_clients_moves_little_and_it_does(fed
 def test_it_is_said_that_one_step_of_fedprox_is_fedavg_and_it_is(fed: Federation) -> None:
     for local, said in ((LOCAL.with_(batch_size="full", epochs=1), True), (LOCAL.with_(batch_size=2), False)):
         prox, plain = run(fed, composed("fedprox"), local=local), run(fed, local=local)
-        assert any("one local step is FedAvg" in note for note in prox.notes) == said
+        assert any("one local step is the same as FedAvg" in note for note in prox.notes) == said
         assert torch.allclose(prox.state.server.x, plain.state.server.x, rtol=0, atol=1e-6) == said
 
 

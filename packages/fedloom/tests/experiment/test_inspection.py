@@ -53,7 +53,7 @@ def test_clients_with_few_test_samples_are_left_out_with_a_note() -> None:
     fed = partitions.iid(clients=2, max_train_per_client=20, test=0.002)(load("digits"), seed=0)
     table, notes = tsne(simulate(FLAME(), fed, rounds=1), (0, 1))
     assert len(table) == 0
-    assert notes == ["t-SNE leaves out clients with fewer than 5 test samples: 0, 1"]
+    assert notes == ["t-SNE omits clients with fewer than 5 test samples: 0, 1"]
 
 
 def test_what_cannot_be_shown_is_refused() -> None:

@@ -27,7 +27,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"local_epochs": 2}, "'local_epochs'; it belongs in local={'epochs': 2}"),
         ("fedavg", {"fraction_fit": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"num_rounds": 3}, "did you mean 'rounds'?"),
-        ("fedavg", {"num_clients": 3}, "or the partition, as fl.partitions.iid(clients=3)"),
+        ("fedavg", {"num_clients": 3}, "or the partition, as in fl.partitions.iid(clients=3)"),
         ("ditto", {"epochs": 2}, "it belongs in local={'epochs': 2}"),
         ("fedprox", {"mu": 0.1}, "method. Pass fl.algorithms.FedProx(mu=0.1) instead"),
         (fl.algorithms.FedProx(), {"mu": 0.2}, "method. Pass fl.algorithms.FedProx(mu=0.2) instead"),
@@ -36,7 +36,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"fraction": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
         ("fedavg", {"f": 2}, "it belongs in aggregator={'kind': 'trimmed-mean', 'f': 2}"),
         ("fedavg", {"hidden": [8]}, "it belongs in model={'kind': 'mlp', 'hidden': [8]}"),
-        ("fedavg", {"beta": 0.5}, "the partition, as fl.partitions.dirichlet(beta=0.5)"),
+        ("fedavg", {"beta": 0.5}, "the partition, as in fl.partitions.dirichlet(beta=0.5)"),
         ("fedavg", {"workers": 2}, "it belongs in engine={'workers': 2}"),
         ("fedavg", {"roundz": 2}, "did you mean 'rounds'"),
         ("fedavg", {"local": {"mu": 0.1}}, "unknown key 'mu'; it is an option of other methods (fedprox, "),
@@ -114,7 +114,7 @@ def test_every_key_is_named_with_tables_that_take_it(key: str) -> None:
         homes, _, line = said.partition("it belongs in ")[2].partition(": ")
         if not homes:
             assert any(
-                word in said for word in ("did you mean", "its name is now", "of its own", "at the top", f"{key}: ")
+                word in said for word in ("did you mean", "its name is now", "a separate", "at the top", f"{key}: ")
             ), said
         for home in re.findall(r"\[(\w+)\]", homes):
             assert takes(home, line.partition(" = ")[0]), said
@@ -149,7 +149,7 @@ def test_every_door_of_python_names_the_same_place(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["evaluate", "engine", "seeds", "partition"])
 def test_what_all_methods_share_is_refused_in_the_table_of_one(key: str) -> None:
-    here, value = {"algorithm": "fedavg", key: {}}, "a table of its own" if key != "seeds" else "at the top of the file"
+    here, value = {"algorithm": "fedavg", key: {}}, "a separate table" if key != "seeds" else "at the top of the file"
     assert value in refusal(lambda: parse({**DOCUMENT, "method": [here]}))
     assert f"all methods share it. Pass compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
 

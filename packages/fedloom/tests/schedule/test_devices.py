@@ -111,12 +111,12 @@ class Uncounted(FedAvg):
 @pytest.mark.parametrize(
     ("method", "law", "cure"),
     [
-        (Drifting(), "a_clock_changes_no_bit", "keep what lasts in the states"),
-        (Drifting(), "whole_cohort", "keep what lasts in the states"),
-        (Drifting(), "scale_of_time", "keep what lasts in the states"),
-        (Whispering(), "nothing_later", "read its download, its rows and its work alone"),
-        (Whispering(), "silence", "read its download, its rows and its work alone"),
-        (Numbered(), "permutation_of_devices", "not on its number or its place"),
+        (Drifting(), "a_clock_changes_no_bit", "store values for later rounds in the states"),
+        (Drifting(), "whole_cohort", "store values for later rounds in the states"),
+        (Drifting(), "scale_of_time", "store values for later rounds in the states"),
+        (Whispering(), "nothing_later", "use only the download, the rows and the work"),
+        (Whispering(), "silence", "use only the download, the rows and the work"),
+        (Numbered(), "permutation_of_devices", "do not use the number of a client"),
         (Uncounted(), "conservation", "take samples, losses and gradients from work"),
     ],
     ids=lambda part: part if isinstance(part, str) else type(part).__name__,

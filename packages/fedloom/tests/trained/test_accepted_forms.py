@@ -307,7 +307,7 @@ def test_samples_in_another_range_than_the_training_samples_have_a_warning(of_fl
     large = trained((255 * FLOATS, Y))
     for models, far in ((of_floats, 255 * FLOATS), (of_floats, (FLOATS - 0.5) / 0.25), (large, FLOATS)):
         for entrance in (models.predict, models.predict_proba):
-            with pytest.warns(UserWarning, match=r"samples: values are from .* those of the training data were from"):
+            with pytest.warns(UserWarning, match=r"samples: values are from .* in the training data they were from"):
                 entrance(far)
         for entrance in (models.model("global").score, models.adapt):
             with pytest.warns(UserWarning, match="samples: values are from"):

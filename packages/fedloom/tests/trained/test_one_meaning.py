@@ -197,7 +197,7 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(
     file = hospitals.write(tmp_path / "si.csv", rows)
     words = ("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
     said = call(*words, code=3)
-    assert "'glucose', 'creatinine': most numbers are far outside the training data" in said
+    assert "'glucose', 'creatinine': most numbers are far outside the range of the training data" in said
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + len(rows)
     for column in ("glucose", "creatinine"):
         assert f"column {column!r}: 100% of the rows are outside" in said

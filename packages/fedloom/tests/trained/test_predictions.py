@@ -144,7 +144,10 @@ def test_every_row_goes_to_the_model_of_its_site(opened: RunDirectory, columns: 
 
 def test_levels_that_the_training_did_not_have_are_named(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:
     other = opened.predict({**columns, "ward": ["A", "b", "b"] * 9}, "fedavg")
-    assert "column 'ward': 18 cells of other levels than in training: 'b'; agreed are A, B, C" in other.notes
+    assert (
+        "column 'ward': 18 cells contain levels that the training data do not contain: 'b'; agreed are A, B, C"
+        in other.notes
+    )
 
 
 def test_a_row_is_predicted_alone_as_among_others(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:

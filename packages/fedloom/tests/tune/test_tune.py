@@ -316,11 +316,10 @@ def test_trials_under_a_delta_are_counted_everywhere(tune_alone: Any) -> None:
 def test_a_longer_final_run_has_equal_work_too(tune_alone: Any) -> None:
     longer = ONE.replace("[tune]", "[tune]\nrounds = 6")
     output, _ = tune_alone('algorithm = "ditto"', longer)
-    sentence = (
-        "Trials had the work of 6 rounds, but the runs have the work of 24, and a chosen setting may diverge there."
-    )
+    sentence = "Trials did the work of 6 rounds, but the runs do the work of 24, and a chosen setting may diverge in "
+    sentence += "longer runs."
     for place in (output, Path("out/tuned.toml").read_text(), Path("out/tuning.md").read_text()):
-        assert f"{sentence} Set [tune] rounds = 24 to search with as many." in place
+        assert f"{sentence} Set [tune] rounds = 24 to search with the same number of rounds." in place
     tuned = tomllib.loads(Path("out/tuned.toml").read_text())
     result = fl.simulate(parse(tuned).methods[0].setting, parse(tuned).partition(fl.load("digits"), 0))
     assert 0.9 <= result.state.records.last("", "", "samples_backward")[0] / int(PLAIN) <= 1.1

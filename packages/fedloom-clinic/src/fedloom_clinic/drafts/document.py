@@ -19,7 +19,8 @@ MIN_SITE_ROWS = 5
 MAX_SHOWN_NAMES = 8
 """Maximum number of names listed in a sentence."""
 QUESTIONS_NOTE = (
-    "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
+    "The draft does not run until these questions are answered. Use the commands, or edit the draft and delete the "
+    "questions."
 )
 MAX_LIST_CHARACTERS = 120
 """Minimum number of characters for which a list is split into several lines."""

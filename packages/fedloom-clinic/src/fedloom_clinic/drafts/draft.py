@@ -251,7 +251,7 @@ class ExperimentDraft:
         ]
         self._order = came[0] if came else None
         if self._order is not None:
-            self._say(self._order, "dates. To test on later rows, name it in order (see the comment in the draft)")
+            self._say(self._order, "dates. To test on later rows, set it as order (see the comment in the draft)")
 
     def _take_site(self, option: str | None) -> None:
         survey, target = self._survey, self._target
@@ -365,7 +365,7 @@ class ExperimentDraft:
                 self._report_gaps(c)
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
-                self._say(c, f"numbers, except for {_list(c.odd)}, which count as missing")
+                self._say(c, f"numbers, except for {_list(c.odd)}, which are treated as missing")
             if c.doubts:
                 self.questions.append(
                     f"column {c.name!r}: do the cells {_list(c.doubts)} mean missing, as in the "
@@ -375,7 +375,7 @@ class ExperimentDraft:
                 self._odd += [odd for odd in map(level_name, c.extremes) if odd not in self._odd]
                 shown = ", ".join(f"{level_name(odd)} in {count}" for odd, count in c.extremes.items())
                 span = f"{c.numbers.min():g} to {c.numbers.max():g}"
-                self._say(c, f"{shown} cells, far from the rest ({span}): counts as missing")
+                self._say(c, f"{shown} cells, far from the rest ({span}): treated as missing")
             for odd, clash in clashes.items():
                 if odd in c.extremes and clash:
                     self.questions.append(
@@ -424,9 +424,9 @@ class ExperimentDraft:
         if what := c.quantity:
             return f"numbers with {what}. Plain numbers would be a feature"
         if c.identifies:
-            return "names rows"
+            return "identifies rows"
         if c.kind == "date":
-            return "dates. days_since makes a feature of them: days since another column, or since a date"
+            return "dates. days_since converts them to a feature: days since another column, or since a date"
         if (
             c.kind == "text"
             and len(c.levels) > MAX_FEW_LEVELS
@@ -438,7 +438,7 @@ class ExperimentDraft:
         shares = [by_site.score_column(c, one, self._kind_of(one)) for one in self._outcome]
         share = max(shares, key=lambda one: one.value, default=by_site.SingleColumnScore(0.0, ""))
         if share.value >= LEAK_SHARE:
-            return f"alone predicts the target almost perfectly ({share.text}), like facts recorded afterwards"
+            return f"alone predicts the target almost perfectly ({share.text}), so it may be recorded afterwards"
         later = bool(LATER_NAME_PATTERN.search(c.name))
         if share.value >= SUSPICIOUS_SCORE or (later and share.value >= LATER_COLUMN_SCORE):
             self._say(
@@ -455,7 +455,7 @@ class ExperimentDraft:
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Report the levels of a column that may represent a missing value."""
         if missing := [level for level in c.levels if level.strip().lower() in POSSIBLE_LEVEL_TOKENS]:
-            self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
+            self._say(c, f"{_list(missing)} may mean missing. Add such cells to missing and set impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, based on the drafted data.

@@ -45,7 +45,7 @@ SHOWN_TABLES: Mapping[str, ShownTable] = {
     ),
     "conformal": ShownTable(
         "Conformal sets",
-        "Sets of classes with the threshold contain the right class, and intervals the number, with the wanted "
+        "With the threshold, a set of classes contains the true class, or an interval the true number, with the wanted "
         "probability. The coverage is measured on other test rows. A shared threshold has the wanted coverage over the "
         "pooled clients, not at each client.",
         {"client": "Clients"},

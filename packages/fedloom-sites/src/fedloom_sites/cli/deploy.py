@@ -364,7 +364,7 @@ def local(
             from fedloom.lab.printing import print_rows
 
             print_rows(rows, ("site", "model", "round"), width=FILE_COLUMNS)
-        else:  # no site's own scores reach the server: their means, or that there are none
+        else:  # the server receives no scores of single sites: print the means, or that there are no scores
             say(*status_lines(status_of(deployment.server)))
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():

@@ -71,7 +71,7 @@ def add(
             f"keys of {name}: SHA-256 {change.keys}. Send both digests to every site through a channel other than "
             "this folder"
         )
-        _say_steps(
+        _print_steps(
             directory, change, place,
             f"Send {change.folder / 'site'} only to {name}, through a secure channel. There it becomes "
             f"{place.home / 'site'}, or {directory / 'sites' / name} for a trial on this machine",
@@ -91,8 +91,8 @@ def upgrade(directory: Directory) -> None:
         from fedloom_sites.deploy.ops.amend import upgrade as upgrade_release
 
         change = upgrade_release(directory)
-        _say_amendment(change)
-        _say_steps(
+        _print_amendment(change)
+        _print_steps(
             directory, change, _deployment_location(directory), "Install the release on the server and at every site"
         )
 
@@ -114,9 +114,9 @@ def rotate(
         change, place = rotate_keys(directory, name), _deployment_location(directory)
         masked = server_of(directory).secure is not None
         instead = ", instead of 'approval'" if masked else ""
-        _say_amendment(change)
+        _print_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
-        _say_steps(
+        _print_steps(
             directory, change, place,
             f"Send {change.folder / 'site'} only to {name}, through a secure channel{instead}. There: fedloom "
             f"deploy approve {place.home / 'site'} site --digest DIGEST. Then restart the site. On the running server, "
@@ -133,14 +133,14 @@ def _deployment_location(directory: Path) -> Any:
     return Location.model_validate(machine_folders(server_file(directory).parent))
 
 
-def _say_amendment(change: Any) -> None:
+def _print_amendment(change: Any) -> None:
     say(
         f"{change.folder}: an amended agreement; digest {change.digest}. Send this digest through a channel other "
         "than this folder"
     )
 
 
-def _say_steps(
+def _print_steps(
     directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True,
     everyone: bool = True,
 ) -> None:  # fmt: skip

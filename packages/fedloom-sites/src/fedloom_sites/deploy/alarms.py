@@ -16,11 +16,11 @@ from typing import Any
 from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
-MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for its repetition
+MAX_REFUSALS = 2  # for a message that was sent before a change of the run, and for its repetition
 """Maximum number of rejected messages that raise no alarm."""
-MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
+MAX_REPEATS = 4  # a server sends a message again after each deadline, until its patience ends
 """Maximum number of answers to the same message that do not raise an alarm."""
-MAX_SESSIONS = 12  # a session for every site of a small run that drops out
+MAX_SESSIONS = 12  # in a small run, one new session for each site that drops out
 """Maximum number of secure aggregation sessions in one round that do not raise an alarm, in addition to those for
 agreed questions."""
 ALARM_ENTRY = "alarm"

@@ -1,4 +1,4 @@
-"""Analyses by sums at real sites: what is agreed on before the first question, and answers encoded as integers.
+"""Analyses by sums at real sites: the agreement before the first question, and the encoding of answers as integers.
 
 Columns, ranges, bins and rules are defined in the agreed experiment file. A message from the server contains a question
 and the public numbers of all sites, and every site checks its own numbers. This module contains no code for any
@@ -71,7 +71,7 @@ SUBJECT_BYTES = 8
 
 
 class SumTooLarge(Refused):
-    """Error: answers to a question do not fit into the limbs, for example because a fit takes much too long a step."""
+    """Error: answers to a question do not fit into the limbs, for example because a fit diverges."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,22 +109,23 @@ class AgreedAnalysis:
         elif "min_clients" in agreed:
             fewest = rules.min_clients
         else:
-            fewest = 1 if self.analysis.suppresses else self.clients  # the server sees every site's own cells
+            # without masks, the server sees the cells of each site
+            fewest = 1 if self.analysis.suppresses else self.clients
         return rules.with_(questions=questions, min_subjects=least, min_clients=fewest)
 
     @cached_property
-    def before(self) -> AnalysisTerms:
+    def preliminary_terms(self) -> AnalysisTerms:
         """Terms from which a site computes its flags, without the sizes of the other sites, which are not known yet."""
         return AnalysisTerms(self.schema, torch.zeros(self.clients, dtype=torch.long), self.rules)
 
     @cached_property
     def flags(self) -> int:
         """Number of flags that a site publishes."""
-        return len(self.analysis.publish(empty_rows(self.schema), self.before))
+        return len(self.analysis.publish(empty_rows(self.schema), self.preliminary_terms))
 
     def publish(self, rows: ClientRows) -> int:
         """Return a site's flags encoded as bits."""
-        return sum(bool(one) << k for k, one in enumerate(self.analysis.publish(rows, self.before).tolist()))
+        return sum(bool(one) << k for k, one in enumerate(self.analysis.publish(rows, self.preliminary_terms).tolist()))
 
     def terms(self, terms: SessionTerms) -> AnalysisTerms:
         """Return the public facts about an analysis that follow from the terms of its session.

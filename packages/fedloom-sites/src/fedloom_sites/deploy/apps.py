@@ -44,7 +44,8 @@ def run_server(grid: Grid, context: Context) -> None:
     except FedloomError as error:
         if not isinstance(error, RunStopped):
             _print_line(f"{STOP_PREFIX}{error}")
-        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it would call this unhandled, with a traceback
+        # Flower would log a traceback and call the error unhandled
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)
         raise
 
 

@@ -92,7 +92,7 @@ def code_of(settings: Mapping[str, object]) -> Code:
 
 
 def check_code(shared: SharedSettings) -> None:
-    """Raise an error if the user code differs from the agreed user code. For this, none of its modules is imported.
+    """Raise an error if the user code differs from the agreed user code. The check imports none of its modules.
 
     Raises:
         ConfigError: a file or a module is missing or differs from the agreed one. The message states both digests.
@@ -121,11 +121,11 @@ def read_agreed(shared: SharedSettings, **engine: Any) -> Experiment:
     document = document_of(check_fingerprint(shared), shared.experiment)
     check_code(shared)
     finder = _Finder(shared.experiment.parent / CODE_FOLDER, tuple(sorted(shared.code.items())))
-    if shared.code:  # in front of those of other deployments in this process
+    if shared.code:  # before the finders of other deployments in this process
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
     vouch_for_paths(path for path in _import_paths(document) if path.partition(":")[0] in agreed)
-    return read(shared.experiment, _start_of(shared), recorded=True, document=document, **engine)
+    return read(shared.experiment, _initial_model_options(shared), recorded=True, document=document, **engine)
 
 
 def module_of(path: str) -> str:
@@ -179,7 +179,7 @@ class _Loader(SourceFileLoader):
         return data
 
 
-def _start_of(shared: SharedSettings) -> list[str]:
+def _initial_model_options(shared: SharedSettings) -> list[str]:
     """Return the command-line option that names the agreed initial model.
 
     Raises:
@@ -192,7 +192,7 @@ def _start_of(shared: SharedSettings) -> list[str]:
     check_agreed(f"{file}", "initial model", content, shared.start)
     return [
         f"model.init_from={json.dumps(f'{file}{DIGEST_MARK}{shared.start}')}"
-    ]  # compared again where the file is loaded
+    ]  # the digest is compared again when the file is loaded
 
 
 def _import_paths(settings: object) -> Iterator[str]:
@@ -220,7 +220,7 @@ def _module_files(root: Path, first: str) -> set[Path]:
         module, package = root / f"{name}.py", root / name
         new = [module] if module.is_file() else sorted(package.rglob("*.py"))
         if name != first and not module.is_file() and not (package / "__init__.py").is_file():
-            continue  # of the standard library, or installed
+            continue  # a module of the standard library or of an installed package
         files |= set(new)
         for file in new:
             waiting += _imported_names(ast.parse(file.read_bytes(), str(file)))

@@ -39,7 +39,7 @@ Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Return what defines each group (a column or threshold) and its name, the same at the server and the sites.
+    """Return the column or threshold that defines each group, and the group's name, the same on all machines.
 
     Raises:
         ConfigError: no levels were agreed on for a column.
@@ -188,8 +188,8 @@ class GroupSums:
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
         """Return a flag for each group: True if the group is summed.
 
-        For any set of at least ``threshold`` sites, every sum over a group and every remainder must cover at least
-        `MIN_SITES` sites.
+        For any set of at least ``threshold`` sites, every sum over a group must cover at least `MIN_SITES` sites. The
+        same holds for the difference between the total and the sums over all groups of a column.
 
         Args:
             bits: bit fields sent by the requested sites.
@@ -201,7 +201,8 @@ class GroupSums:
             places = [k for k, choice in enumerate(self._part) if choice == part]
             with_rest = sum(any(not one >> k & 1 for k in places) for one in bits)
             if all(is_summed[k] for k in places) and 0 < with_rest < MIN_SITES + len(bits) - threshold:
-                is_summed[max(places, key=lambda k: lacking[k])] = False  # then every site may be among the rest
+                # without this group, the difference to the total may contain samples of every site
+                is_summed[max(places, key=lambda k: lacking[k])] = False
         return is_summed
 
     def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers | None:

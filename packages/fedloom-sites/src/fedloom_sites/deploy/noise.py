@@ -86,19 +86,19 @@ def _round_to_grid(row: np.ndarray[Any, Any], clip: float, exponent: int, bound:
     largest = float(np.abs(row).max(initial=0.0))
     if not math.isfinite(largest) or largest == 0:
         return np.zeros(len(row), dtype=np.int64)
-    unit = row / largest  # no square of it overflows, and of the largest none vanishes
+    unit = row / largest  # prevents overflow of the squares, and underflow of the largest one
     length = math.fsum(unit * unit) ** 0.5
     factor = min(largest, clip / length)
     while True:
         steps: np.ndarray[Any, Any] = np.trunc(np.ldexp(unit * factor, -exponent)).astype(np.int64)
         if int(np.dot(steps, steps)) <= bound:
             return steps
-        factor *= 1 - 2.0**-40  # rounding errors of the length
+        factor *= 1 - 2.0**-40  # the computed length has rounding errors
 
 
 @lru_cache(maxsize=8)
 def _noise_measurement(scale: float) -> Any:
-    from opendp import domains, measurements, metrics, mod  # slow to import, and not `prelude`: it brings scikit-learn
+    from opendp import domains, measurements, metrics, mod  # slow to import; `prelude` would also import scikit-learn
 
     mod.enable_features("contrib")
     domain = domains.vector_domain(domains.atom_domain(T="i64"))

@@ -204,7 +204,7 @@ class Relays:
     ) -> None:  # fmt: skip
         """Store the record of a sum before its shares are requested."""
         make_folder(self._folder)
-        delete_files(*(p for p in self._folder.glob("*.vectors") if not p.with_suffix(".shares").exists()))  # given up
+        delete_files(*(p for p in self._folder.glob("*.vectors") if not p.with_suffix(".shares").exists()))
         listed = secure.join_parts({c: signed.get(c, bytes(SIGNATURE_BYTES)) for c in vectors})
         parts = (nonce, terms.encode(), adverts, listed, secure.join_parts(vectors))
         self._save(t, "vectors", dict(zip(("nonce", *RECORD_PARTS[:-1]), parts, strict=True)))

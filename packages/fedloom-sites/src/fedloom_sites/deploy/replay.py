@@ -60,8 +60,8 @@ def make_server_job(
     fed = federation_of(settings.samples, sizes)
     setting = experiment.methods[0].setting
     setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
-    schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
-    scored = setting.evaluate.with_(batchnorm_stats="own")  # as sites score
+    schedule = setting.schedule  # a schedule in real time, which `check_deployable` has accepted
+    scored = setting.evaluate.with_(batchnorm_stats="own")  # sites score with their own statistics
     planned = setting.with_(schedule=Synchronous(), evaluate=scored)
     job, server = make_job(planned, fed, folder=folder)
     forms = Forms(job, server)

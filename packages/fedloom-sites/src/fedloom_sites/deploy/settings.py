@@ -58,12 +58,12 @@ def norm_bound_of(bound: NormBound | None, field: str) -> float:
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
 
 
-def case_twin(name: str, names: Iterable[str]) -> str | None:
+def find_case_twin(name: str, names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that equals ``name`` on a case-insensitive disk, or None if there is none."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
-MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
+MAX_SAFE_SHARE = 0.8  # at least a fifth of the sum comes from the other sites
 """Share of a sum's weight above which the sum would nearly reveal a site's upload."""
 
 
@@ -163,12 +163,12 @@ class SharedSettings(Value):
         None, description="SHA-256 of weights.safetensors, the initial model next to the settings file"
     )
     models_per_round: PositiveInt = Field(
-        3,  # an honest server needs one, and another one where it lost its newest checkpoint; the third is for a twin
+        3,  # an honest server needs one, and a second one after it has lost its newest checkpoint. The third is spare
         description="maximum number of models to which a site replies, per round and kind of message. Repeated "
         "messages do not count",
     )
     models_in_run: PositiveInt | None = Field(
-        None,  # one for every round and for the first model, and as many again where every checkpoint is lost once
+        None,  # one for every round and one for the first model, doubled in case every checkpoint is lost once
         description="maximum number of models to which a site replies in all rounds (default: twice the number "
         "of rounds, plus two)",
     )
@@ -380,14 +380,14 @@ class Server(SharedSettings):
     results: Path = Field(Path("results"), description="folder for the metrics and the global model")
 
     @property
-    def entrance(self) -> str:
+    def public_address(self) -> str:
         """Address that sites connect to, as host:port."""
         return self.public or f"{self.address}:{self.port}"
 
     @property
     def host(self) -> str:
         """Host name or address to which sites connect."""
-        return self.entrance.rpartition(":")[0].strip("[]")
+        return self.public_address.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")
     def _fits(self) -> Server:

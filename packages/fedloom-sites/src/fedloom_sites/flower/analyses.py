@@ -147,7 +147,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
                 "previously summed set of rows in too few subjects"
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
-    except Exception as error:  # whatever it is, the error depends on samples, and so must not show
+    except Exception as error:  # any error depends on the samples, so the server must not notice it
         sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {sentence_of(error)}\n")
         vector, silent = form.zeros, True
     sums = arrays_of({"sums": torch.from_numpy(vector.view(np.int64).copy())})
@@ -231,7 +231,7 @@ def analyze(
         except SumTooLarge:
             if not may_retry:
                 raise
-            return nothing, Info(len(nodes), 0, len(nodes), 0)  # too long a step, which no node is asked
+            return nothing, Info(len(nodes), 0, len(nodes), 0)  # the step is too long, so no node is asked
         message = {**common, "step": step, "question": question.encode(), "sizes": sizes, "flags": flags}
         total, silent = form.zeros, 0
         for values, records in _send_to_nodes(grid, nodes, message, timeout):

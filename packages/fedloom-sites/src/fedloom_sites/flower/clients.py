@@ -114,7 +114,7 @@ class FlowerClients(RemoteClients):
         accepted = int(self.accepted[client])
         values = write_values(**self._shared, client=client, round=t, accepted=accepted, **more)
         content = RecordDict({VALUES_RECORD: values, ARRAYS_RECORD: pack_arrays(arrays)})
-        if not accepted:  # the node has no state yet, whose template begins at this model
+        if not accepted:  # the node has no state yet, and creates its first state from this model
             content["start"] = self._start
         return Message(content, dst_node_id=self.roll.nodes[client], message_type=kind, group_id=str(t))
 
@@ -137,7 +137,7 @@ class FlowerClients(RemoteClients):
                 continue
             try:
                 values[client] = self._read(client, reply, read)
-            except Exception as error:  # of a reply from elsewhere
+            except Exception as error:  # a damaged reply must not stop the server
                 reason = (
                     str(error) if isinstance(error, FedloomError) else f"it cannot be read ({type(error).__name__})"
                 )

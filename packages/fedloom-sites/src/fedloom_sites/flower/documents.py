@@ -100,7 +100,7 @@ def resolved_document(setting: Setting) -> str:
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
-    ]  # which the server has for itself
+    ]  # only the server needs these two
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
     return json.dumps({"algorithm": name, **dump(setting.method), **_plain_value(choices)})
 

@@ -203,7 +203,7 @@ class Local:
             outputs, targets = outputs[targets >= 0], targets[targets >= 0]
             loss = _loss_of_app(self.loss, y[0, 0], signature.outputs[-1:])
             fault = _describe_loss_fault(loss, outputs, targets)
-            if fault and bool((labels >= 0).all()):  # whole sequences, if all positions have a label
+            if fault and bool((labels >= 0).all()):  # try the loss on whole sequences
                 loss = _loss_of_app(self.loss, y[0], signature.outputs)
                 fault = _describe_loss_fault(loss, outputs, targets)
             if fault:

@@ -166,7 +166,7 @@ class _Node:
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:
                 values = head_of(message.content)
-                self._run(context)  # the app's function, as the app has set up PyTorch
+                self._run(context)  # calls the app's function with the app's PyTorch settings
                 with isolate_torch_settings():
                     return Message(act(values, message, context), reply_to=message)
             except Exception as error:
@@ -188,7 +188,8 @@ class _Node:
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, signature = run.problem.fed, run.problem.signature.text()
-        schema = InputSpec.create(fed.data).with_(span=None).model_dump_json()  # a range of its samples stays here
+        # the range of the samples stays at the node
+        schema = InputSpec.create(fed.data).with_(span=None).model_dump_json()
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
@@ -218,7 +219,7 @@ class _Node:
         context.state[f"{STATE_PREFIX}{t}"] = arrays_of(
             {name: rows[0] for name, rows in name_tensors(output.state).items()}
         )
-        self._keep(context, values.get("run", ""))
+        self._save_states(context, values.get("run", ""))
         return RecordDict(
             {
                 VALUES_RECORD: write_values(round=t, client=values["client"], work=output.work[0].tolist()),
@@ -300,7 +301,7 @@ class _Node:
         node.load_state(job, self._accepted_state(job, context, values["accepted"], values.get("run", "")))
         return node, job
 
-    def _keep(self, context: Context, run: str) -> None:
+    def _save_states(self, context: Context, run: str) -> None:
         """Write the node's states to its folder, provided that the run can be resumed."""
         folder = self._run(context).local.folder
         if not run or folder is None:
@@ -311,7 +312,7 @@ class _Node:
         }
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
-    def _recall(self, context: Context, run: str, accepted: int) -> None:
+    def _restore_state(self, context: Context, run: str, accepted: int) -> None:
         """Read the state of a round of a resumed run from the node's folder, if it is stored there."""
         folder = self._run(context).local.folder
         if not run or folder is None or not _rows_file(folder, context).exists():
@@ -333,7 +334,7 @@ class _Node:
         for name in [name for name in context.state if name.startswith(STATE_PREFIX) and name != newest]:
             del context.state[name]
         if accepted and newest not in context.state:
-            self._recall(context, run, accepted)
+            self._restore_state(context, run, accepted)
         if not accepted or not any(store.template for store in job.state_stores.values()):
             return None
         if newest not in context.state:

@@ -53,7 +53,7 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
         return {}
     try:
         return dict(record.to_torch_state_dict())
-    except Exception as error:  # of bytes from elsewhere
+    except Exception as error:  # bytes from another machine may cause any error
         raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
 
 

@@ -99,13 +99,13 @@ class Strategy(FlowerStrategy):
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
-        self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
+        self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # set by `start`
         self._asked = 0
         check_real_clients(algorithm, setting_of(self._document, self._model, 1), "nodes")
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self._unread = set[tuple[str, str]]()
-        self._current: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
+        self._current: list[ArrayRecord] = []  # arrays that Flower's loop may pass: the first and the newest
         self.state: State | None = None
         self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
 
@@ -206,7 +206,7 @@ class Strategy(FlowerStrategy):
             )
         clients, job, state = self._running
         server_round += self._before
-        self._look(grid)
+        self._update_connected_nodes(grid)
         sent: list[Message] = []
 
         def note(messages: Iterable[Message]) -> Iterable[Message]:
@@ -288,7 +288,7 @@ class Strategy(FlowerStrategy):
         if request is None or not (last or server_round % self._every == 0):
             return []
         self._request = request
-        self._look(grid)
+        self._update_connected_nodes(grid)
         sent = list(self._clients.score_messages(request))
         for message in sent:
             message.content["config"] = ConfigRecord({**config, ROUND_KEY: server_round})
@@ -339,13 +339,13 @@ class Strategy(FlowerStrategy):
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
-        members, schema, signature = self._greet(grid, parameters, saved)
+        members, schema, signature = self._collect_introductions(grid, parameters, saved)
         if self._folder is not None and saved is None:
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
         setting = setting_of(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
         setting = setting.with_(
             engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, clients_per_batch=1),
-            evaluate=setting.evaluate.with_(batchnorm_stats="own"),  # as nodes score
+            evaluate=setting.evaluate.with_(batchnorm_stats="own"),  # nodes score with their own statistics
         )
         fed = federation_of(schema, torch.tensor(members.sizes))
         job, server = make_job(setting, fed)
@@ -392,7 +392,7 @@ class Strategy(FlowerStrategy):
                 CONFIG_HINTS[name],
             )
 
-    def _look(self, grid: Grid) -> None:
+    def _update_connected_nodes(self, grid: Grid) -> None:
         """Update which of the run's nodes are connected."""
         clients, *_ = self._running
         for node in clients.roll.connect({*grid.get_node_ids()}):
@@ -404,7 +404,9 @@ class Strategy(FlowerStrategy):
         if self._folder is not None:
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
-    def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[RunMembers, InputSpec, Signature]:
+    def _collect_introductions(
+        self, grid: Grid, parameters: str, saved: SavedRun | None
+    ) -> tuple[RunMembers, InputSpec, Signature]:
         """Ask the nodes to introduce themselves, and return them with descriptions of their samples.
 
         Args:
@@ -446,7 +448,7 @@ class Strategy(FlowerStrategy):
         if row is None:
             return None
         parameters, trained = dict(self._model.named_parameters()), job.oracle.layout.tree(row)
-        new = {id(parameters[name]): value for name, value in trained.items()}  # tied ones have several names
+        new = {id(parameters[name]): value for name, value in trained.items()}  # tied parameters have several names
         values = self._model.state_dict(keep_vars=True)
         current = {name: new.get(id(old), old.detach()).to(old) for name, old in values.items()}
         none_in_numpy = torch.bfloat16

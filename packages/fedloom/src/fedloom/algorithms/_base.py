@@ -175,7 +175,7 @@ class Algorithm(Value, ABC):
             raise ConfigError(f"{where} cannot be derived from the steps of this run. Set a value") from None
         except KeyError as error:
             name = error.args[0]
-            reason = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
+            reason = f"{type(self).__name__}: with these options, {name} has no derived value to multiply"
             raise ConfigError(f"{reason}, got {getattr(self, name)!r}. Set a number") from None
 
     @property

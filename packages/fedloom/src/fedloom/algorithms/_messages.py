@@ -176,8 +176,8 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
     returned = next(iter(get_args(hint)), hint)
     if not _fields(returned):
         raise ConfigError(
-            f"{algorithm.__name__}.{function} must be annotated with its return type, -> {wanted}, whose fields say "
-            f"how they are sent, got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
+            f"{algorithm.__name__}.{function} must be annotated with its return type, -> {wanted}, whose fields "
+            f"declare how they are sent, got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
         )
     return returned
 

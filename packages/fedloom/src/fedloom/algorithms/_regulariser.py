@@ -18,10 +18,11 @@ from fedloom.values import Value
 
 def _has_prox(f: Value | None) -> Value | None:
     if f is not None and not isinstance(f, Prox):
-        raise ValueError(f"a regularizer needs f, prox and convex, got {type(f).__name__}")
+        raise ValueError(f"a regularizer must define f, prox and convex, got {type(f).__name__}")
     if find_form(f) not in get_args(Form):
         raise ValueError(
-            f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {find_form(f)!r}"
+            f"the attribute `makes` of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got "
+            f"{find_form(f)!r}"
         )
     return f
 
@@ -35,7 +36,7 @@ def with_prox(f: object) -> Prox | None:
     return f if isinstance(f, Prox) else None
 
 
-def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
+def unregularised(method: Any, then: str = "produces models without zeros", c: float = 0.01) -> list[str]:
     """Return a note if a composite method has no regularizer.
 
     The note names the equivalent method and the option to set.
@@ -43,7 +44,7 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
     if method.regulariser is not None:
         return []
     name = type(method).__name__
-    return [f"{name} without a regularizer {then}. Give one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
+    return [f"{name} without a regularizer {then}. Set one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:

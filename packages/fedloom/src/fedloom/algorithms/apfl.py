@@ -65,7 +65,7 @@ class APFL(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its two models take one plain step each per batch"
+    plain_sgd: ClassVar[str | None] = "each of its two models takes one plain SGD step per batch"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0, x0.new_tensor([self.alpha])), None

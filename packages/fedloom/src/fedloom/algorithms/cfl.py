@@ -88,7 +88,7 @@ class CFL(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return [
-            "CFL parts clients that fall into groups; where they do not, it is FedAvg: lower gap to part them sooner"
+            "CFL separates clients only if they form groups. Otherwise it equals FedAvg. A smaller gap separates sooner"
         ]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:

@@ -93,12 +93,12 @@ class DBE(Algorithm):
     memory: bool = Field(True, description="give every client a personalized representation bias memory (PRBM)")
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its memory and its model take their steps on one batch side by side"
+    plain_sgd: ClassVar[str | None] = "each batch updates both its memory and its model by a plain SGD step"
     paper: ClassVar[Mapping[str, Any]] = {"kappa": 50.0}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("DBE", layout)
-        return masks.undivided("DBE", masks.head(layout), "FedAvg with a bias of every client's own")
+        return masks.undivided("DBE", masks.head(layout), "FedAvg with a bias for each client")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = x0.new_zeros(shape_of(ctx.layout)[1])

@@ -87,7 +87,8 @@ class FedAMP(Mixed):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.decay == 1 or ctx.rounds > self.every:
             return []
-        return [f"FedAMP: decay acts after {self.every} rounds, of which the run has {ctx.rounds}: set every lower"]
+        few = f"decay starts after {self.every} rounds, but the run has only {ctx.rounds}"
+        return [f"FedAMP: {few}, so decay has no effect. Set a smaller every"]
 
     def _alpha(self, round: int) -> float:
         return self.alpha * self.decay ** ((max(round, 1) - 1) // self.every)  # alpha_k

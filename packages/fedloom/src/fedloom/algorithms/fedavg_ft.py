@@ -53,7 +53,8 @@ class FedAvgFT(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         tunes = self.epochs if self.steps is None else self.steps
-        return [] if tunes else ["FedAvgFT without steps of fine-tuning is FedAvg: set epochs to 1 or more"]
+        plain = "FedAvgFT without fine-tuning steps is the same as FedAvg. Set epochs or steps to 1 or more"
+        return [] if tunes else [plain]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         return Delta(descend(down.x, work) - down.x), rows

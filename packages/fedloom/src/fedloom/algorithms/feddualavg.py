@@ -81,13 +81,13 @@ class FedDualAvg(Algorithm):
     server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the dual variables")
 
     family: ClassVar[str] = "composite"
-    plain_sgd: ClassVar[str | None] = "the weight of psi grows with the step sizes taken, which momentum outgrows"
+    plain_sgd: ClassVar[str | None] = "psi is weighted by the sum of the step sizes, but momentum makes larger steps"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self, "is FedAvg")
+        return unregularised(self, "is the same as FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:

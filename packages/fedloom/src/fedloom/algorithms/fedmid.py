@@ -65,11 +65,11 @@ class FedMiD(Algorithm):
 
     family: ClassVar[str] = "composite"
     plain_sgd: ClassVar[str | None] = (
-        "its thresholds are the step size times the weight of psi, which momentum outgrows"
+        "its thresholds are the step size times the weight of psi, but momentum makes larger steps"
     )
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self, "is FedAvg")
+        return unregularised(self, "is the same as FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)

@@ -62,14 +62,15 @@ class FedNova(Algorithm):
     )
 
     weighs_partial: ClassVar[bool] = True
-    needs_sgd: ClassVar[str | None] = "it divides a change by the weights of its gradients, those of SGD with momentum"
+    needs_sgd: ClassVar[str | None] = "it divides updates by the weights that SGD with momentum gives to gradients"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         equal = ctx.local.steps is not None or len({ctx.local.batches(n) for n in ctx.sizes[:, 0].tolist()}) == 1
         if not equal or self.mu or self.gamma < 1:
             return []
         return [
-            "FedNova on clients with equally many steps is FedAvg: use it where steps differ, by sizes or local.epochs"
+            "all clients take the same number of local steps, so FedNova is the same as FedAvg. The two methods differ "
+            "if clients of different sizes train for local.epochs"
         ]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:

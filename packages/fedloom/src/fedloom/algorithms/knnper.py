@@ -83,9 +83,9 @@ class KNNPer(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if KEYS not in layout.names:
-            return ["kNN-Per on a model without a memory is FedAvg: set memory in [model] to a number of samples"]
+            return ["kNN-Per without a memory is the same as FedAvg. Set memory in [model] to a number of samples"]
         fewest = max(1, round(self.share * int(ctx.sizes.min())))
-        few = f"kNN-Per chooses a client's weight on as few as {fewest} samples: its model may be worse; give weight"
+        few = f"kNN-Per chooses a client's weight on only {fewest} samples, so its model may become worse. Set weight"
         return [few] if self.weight is None and fewest < FEW else []
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:

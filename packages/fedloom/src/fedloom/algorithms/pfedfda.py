@@ -84,7 +84,7 @@ class PFedFDA(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("PFedFDA", layout)
-        return masks.undivided("PFedFDA", masks.head(layout), "a discriminant on the samples as they are")
+        return masks.undivided("PFedFDA", masks.head(layout), "a discriminant analysis of the raw samples")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         classes, k = shape_of(ctx.layout)

@@ -172,7 +172,7 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
         weight, bias = weight / data.unit, (bias - data.centre) / data.unit
     notes = [f"fitted by {len(result.log)} sums over {len(x)} training rows, without rounds", *result.notes]
     if dependent := int((~used).sum()):
-        notes.append(f"{dependent} of {width} inputs are constant or depend on the others, and have the coefficient 0")
+        notes.append(f"{dependent} of {width} inputs are constant or linearly dependent, and have the coefficient 0")
     sent, received = (len(rows) * sum(sizes) for sizes in (
         (8 * len(record.total) for record in result.log), (len(record.question.encode()) for record in result.log),
     ))  # fmt: skip

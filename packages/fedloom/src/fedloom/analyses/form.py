@@ -64,11 +64,13 @@ class Question:
         got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
         if form is None or [*got.items()] != [*form.items()]:
             raise CodeError(
-                f"the question {self.name!r} has the fields {got} (with numbers of dimensions), but the declared "
+                f"the question {self.name!r} has the fields {got} (name and number of dimensions), but the declared "
                 f"questions are { ({name: dict(one) for name, one in forms.items()}) }"
             )
         if broken := [name for name, value in self.values.items() if not bool(value.isfinite().all())]:
-            raise CodeError(f"{broken[0]} of the question {self.name!r} is not finite, but sites read finite numbers")
+            raise CodeError(
+                f"{broken[0]} of the question {self.name!r} is not finite, but sites accept only finite numbers"
+            )
 
     def encode(self) -> bytes:
         """Return the question as bytes: a JSON header with the name and shapes, followed by little-endian numbers."""

@@ -121,7 +121,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     sizes = fed.sizes("test")
     few = sorted({i for i in clients if sizes[i] < MIN_TSNE_SAMPLES})
     notes = (
-        [f"t-SNE leaves out clients with fewer than {MIN_TSNE_SAMPLES} test samples: {', '.join(map(str, few))}"]
+        [f"t-SNE omits clients with fewer than {MIN_TSNE_SAMPLES} test samples: {', '.join(map(str, few))}"]
         if few
         else []
     )

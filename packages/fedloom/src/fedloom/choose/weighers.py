@@ -170,8 +170,8 @@ class EquitableWeigher(Weigher):
         if self.clusters is not None:
             return []
         return [
-            f"aggregation_weights {self.kind!r} looks for clusters of clients in every round, and weighs clients alike "
-            "where it finds none that are clearly apart: give clusters, as many as the federation has"
+            f"aggregation_weights {self.kind!r} looks for clusters of clients in every round, and weights clients "
+            "equally if no clusters are clearly separated. Set clusters to the number of clusters of the federation"
         ]
 
     def check(self, n: int) -> None:

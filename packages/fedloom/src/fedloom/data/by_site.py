@@ -143,7 +143,7 @@ def note_site_differences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
             absent = [site for site in rows if site not in present]
             yield f"is missing at {shorten_list([*map(repr, absent)], 8)}"
         elif shares[most] - shares[least] >= MISSING_SHARE_DIFFERENCE:
-            yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
+            yield f"missing in {shares[least]:.0%} of the rows at {least!r}, but in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
         yield from note_unit_differences(column, rows)
 
@@ -223,11 +223,11 @@ def note_unit_differences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     sentence = f"medians differ by a factor of {fold:.3g} between sites ({shown}, {first.usual:.4g} at the others)"
     if units := {shift.units for shift in shifted.values() if shift.factor is not None}:
         unit_names = shorten_list(sorted(units), 3)
-        yield f"{sentence}, like another unit ({unit_names}). The draft proposes factors in a comment"
+        yield f"{sentence}, as if the unit were different ({unit_names}). The draft proposes factors in a comment"
     elif first.units:
         yield f"{sentence}, like {first.units}. No factor converts between these, so convert the cells in the table"
     else:
-        yield f"{sentence}. Check the units. No known conversion is close, so the draft proposes none"
+        yield f"{sentence}. Check the units. The ratio is close to no known conversion, so the draft proposes no factor"
 
 
 def _are_same_unit(a: float, b: float) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 CLIENTS_EXAMPLE = (
-    "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
+    "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], which fedloom splits into parts"
 )
 
 """Examples of valid values of the argument `clients`, which are shown in messages."""

@@ -273,8 +273,8 @@ class Dataset:
         if self.rereading is not None:
             raise DataError(
                 f"{self.name}: the samples change at random whenever they are read, so {what} cannot "
-                "use them. Leave random transforms out of the data set, or, to keep one draw of each "
-                "sample on purpose, pass [d[i] for i in range(len(d))] of the data set d"
+                "use them. Remove random transforms from the data set d, or, to keep one random version of "
+                "each sample, pass [d[i] for i in range(len(d))]"
             )
 
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
@@ -342,8 +342,8 @@ class Dataset:
             yield from _number_problems(self.task, self.y)
             if self.task == "multilabel" and not 1 < len(self.classes) == self.y.shape[1]:
                 yield (
-                    f"a multilabel task has at least two labels, with a name each: got {self.y.shape[1]} labels, "
-                    f"{len(self.classes)} names"
+                    f"a multilabel task needs at least two labels and one name per label, got {self.y.shape[1]} labels "
+                    f"and {len(self.classes)} names"
                 )
 
     def _wrong_scale(self) -> Iterator[str]:
@@ -384,8 +384,8 @@ def _number_problems(task: Task, y: Tensor) -> Iterator[str]:
         if bool(odd.any()):
             first = int(odd.int().argmax())
             yield (
-                f"every label must be 1 or 0, present or not, or -1 if it is unknown. {int(odd.sum())} samples have "
-                f"others, or no known label (first: sample {first}, {y[first].tolist()}). Repair or remove them"
+                f"every label must be 1 (present), 0 (absent) or -1 (unknown), but {int(odd.sum())} samples have other "
+                f"labels, or no known label (first: sample {first}, {y[first].tolist()}). Repair or remove them"
             )
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)

@@ -135,9 +135,9 @@ class Federation:
             first, second, row = mixed
             raise DataError(
                 f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
-                f"part (row {row}). Keep each subject in the same part at all clients, give all rows of a subject the "
-                "same mark, or let a partition make the parts (pool = true if the data have an official test set). If "
-                "every client numbers its subjects from 1, put the client's name before the number"
+                f"part (row {row}). Keep each subject in the same part at all clients, mark all rows of a subject in "
+                "the same way, or let a partition create the parts (pool = true for data with an official test set). "
+                "If every client numbers its subjects from 1, put the client's name before the number"
             )
 
     @classmethod

@@ -264,7 +264,7 @@ class InputSpec(Value):
         if self.span is None or (share := self.find_far_share(x)) < NOTED_ROW_SHARE:
             return []
         return [
-            f"samples: values are from {float(x.min()):.4g} to {float(x.max()):.4g}, but those of the training data "
+            f"samples: values are from {float(x.min()):.4g} to {float(x.max()):.4g}, but in the training data they "
             f"were from {self.span[0]:.4g} to {self.span[1]:.4g} ({share:.0%} of the samples are affected). Scale the "
             "samples as for training"
         ]

@@ -171,7 +171,7 @@ def _read_columns(
             columns[column] *= by_row
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
     notes += [
-        f"column {n!r}: {one.unknown.total()} cells of other levels than in training: {one.shown}"
+        f"column {n!r}: {one.unknown.total()} cells contain levels that the training data do not contain: {one.shown}"
         for n, one in agreed.items()
         if one.unknown
     ]
@@ -193,7 +193,7 @@ def _read_sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> 
         raise DataError(f"{name} contains texts, but the model was trained on tokens given as numbers. Pass numbers")
     x = encode_texts([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
+    note = f"tokens outside the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange}"
     return NewRows(x.long(), notes=(write_singular(note),) if strange else ())
 
 

@@ -135,23 +135,26 @@ def refuse_unlike(name: str, sides: Mapping[str, SampleSet], tokens: bool = Fals
     if len(set(bytes_of.values())) > 1 and not tokens:
         whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
         raise DataError(
-            f"{name}: {whole}: features are bytes, which are divided by 255, but those of {other} are "
-            f"{sides[other].x.dtype}, which are not. Use the same type for all features"
+            f"{name}: {whole}: features are bytes, which fedloom divides by 255, but the features of {other} are "
+            f"{sides[other].x.dtype}, which fedloom does not divide. Use the same type for all features"
         )
     is_text = {who: side.y.dtype.kind in "US" for who, side in sides.items() if side.y.size}
     if len({*is_text.values()}) > 1:
         text, numbers = (next(who for who, value in is_text.items() if value is kind) for kind in (True, False))
         raise DataError(
-            f"{name}: {text}: targets are text, but those of {numbers} are numbers. Use the same type for all targets"
+            f"{name}: {text}: targets are text, but targets of {numbers} are numbers. Use the same type for all targets"
         )
-    for field, cure in (("classes", "number them alike"), ("columns", "pass all in the same order, as x[names]")):
+    for field, cure in (
+        ("classes", "number them in the same order"),
+        ("columns", "pass the same columns in the same order, as x[names]"),
+    ):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
         for who, names in named.items():
             if names != longest[: len(names)] or (field == "columns" and len(names) != len(longest)):
                 first = next(other for other, order in named.items() if order == longest)
                 raise DataError(
-                    f"{name}: {who}: {field} are {', '.join(names):.200}, but those of {first} "
+                    f"{name}: {who}: {field} are {', '.join(names):.200}, but for {first} they are "
                     f"{', '.join(longest):.200}; {cure}"
                 )
 
@@ -223,11 +226,11 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
     subset = type(getattr(obj, "sampler", None)) not in (type(None), SequentialSampler, RandomSampler)
     collates = getattr(obj, "collate_fn", default_collate) not in (default_collate, default_convert)
     hints = {
-        "toarray": "give x.toarray()",
+        "toarray": "pass x.toarray()",
         "batch_size": ("pass torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "pass its .dataset")
         + (", whose samples come from its collate_fn" if collates else ""),
-        "__next__": "give the object that it iterates over, such as the .dataset of a DataLoader",
-        "strip": "read a file with fl.load",
+        "__next__": "pass the object that it iterates over, such as the .dataset of a DataLoader",
+        "strip": "load a file or a named data set with fl.load",
         "to_pandas": "pass x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
@@ -280,7 +283,7 @@ def _note_unread_entries(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
             "y), 'test': (x, y)}"
         )
     beside = [repr(key) for key in unused if _count_samples(obj[key]) == _count_samples(obj[x])]
-    return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
+    return (f"fedloom reads {x!r} and {y!r} of the dictionary, and ignores {', '.join(beside)}",) if beside else ()
 
 
 def _count_samples(values: object) -> int | None:
@@ -302,7 +305,8 @@ def _read_hub_sample_set(obj: Any, target: Any, column: str | None, users: str |
                 "column for x and one for y"
             )
     beside = ", ".join(repr(n) for n in features if n != x_name)
-    notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
+    note = f"fedloom reads the columns {x_name!r} and {y_name!r}, and ignores {beside}"
+    notes = (note,) if beside and column is None else ()
     stack, owners = stack_hub_columns(obj, str(x_name), str(y_name), users, name)
     return SampleSet.stacked(
         stack, name, users=np.array(owners) if owners else None, classes=class_names(obj, y_name), notes=notes

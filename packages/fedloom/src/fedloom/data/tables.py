@@ -262,8 +262,8 @@ class Table(Value):
                 origin = "the agreed range" if column.range is not None else "the range of the training data"
                 sentences.append(
                     f"column {column.name!r}: {share:.0%} of the rows are outside {low:.4g} to "
-                    f"{high:.4g}{unit}, {origin} (median here {float(values.median()):.4g}). Is it "
-                    "another unit, or another marker of missing cells?"
+                    f"{high:.4g}{unit}, {origin} (median here {float(values.median()):.4g}). Check "
+                    "whether the numbers have a different unit or mark missing cells"
                 )
         return sentences
 

@@ -90,13 +90,13 @@ def token_errors(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
         yield (
             f"sample {sample} contains the token {int(x[sample, place])} at position {place}, but the "
             f"vocabulary has {len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding). "
-            "Give a larger vocabulary, or encode the samples with this one"
+            "Use a larger vocabulary, or encode the samples with this vocabulary"
         )
     is_token = x != 0
     for what, bad in (
-        ("is empty: only padding, token 0. Leave it out", ~is_token.any(1)),
+        ("contains only padding (token 0). Remove it", ~is_token.any(1)),
         (
-            "contains padding, token 0, before its end. Pad a sequence only at its end",
+            "contains padding (token 0) before its end. Pad sequences only at the end",
             (is_token[:, 1:] > is_token[:, :-1]).any(1),
         ),
     ):
@@ -109,13 +109,13 @@ def label_errors(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "
-            f"{[*y.shape]}. Give every position a label, or -1 for no label"
+            f"{[*y.shape]}. Set a label for every position, or -1 for no label"
         )
         return
     yield from label_range_errors(y, classes)
     padded = ((y >= 0) & (x == 0)).any(1)
     if bool(padded.any()):
-        yield f"sample {int(padded.nonzero()[0])} has a label on padding, token 0. Give -1 there"
+        yield f"sample {int(padded.nonzero()[0])} has a label on padding (token 0). Set these labels to -1"
 
 
 def label_range_errors(y: Tensor, classes: int) -> Iterator[str]:
@@ -124,4 +124,4 @@ def label_range_errors(y: Tensor, classes: int) -> Iterator[str]:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
     without = (y < 0).all(1)
     if bool(without.any()):
-        yield f"sample {int(without.nonzero()[0])} has no label at any position. Leave it out"
+        yield f"sample {int(without.nonzero()[0])} has no label at any position. Remove it"

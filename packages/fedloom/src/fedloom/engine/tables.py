@@ -61,7 +61,7 @@ class NamedMethod(NamedTuple):
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
-            fixed = "the options of what a preset has made are fixed"
+            fixed = "a method that a preset has created has fixed options"
             raise ConfigError(f"{_value_prefix(where)}{fixed}. Use the name of the preset")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 

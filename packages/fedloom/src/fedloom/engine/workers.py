@@ -45,7 +45,7 @@ def idle_workers(engine: Engine) -> list[str]:
     if engine.workers == "auto" or engine.workers <= PROCESSES_PER_CORE * usable_cores():
         return []
     return [
-        f"engine.workers = {engine.workers}: at most {PROCESSES_PER_CORE * usable_cores()} processes start, "
-        f"{PROCESSES_PER_CORE} for each of the {usable_cores()} cores that this program may use, "
-        "and no more than clients or runs"
+        f"engine.workers = {engine.workers}, but at most {PROCESSES_PER_CORE * usable_cores()} processes start "
+        f"({PROCESSES_PER_CORE} for each of the {usable_cores()} cores that this program may use), "
+        "and no more than there are clients or runs"
     ]

@@ -199,7 +199,7 @@ class LocalSGD(Value):
             longer = (
                 f"set {{local.decay_rounds = {rounds}}}, or more"
                 if self.schedule == "cosine"
-                else "raise {local.decay}"
+                else "set a larger {local.decay}"
             )
             raise ConfigError(
                 f"schedule {self.schedule!r} makes the learning rate 0 by round {rounds}, the last round",

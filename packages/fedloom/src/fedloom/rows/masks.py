@@ -37,8 +37,8 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
     """Return a note that ``method`` reduces to ``equal`` if the head ``[d]`` is the whole model, or no note."""
     sentence = (
-        f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
-        "layer, or name a smaller head"
+        f"{method} on a model that consists only of the head is the same as {equal}. Use a model with a hidden layer, "
+        "or set a smaller head"
     )
     return [sentence] if bool(head.all()) else []
 

@@ -78,8 +78,8 @@ def _shapes(s: LawUploads) -> None:
                 value.shape == uploads.rows[name].shape[1:],
                 f"the aggregate of {name} must be [{uploads.rows[name].shape[1]}], got {[*value.shape]}",
             )
-            wide = f"the aggregate of {name} of rows in {dtype} is in {value.dtype}"
-            demand(value.dtype == dtype, f"{wide}; weights are in float64: take weights.to(rows[primary])")
+            wide = f"the aggregate of {name} must have the type {dtype} of the rows, got {value.dtype}"
+            demand(value.dtype == dtype, f"{wide}. Weights are float64, so use weights.to(rows[primary])")
             demand(value.isfinite().all(), f"the aggregate of {name} is not finite")
         tensors = isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
@@ -104,8 +104,9 @@ def repeatable(s: LawUploads) -> None:
     with generators_untouched():
         first, state = s.combined()
     later = s.combined(state)
-    agree(s.combined()[0], first, "the same call twice")
-    agree(s.but(rule=s.rule.with_()).combined(state)[0], later[0], "the rule made anew from its fields")
+    agree(s.combined()[0], first, "two identical calls give different results")
+    other = s.but(rule=s.rule.with_()).combined(state)[0]
+    agree(other, later[0], "a rule with the same options gives different results")
     demand(s.rule.model_dump() == before, f"the rule changed from {before} to {s.rule.model_dump()}")
 
 
@@ -114,14 +115,14 @@ def resume(s: LawUploads) -> None:
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
-        agree(got, want, f"the {what} of a run that resumes and of one that does not stop")
+        agree(got, want, f"the {what} changed after the state was stored and loaded again")
 
 
 def permutation(s: LawUploads) -> None:
     """Check that the result does not depend on the order of the clients."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
-    agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
+    agree(other.combined()[0], s.combined()[0], "the order of the clients changes the result", TIGHT_TOLERANCE)
 
 
 def weighted(s: LawUploads) -> None:
@@ -130,14 +131,14 @@ def weighted(s: LawUploads) -> None:
     If an aggregator is not `weighted`, it must not use the weights.
     """
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
-    sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
-    agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
+    reason = "multiplying all weights by 3 changes" if s.rule.weighted else "weighted is False, but the weights change"
+    agree(s.but(weights=change).combined()[0], s.combined()[0], f"{reason} the result", TIGHT_TOLERANCE)
 
 
 def agreement(s: LawUploads) -> None:
     """Check that if all clients send the same row, the aggregate equals this row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
-    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
+    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "equal rows change", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
@@ -145,13 +146,14 @@ def linear(s: LawUploads) -> None:
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
-        agree(s.combined()[0], want, "the weighted mean, which linear promises", TIGHT_TOLERANCE)
+        agree(s.combined()[0], want, "linear is True, but the result is not the weighted mean", TIGHT_TOLERANCE)
 
 
 def precision(s: LawUploads) -> None:
     """Check that float32 rows give the same result as float64 rows, up to 1e-4."""
     single = LawUploads.create(s.rule, len(s.ids), torch.float32).combined()[0]
-    agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
+    sentence = "float32 and float64 give different results"
+    agree({n: v.double() for n, v in single.items()}, s.combined()[0], sentence, 1e-4)
 
 
 def small_cohorts(s: LawUploads) -> None:
@@ -168,18 +170,18 @@ def small_cohorts(s: LawUploads) -> None:
 
 AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     _runs: "repair this line",
-    _shapes: ("return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"),
-    _arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
-    repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
-    resume: "keep all that a round needs from the one before in the state",
-    permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
-    "does, leave the law out: without=['permutation']",
-    weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
-    agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
+    _shapes: "return a dict with one vector [.] for each field of rows [m, .], and a dict of tensors, {} without state",
+    _arguments_unmodified: "clone before an in-place operation, and return new tensors",
+    repeatable: "draw from ctx.rng(purpose), and store values for later rounds in the state, not on self",
+    resume: "store everything that the next round needs in the state",
+    permutation: "use ctx.ids instead of a client's position in the cohort. If the rule groups clients by position, as "
+    "bucketing does, omit this law: without=['permutation']",
+    weighted: "set weighted: ClassVar[bool] = True if the rule uses weights, and divide by their sum",
+    agreement: "the coefficients of the rows must sum to 1. If the rule adds noise or clips rows, omit this law: "
     "without=['agreement']",
-    linear: "let linear be True for a weighted mean and nothing else",
+    linear: "set linear = True only if the rule is the weighted mean",
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
-    small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
+    small_cohorts: "in require(m), raise fl.errors.ConfigError if m rows are too few",
 }
 """All laws of an aggregator, each with advice on how a violation is usually fixed."""
 

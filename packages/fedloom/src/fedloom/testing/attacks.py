@@ -86,7 +86,7 @@ def attackers(s: AttackScene) -> None:
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
     inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
     demand(inside, f"attackers must be ascending ids from 0 to {CLIENT_COUNT - 1}, got {got!r:.80}")
-    agree(s.attack.attackers(CLIENT_COUNT, ATTACK_SEED), got, "the attackers of the same seed")
+    agree(s.attack.attackers(CLIENT_COUNT, ATTACK_SEED), got, "the same seed gives different attackers")
 
 
 def _shapes(s: AttackScene) -> None:
@@ -100,14 +100,14 @@ def _shapes(s: AttackScene) -> None:
             for informed in (True, False):
                 got = scene.forged(informed=informed)
                 demand(got.shape == scene.base.shape, f"forge must return {[*scene.base.shape]}, got {[*got.shape]}")
-                demand(got.dtype == dtype, f"models in {dtype} are forged in {got.dtype}")
-                demand(got.isfinite().all(), "forged models are not finite, so that the server drops them")
+                demand(got.dtype == dtype, f"forged models must be {dtype}, got {got.dtype}")
+                demand(got.isfinite().all(), "forged models are not finite, so the server would drop them")
     if isinstance(s.attack, Poison):
         for classes in (2, CLASS_COUNT):
             y, got = s.poisoned(classes)
             demand(got.shape == y.shape and got.dtype == y.dtype, f"poison must return {y.dtype} {[*y.shape]}")
             inside = int(got.min()) >= 0 and int(got.max()) < classes
-            demand(inside, f"labels must stay within 0..{classes - 1}, got {int(got.min())}..{int(got.max())}")
+            demand(inside, f"labels must be within 0..{classes - 1}, got {int(got.min())}..{int(got.max())}")
     if isinstance(s.attack, Backdoor):
         x, got = s.stamped()
         demand(got.shape == x.shape and got.dtype == x.dtype, f"stamp must return {x.dtype} {[*x.shape]}")
@@ -115,7 +115,7 @@ def _shapes(s: AttackScene) -> None:
         demand(not torch.equal(got, x), "the trigger changes no sample")
     activations, forges, sent = s.disguised()
     demand(sent.shape == activations.shape, f"disguised must return {[*activations.shape]}, got {[*sent.shape]}")
-    agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
+    agree(sent[~forges], activations[~forges], "disguised changed activations of clients that do not attack")
 
 
 def _arguments_unmodified(s: AttackScene) -> None:
@@ -132,8 +132,9 @@ def repeatable(s: AttackScene) -> None:
     before = s.attack.model_dump()
     with generators_untouched():
         first = s.results()
-    agree(s.results(), first, "the same call twice")
-    agree(s._replace(attack=s.attack.with_()).results(), first, "the attack made anew from its fields")
+    agree(s.results(), first, "two identical calls give different results")
+    other = s._replace(attack=s.attack.with_()).results()
+    agree(other, first, "an attack with the same options gives different results")
     demand(s.attack.model_dump() == before, f"the attack changed from {before} to {s.attack.model_dump()}")
 
 
@@ -143,20 +144,20 @@ def knowledge(s: AttackScene) -> None:
         return
     if not s.attack.sees_honest:
         other = s._replace(honest=7 * s.honest)
-        agree(other.forged(), s.forged(), "other honest models, although sees_honest is False")
+        agree(other.forged(), s.forged(), "sees_honest is False, but the result depends on honest models")
     if not s.attack.reads_own:
         other = s._replace(benign=7 * s.benign)
-        sentence = "other training of the attackers, although trains is False"
+        sentence = "trains is False, but the result depends on the attackers' own training"
         agree(other.forged(informed=False), s.forged(informed=False), sentence)
 
 
 ATTACK_LAWS: dict[Callable[[Any], None], str] = {
-    _runs: "repair this line. In forge, honest is None if honest models are unknown. In stamp, names has the keys of "
-    "the field columns, so a check of a backdoor for tables sets it, as in columns={'age': 90.0}",
-    attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
-    _shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
-    _arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
-    repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
+    _runs: "repair this line. In `forge`, honest is None if honest models are unknown. In `stamp`, names contains the "
+    "keys of the option columns, so set this option to check a backdoor for tables, as in columns={'age': 90.0}",
+    attackers: "do not override `attackers`, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
+    _shapes: "return one row for each row of base, in its dtype, and one label within 0..classes-1 for each label",
+    _arguments_unmodified: "clone before an in-place operation, and return a new tensor",
+    repeatable: "draw from the given generators, one per attacker, and do not store anything on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
 """All laws of an attack, each with advice on how a violation is usually fixed."""

@@ -46,26 +46,27 @@ def declarations(s: Subject) -> None:
     """Check that one field contains the model, that bases and parts exist, and that declared fields are stored."""
     problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
-    demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
+    demand(len(primary) == (1 if fields else 0), f"exactly one upload field must be primary, got {primary}")
     kept = [name for name, kind in fields.items() if kind.keeps]
     template = s.algorithm.init(
         problem.x0, ReferenceFederation(problem.oracle(), problem.alpha, LOCAL_SETTINGS).ctx(0, SCENE_COHORT)
     )[2]
     demand(
         [*name_tensors(template)] == kept,
-        f"init must give a template of the kept fields {kept}, got {[*name_tensors(template)]}",
+        f"init must return a template with the kept fields {kept}, got {[*name_tensors(template)]}",
     )
-    demand(not kept or primary[0] not in kept or kept == [*fields], "if the primary field is Kept, all fields are")
-    demand(kept or not s.algorithm.mixes, "a method that mixes kept rows must keep some")
+    demand(not kept or primary[0] not in kept or kept == [*fields], "if the primary field is Kept, all must be Kept")
+    demand(kept or not s.algorithm.mixes, "mixes is True, but no upload field is Kept")
     scene = Scene(s)
     for name, kind in fields.items():
-        demand(not (kind.accumulates and kind.single), f"{name} accumulates, so it must be a Mean")
+        demand(not (kind.accumulates and kind.single), f"{name} accumulates, so it must be Mean")
         source, _, base = kind.base.partition(".")
         owner = {"zero": (), "down": scene.down._fields, "rows": scene.rows._fields}.get(source)
-        demand(owner is not None and (not base or base in owner), f"{name} has the base {kind.base!r}, which is none")
+        demand(owner is not None and (not base or base in owner), f"{name} has the unknown base {kind.base!r}")
         if kind.part is not None:
             mask = s.algorithm.part(kind.part, problem.layout)
-            demand(mask.dtype == torch.bool and mask.shape == (problem.d,), f"part {kind.part!r} must be bool [d]")
+            fits = mask.dtype == torch.bool and mask.shape == (problem.d,)
+            demand(fits, f"part must return a bool mask [d] for {kind.part!r}")
 
 
 def shapes(s: Subject) -> None:
@@ -73,7 +74,7 @@ def shapes(s: Subject) -> None:
     scene = Scene(s)
     a, m, d = s.algorithm, len(scene.ids), scene.problem.d
     up, rows = a.client(scene.down, scene.rows, scene.work())
-    demand(list(up._fields) == [*upload_fields(type(a))], "the upload must have the declared fields")
+    demand(list(up._fields) == [*upload_fields(type(a))], "the upload does not have the declared fields")
     server = a.server(scene.state.server, scene.aggregate(up), scene.ctx())
     for what, tree in (("server", server), ("download", scene.down), ("upload", up), ("client", rows)):
         for name, t in name_tensors(tree).items():
@@ -83,24 +84,29 @@ def shapes(s: Subject) -> None:
             demand(
                 t.shape == (m, t.shape[-1]) if per_client else t.dim() >= 1, f"{what} {name} has shape {list(t.shape)}"
             )
-    agree(map_rows(torch.zeros_like, rows), map_rows(torch.zeros_like, scene.rows), "client rows keep their shapes")
+    agree(
+        map_rows(torch.zeros_like, rows),
+        map_rows(torch.zeros_like, scene.rows),
+        "the shapes of the client's rows changed",
+    )
     agree(
         map_rows(torch.zeros_like, server),
         map_rows(torch.zeros_like, scene.state.server),
-        "the server's state keeps its shapes",
+        "the shapes of the server's state changed",
     )
     if up._fields and upload_fields(type(a))[primary_field(type(a))].carries == "model":
         width = getattr(up, primary_field(type(a))).shape[-1]
-        demand(scene.down[0].shape[-1] == width, "the first field of the download must be the received model")
+        demand(scene.down[0].shape[-1] == width, "the first field of the download must contain the model")
     x = a.global_model(server)
-    demand(x is None or (x.shape == (d,) and x.dtype == torch.float64), "global_model must be [d] of the model's dtype")
+    fits = x is None or (x.shape == (d,) and x.dtype == torch.float64)
+    demand(fits, "global_model must return [d] in the model's dtype")
     v = personal_models(a, scene.fed, scene.state)
-    demand(v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()), "personal must be finite and [m, d]")
+    demand(v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()), "personal must return finite [m, d]")
     demand(x is not None or v is not None, "a method must have a global model, personal models or both")
     template = begin(a, scene.fed, scene.problem.x0 if x is None else x).rows
     new = a.personal(scene.down, a.client(scene.down, picked(template, slice(m)), scene.work())[1], scene.work())
-    demand((new is None) == (v is None), "a client never seen must get a personal model as all others do")
-    demand(new is None or new.shape == (m, d), "a new client's personal model must be [d]")
+    demand((new is None) == (v is None), "personal must treat a new client like all other clients")
+    demand(new is None or new.shape == (m, d), "the personal model of a new client must have the shape [d]")
 
 
 def bases(s: Subject) -> None:
@@ -117,14 +123,15 @@ def bases(s: Subject) -> None:
         if source == "rows":
             change = getattr(rows, field) - base_of(kind, scene.down, scene.rows)
             mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
-            agree(getattr(up, name) * mask, change * mask, f"{name} and the change of {kind.base}", TIGHT_TOLERANCE)
+            sentence = f"{name} is not the change of {kind.base}"
+            agree(getattr(up, name) * mask, change * mask, sentence, TIGHT_TOLERANCE)
         if source == "rows" and kind.accumulates and not kind.primary:
             want = (scene.fed.weight * (getattr(states[-1].rows, field) - getattr(states[0].rows, field))).sum(0)
             changes = [t - name_tensors(states[0].server)[n] for n, t in name_tensors(states[-1].server).items()]
             demand(
                 any(locate_difference(t, want, TIGHT_TOLERANCE) is None for t in changes),
-                f"no field of the server is the mean by shares over all clients of {kind.base}, which {name} adds up. "
-                f"Add {name} times ctx.part",
+                f"{name} accumulates, but no field of the server's state is the weighted mean of {kind.base} over all "
+                f"clients. Add {name} times ctx.part",
             )
     sums = [name for name, kind in fields.items() if kind.accumulates]
     if sums and not any(fields[name].primary for name in sums):
@@ -134,9 +141,8 @@ def bases(s: Subject) -> None:
         weight[ctx.ids] = ctx.weight[ctx.ids] / 2
         got = a.server(scene.state.server, doubled, ctx._replace(weight=weight))
         want = a.server(scene.state.server, whole, ctx)
-        agree(
-            got, want, f"{sums} as means of a cohort and of one with half its shares and the same sums", TIGHT_TOLERANCE
-        )
+        sentence = f"the server does not multiply {sums} by the cohort's share of all clients"
+        agree(got, want, sentence, TIGHT_TOLERANCE)
 
 
 def parts(s: Subject) -> None:
@@ -149,7 +155,7 @@ def parts(s: Subject) -> None:
             inside = s.algorithm.part(kind.part, scene.problem.layout)
             noisy = up._replace(**{name: torch.where(inside, getattr(up, name), getattr(up, name) + 1)})
             got = s.algorithm.server(scene.state.server, noisy, scene.ctx())
-            agree(got, want, f"coordinates of {name} outside part {kind.part!r} were read")
+            agree(got, want, f"the server uses coordinates of {name} outside part {kind.part!r}")
 
 
 def kept_rows(s: Subject) -> None:
@@ -158,14 +164,14 @@ def kept_rows(s: Subject) -> None:
     if not s.algorithm.mixes:
         garbage = map_rows(lambda t: torch.full_like(t, torch.nan), scene.state.kept)
         got = s.algorithm.down(scene.state.server, garbage, scene.ctx())
-        agree(got, scene.down, "kept rows were read although mixes is False")
+        agree(got, scene.down, "down uses the kept rows, although mixes is False")
 
 
 def idle_is_finite(s: Subject) -> None:
     """Check that a client that takes no step returns finite values."""
     scene = Scene(s)
     for name, t in name_tensors(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
-        demand(t.isfinite().all(), f"field {name} is not finite at steps = 0")
+        demand(t.isfinite().all(), f"{name} is not finite if a client takes no step")
 
 
 def idle_is_zero(s: Subject) -> None:
@@ -174,7 +180,8 @@ def idle_is_zero(s: Subject) -> None:
     up, _ = s.algorithm.client(scene.down, scene.rows, scene.work(0))
     for name, kind in upload_fields(type(s.algorithm)).items():
         if kind.base != "zero":
-            agree(getattr(up, name), torch.zeros_like(getattr(up, name)), f"{name} without any step", TIGHT_TOLERANCE)
+            sentence = f"{name} is not zero if a client takes no step"
+            agree(getattr(up, name), torch.zeros_like(getattr(up, name)), sentence, TIGHT_TOLERANCE)
 
 
 def encoding(s: Subject) -> None:
@@ -196,7 +203,7 @@ def encoding(s: Subject) -> None:
         agree(
             getattr(message[0], name) * mask,
             getattr(up, name) * mask,
-            f"{name} of a model that is encoded again",
+            f"{name} changes if its model is decoded and encoded again",
             TIGHT_TOLERANCE,
         )
 
@@ -229,7 +236,7 @@ def translation(s: Subject) -> None:
     work = fed.work(len(COHORT_HISTORY) + 1, ids)
     up, rows = a.client(plus(scene.down, by["down"]), plus(scene.rows, by["rows"]), work)
     up0, rows0 = a.client(scene.down, scene.rows, scene.work())
-    agree(rows, plus(rows0, by["rows"]), "client state under a change of origin", TIGHT_TOLERANCE)
+    agree(rows, plus(rows0, by["rows"]), "the client's state depends on the origin", TIGHT_TOLERANCE)
     moves: dict[str, Tensor] = {}
     for name, kind in upload_fields(type(a)).items():
         value = getattr(up0, name)
@@ -237,7 +244,7 @@ def translation(s: Subject) -> None:
             moves[name] = torch.zeros_like(value)
         else:
             moves[name] = by["kept"][name] if kind.keeps else t.expand_as(value)
-    agree(up, plus(up0, moves), "upload under a change of origin", TIGHT_TOLERANCE)
+    agree(up, plus(up0, moves), "the upload depends on the origin", TIGHT_TOLERANCE)
     got = a.server(plus(scene.state.server, by["server"]), scene.aggregate(up), scene.ctx())
     want = plus(a.server(scene.state.server, scene.aggregate(up0), scene.ctx()), by["server"])
-    agree(got, want, "server under a change of origin", TIGHT_TOLERANCE)
+    agree(got, want, "the server's state depends on the origin", TIGHT_TOLERANCE)

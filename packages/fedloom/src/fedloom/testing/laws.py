@@ -58,11 +58,10 @@ def row_independence(s: Subject) -> None:
     for k, i in enumerate(scene.ids):
         row = slice(k, k + 1)
         alone = s.algorithm.client(select_download(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
-        agree(picked(together, row), alone, f"row {k} of the cohort and that client by itself", TIGHT_TOLERANCE)
+        agree(picked(together, row), alone, f"row {k} changes if its client trains alone", TIGHT_TOLERANCE)
     rounds = [*COHORT_HISTORY, SCENE_COHORT]
-    agree(
-        s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "a run by cohort and a run client by client", TIGHT_TOLERANCE
-    )
+    sentence = "the run changes if the clients of a cohort train one by one"
+    agree(s.run(rounds)[-1], s.run(rounds, alone=True)[-1], sentence, TIGHT_TOLERANCE)
 
 
 def permutation(s: Subject) -> None:
@@ -72,12 +71,13 @@ def permutation(s: Subject) -> None:
 
     a, state = s.algorithm, scene.state
     down = a.down(state.server, mixed(a, state.kept, ids), scene.ctx(ids))
-    agree(down, select_download(scene.down, order), "the download", TIGHT_TOLERANCE)
+    agree(down, select_download(scene.down, order), "a client's download depends on the order", TIGHT_TOLERANCE)
     up, rows = a.client(scene.down, scene.rows, scene.work())
     got = a.client(down, picked(scene.rows, order), scene.work(ids=ids))
-    agree(got, picked((up, rows), order), "the clients' answers", TIGHT_TOLERANCE)
+    agree(got, picked((up, rows), order), "a client's upload or state depends on the order", TIGHT_TOLERANCE)
     want = a.server(state.server, scene.aggregate(up), scene.ctx())
-    agree(a.server(state.server, scene.aggregate(got[0]), scene.ctx(ids)), want, "the server", TIGHT_TOLERANCE)
+    after = a.server(state.server, scene.aggregate(got[0]), scene.ctx(ids))
+    agree(after, want, "the server's state depends on the order of the clients", TIGHT_TOLERANCE)
 
 
 def arguments_unmodified(s: Subject) -> None:
@@ -122,14 +122,15 @@ def no_state(s: Subject) -> None:
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
     first, again = s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], s.run([*COHORT_HISTORY, SCENE_COHORT])[-1]
-    demand(torch.equal(before, torch.random.get_rng_state()), "the global generator was used")
-    demand(a.model_dump() == dumped and a == other, f"the value changed from {dumped} to {a.model_dump()}")
-    agree(again, first, "the same calls twice")
-    agree(replace(s, algorithm=other).run([*COHORT_HISTORY, SCENE_COHORT])[-1], first, "a copy of the value")
+    demand(torch.equal(before, torch.random.get_rng_state()), "the method used PyTorch's global random generator")
+    demand(a.model_dump() == dumped and a == other, f"the method changed from {dumped} to {a.model_dump()}")
+    agree(again, first, "two identical runs give different results")
+    copied = replace(s, algorithm=other).run([*COHORT_HISTORY, SCENE_COHORT])[-1]
+    agree(copied, first, "a copy of the method gives different results")
     agree(
         replace(s, algorithm=a.with_()).run([*COHORT_HISTORY, SCENE_COHORT])[-1],
         first,
-        "the value made anew from its fields",
+        "a method with the same options gives different results",
     )
 
 
@@ -140,17 +141,17 @@ def dropped_is_not_sampled(s: Subject) -> None:
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
     got = play(s.algorithm, scene.fed, scene.state, scene.ids, **options)
     for what, old, new in (("rows", scene.state.rows, got.rows), ("kept row", scene.state.kept, got.kept)):
-        agree(picked(new, lost), picked(old, lost), f"the {what} of a dropped client")
+        agree(picked(new, lost), picked(old, lost), f"the {what} of a client whose upload was lost changed")
     fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options),
         got,
-        "what a dropped client computed counts",
+        "the result depends on the upload of a client whose upload was lost",
         TIGHT_TOLERANCE,
     )
     if not s.algorithm.mixes:
         want = play(s.algorithm, scene.fed, scene.state, [i for i in scene.ids if i != lost], weigher=s.weigher)
-        agree(got, want, "a client dropped and a client not sampled", TIGHT_TOLERANCE)
+        agree(got, want, "a lost upload has another effect than a client that was not sampled", TIGHT_TOLERANCE)
 
 
 def precision(s: Subject) -> None:
@@ -163,11 +164,12 @@ def precision(s: Subject) -> None:
     single, double = (s.run([*COHORT_HISTORY, SCENE_COHORT], problem=p)[-1] for p in problems)
     floats = {name: t for name, t in name_tensors(single.parts()).items() if t.is_floating_point()}
     for name, t in floats.items():
-        demand(t.dtype == torch.float32, f"{name} is {t.dtype} in a run in float32")
+        demand(t.dtype == torch.float32, f"{name} has the type {t.dtype} in a float32 run")
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)  # an int tensor times a number is of the default dtype
-        agree(s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], double, "float64 under another default dtype", 1e-12)
+        sentence = "a float64 run depends on PyTorch's default dtype"
+        agree(s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], double, sentence, 1e-12)
     finally:
         torch.set_default_dtype(default)
     wide = {name: t for name, t in name_tensors(double.parts()).items() if name in floats}
@@ -179,7 +181,7 @@ def precision(s: Subject) -> None:
         tolerance = max(
             tolerance, *(300 * distance(tensors[name], t) for tensors in nearby for name, t in wide.items())
         )
-    agree(narrow, wide, "float32 and float64", tolerance)
+    agree(narrow, wide, "float32 and float64 give different results", tolerance)
 
 
 def resume(s: Subject) -> None:
@@ -189,7 +191,7 @@ def resume(s: Subject) -> None:
     half = s.run(rounds, 2)[-1]
     state = ReferenceState(half.round, *(reload_from_checkpoint(tree) for tree in half[1:]))
     other = replace(s, algorithm=s.algorithm.with_())
-    agree(other.run(rounds, 2, start=state)[-1], whole, "resumed and uninterrupted")
+    agree(other.run(rounds, 2, start=state)[-1], whole, "a resumed run differs from an uninterrupted run")
 
 
 METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
@@ -205,29 +207,29 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
 
 LAW_HINTS = {
     "runs": "repair this line",
-    "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary",
-    "shapes": "a field is a row per client [m, .], or [d] at the server, in the dtype of the model",
-    "row_independence": "compute every row from that client's rows alone: no sum, mean or index over dimension 0",
-    "permutation": "use work.ids and ctx.ids, never a client's place in the cohort",
+    "declarations": "annotate every upload field exactly once, as Mean, Kept or Rows, and exactly one as primary",
+    "shapes": "return one row per client [m, .], or [d] at the server, in the dtype of the model",
+    "row_independence": "compute every row only from the rows of its client: no sum, mean or index over dimension 0",
+    "permutation": "use work.ids and ctx.ids instead of a client's position in the cohort",
     "arguments_unmodified": "clone before an in-place operation, or make a new tensor",
-    "no_state": "keep nothing on self: what a later round needs belongs in rows or in the server's state",
-    "dropped_is_not_sampled": "let the server read the accepted cohort only: up, ctx.ids, ctx.m and ctx.part",
-    "bases": "send new - old of what base names. Let the server add what accumulates times ctx.part",
-    "parts": "let the server read the coordinates of a field's part only",
-    "kept_rows": "set mixes = True if down reads the kept rows",
-    "idle_is_finite": "divide by work.steps.clamp(min=1), or take where_moved(work, new, old)",
-    "idle_is_zero": "take where_moved(work, new, old) of what is sent and kept: without a step nothing changes",
-    "encoding": "define encode, by which attackers send a model that an attack has made: it gives every field of the "
-    "upload that depends on the model; and decode, its inverse, if the primary field is not the model less its base",
-    "translation": "models may be compared and averaged, not measured from zero; if the method refers to the origin, "
-    "as a regulariser does, set family = 'composite' or leave the law out: without=['translation']",
+    "no_state": "do not store anything on self: store values for later rounds in the rows or in the server's state",
+    "dropped_is_not_sampled": "in `server`, use only values of the accepted cohort: up, ctx.ids, ctx.m and ctx.part",
+    "bases": "send the new minus the old value of the base. In `server`, add ctx.part times a field that accumulates",
+    "parts": "in `server`, use only those coordinates of a field that belong to its part",
+    "kept_rows": "set mixes = True if `down` uses the kept rows",
+    "idle_is_finite": "divide by work.steps.clamp(min=1), or use where_moved(work, new, old)",
+    "idle_is_zero": "use where_moved(work, new, old) for uploads and rows, so that they do not change without a step",
+    "encoding": "define `encode`, with which attackers send a forged model: it returns every upload field that depends "
+    "on the model. If the primary field is not the model minus its base, also define `decode`, its inverse",
+    "translation": "use only differences and means of models, not their distance from zero. If the method needs the "
+    "origin, as a regularizer does, set family = 'composite' or omit this law: without=['translation']",
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
-    "resume": "put all that a round needs from the one before into rows or the server's state",
+    "resume": "store everything that the next round needs in the rows or in the server's state",
 }
 """Usual fix for each law that may be violated. The text forms the end of the law's message."""
 
 
-LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
+LAYOUT_HINT = "if the method refers to layers by name, pass layout=MODULE, a module that contains these layers"
 """Usual fix for errors that are caused by the problems on which laws are checked."""
 
 

@@ -99,7 +99,7 @@ def pool_only(s: PartitionCase) -> None:
             strange = dealt.index[~np.isin(dealt.index, allowed)]
             demand(
                 not len(strange),
-                f"{name} has {len(strange)} samples that {what} does not have (first: {strange[:1].tolist()})",
+                f"{name} contains {len(strange)} samples that are not in {what} (first: {strange[:1].tolist()})",
             )
 
 
@@ -108,14 +108,14 @@ def disjoint(s: PartitionCase) -> None:
     for name, dealt in _lists(s.drawn).items():
         samples, counts = np.unique(dealt.index, return_counts=True)
         twice = samples[counts > 1]
-        demand(not len(twice), f"{name} has {len(twice)} samples more than once (first: {twice[:1].tolist()})")
+        demand(not len(twice), f"{name} contains {len(twice)} samples more than once (first: {twice[:1].tolist()})")
 
 
 def tested_apart(s: PartitionCase) -> None:
     """Check that no client trains on a sample of its test part."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
-    demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
+    demand(not len(both), f"{len(both)} test samples are also training samples (first: {both[:1].tolist()})")
 
 
 def seeded(s: PartitionCase) -> None:
@@ -127,9 +127,9 @@ def seeded(s: PartitionCase) -> None:
     with generators_untouched():
         again = s.partition.draw(s.pool, PARTITION_SEED)
     copy = s.partition.with_().draw(s.pool, PARTITION_SEED)
-    for what, other in (("a second draw", again), ("the partition made anew from its fields", copy)):
+    for what, other in (("a second draw with this seed", again), ("a partition with the same options and seed", copy)):
         for name, got, want in zip(Draw._fields, other, s.drawn, strict=True):
-            demand(_same(got, want), f"{what} with the same seed gives another {name}")
+            demand(_same(got, want), f"{what} gives a different {name}")
     demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
 
 
@@ -151,7 +151,7 @@ def prepared(s: PartitionCase) -> None:
     """Check that every sample in a part exists, and that it is prepared with the training part of its client."""
     for part in DATA_PARTS:
         x = s.fed.fetch(s.fed.parts[part].index)
-        demand(s.data.vocabulary or x.isfinite().all(), f"{part} has samples that are not finite")
+        demand(s.data.vocabulary or x.isfinite().all(), f"the {part} part contains samples that are not finite")
     if not isinstance(s.data.prepare, Table) or any(v is not None for v in (s.drawn.noise, s.drawn.views)):
         return
     for client in range(s.fed.n):
@@ -163,19 +163,19 @@ def prepared(s: PartitionCase) -> None:
         worst = (s.fed.fetch(rows) - want).abs().max() if len(rows) else torch.zeros(())
         demand(
             worst <= 1e-5,  # float32, and sums in another order
-            f"rows of client {client} differ by {worst:.3g} from rows scaled by the client's training part",
+            f"rows of client {client} are not scaled by the client's training part (difference {worst:.3g})",
         )
 
 
 PARTITION_LAWS: dict[Callable[[Any], None], str] = {
     _runs: "repair this line",
-    declared: "give int64 arrays, and one entry per client in all that a draw has",
-    pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",
-    disjoint: "deal every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
-    tested_apart: "leave the samples of Draw.test out of Draw.dealt",
-    seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and keep nothing on self",
+    declared: "use int64 arrays, and give every field of Draw one entry per client",
+    pool_only: "assign entries of pool.index, which are positions in the data set, not positions in the pool",
+    disjoint: "assign every sample only once. If clients should overlap, omit this law: without=['disjoint']",
+    tested_apart: "remove the samples of Draw.test from Draw.dealt",
+    seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...), and do not store anything on self",
     _arguments_unmodified: "copy before an in-place operation",
-    prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
+    prepared: "assign the samples of a test part to their clients in Draw.test, so that their clients scale them",
 }
 """All laws of a partition, each with advice on how a violation is usually fixed."""
 

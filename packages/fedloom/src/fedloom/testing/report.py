@@ -122,7 +122,7 @@ def generators_untouched() -> Iterator[None]:
     before = _global_states()
     yield
     for name, state in _global_states().items():
-        demand(state == before[name], f"the global generator of {name} was used. Take the generators that are given")
+        demand(state == before[name], f"the global generator of {name} was used. Use the given generators")
 
 
 def _global_states() -> dict[str, Any]:
@@ -141,6 +141,6 @@ def model_of_laws(layout: Layout, classes: int | None) -> str:
     if classes is not None:
         return f"the network has {classes} classes and the parameters {parameters}"
     return (
-        f"the law's model has the parameters {parameters}; for a method that needs another head, such as one with an "
-        "output per class, give layout=MODULE and the shape= of its samples"
+        f"the test model has the parameters {parameters}. If the method needs a different head, such as one output per "
+        "class, pass layout=MODULE and the shape= of its samples"
     )

@@ -54,13 +54,12 @@ from fedloom.testing.scene import demand
 N, LAW_ROUNDS = 8, 4
 LAW_CLIENT_SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
 CLIENT_STATES_HINT = (
-    "keep what lasts in the states that init returns, and draw from work.rng and ctx.rng, not from global generators"
+    "store values for later rounds in the states that init returns, and draw from work.rng and ctx.rng, not from "
+    "global generators"
 )
-DOWNLOAD_HINT = (
-    "let a client's step read its download, its rows and its work alone, no attribute that other clients change"
-)
+DOWNLOAD_HINT = "in `client`, use only the download, the rows and the work, and no attribute that other clients change"
 WORK_HINT = "take samples, losses and gradients from work, which counts them"
-NUMBERS_HINT = "let what a client computes depend on its rows, samples and streams, not on its number or its place"
+NUMBERS_HINT = "in `client`, do not use the number of a client or its position in the cohort"
 LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
@@ -124,7 +123,7 @@ def a_clock_changes_no_bit(method: object) -> None:
     same_models(
         run_rounds(method, None, Synchronous()),
         run_rounds(method, LogNormal(), Synchronous()),
-        f"devices change a model; {CLIENT_STATES_HINT}",
+        f"the models change if the run has devices; {CLIENT_STATES_HINT}",
     )
 
 
@@ -138,7 +137,7 @@ def whole_cohort(method: object) -> None:
         same_models(
             plain,
             run_rounds(method, Equal(), schedule),
-            f"{schedule!r} is not the synchronous run; {CLIENT_STATES_HINT}",
+            f"{schedule!r} with equal devices differs from the synchronous run; {CLIENT_STATES_HINT}",
         )
 
 
@@ -165,10 +164,10 @@ def nothing_later(method: object) -> None:
         first = min([first, *log[log[:, CLIENT_COLUMN] == client, 2].tolist()])
         uploads_of_runs.append(uploads)
     common = [k for k in uploads_of_runs[0].keys() & uploads_of_runs[1].keys() if k[0] != client and k[1] < first]
-    demand(common and first < 3 * LAW_ROUNDS, "the law has nothing to look at")
+    demand(common and first < 3 * LAW_ROUNDS, "the run contains no upload on which this law can be checked")
     demand(
         all(torch.equal(uploads_of_runs[0][k], uploads_of_runs[1][k]) for k in common),
-        f"an upload uses what came after its dispatch; {DOWNLOAD_HINT}",
+        f"an upload depends on events after the client started to train; {DOWNLOAD_HINT}",
     )
 
 
@@ -185,22 +184,21 @@ def conservation(method: object) -> None:
     messages = 0.25 * len(log) * sum(totals[name] > 0 for name in ("bytes_up", "bytes_down"))
     want = work + totals["bytes_up"] / 2e5 + totals["bytes_down"] / 1e5 + messages
     busy = log[:, BUSY_COLUMN].sum()
-    demand(
-        math.isclose(busy, want, rel_tol=1e-9), f"busy seconds are {busy}, samples and bytes take {want}; {WORK_HINT}"
-    )
+    sentence = f"clients are busy for {busy} s, but their samples and bytes take {want} s"
+    demand(math.isclose(busy, want, rel_tol=1e-9), f"{sentence}; {WORK_HINT}")
     for schedule in (Synchronous(), Deadline(seconds=1.0), OverSelection(factor=2), Buffered(buffer=2)):
         ended = run_rounds(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
         assert ended.job.fleet is not None
         clock, use = clock_of(ended), divide_client_time(clock_of(ended), ended.job.fleet)
         for name, part in (("busy", use.busy), ("idle", use.idle), ("absent", use.absent)):
-            demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero; {WORK_HINT}")
+            demand(bool((part > -1e-9).all()), f"{schedule!r}: a client has negative {name} seconds; {WORK_HINT}")
         log = clock.history()
         for i in range(N):
             client_log = log[log[:, CLIENT_COLUMN] == i]
             client_log = client_log[np.argsort(client_log[:, START_COLUMN])]
             demand(
                 (client_log[1:, START_COLUMN] >= client_log[:-1, END_COLUMN] - 1e-9).all(),
-                f"{schedule!r}: client {i} is at two places; {WORK_HINT}",
+                f"{schedule!r}: client {i} does two tasks at the same time; {WORK_HINT}",
             )
 
 
@@ -216,7 +214,7 @@ def permutation_of_devices(method: object) -> None:
         other[:, CLIENT_COLUMN] = np.array(order)[other[:, CLIENT_COLUMN].astype(int)]
         one, two = (log[np.lexsort((log[:, CLIENT_COLUMN], log[:, VERSION_COLUMN]))] for log in (plain, other))
         alike = one.shape == two.shape and np.allclose(one, two, rtol=1e-9)
-        demand(alike, f"{schedule!r}: the log is not permuted; {NUMBERS_HINT}")
+        demand(alike, f"{schedule!r}: permuting the clients changes their times; {NUMBERS_HINT}")
 
 
 def scale_of_time(method: object) -> None:
@@ -224,10 +222,10 @@ def scale_of_time(method: object) -> None:
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
-        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {CLIENT_STATES_HINT}")
+        same_models(one, four, f"{make(1.0)!r}: slower devices change the models; {CLIENT_STATES_HINT}")
         demand(
             clock_of(four).now == 4 * clock_of(one).now,
-            f"{make(1.0)!r}: the times are not scaled; {CLIENT_STATES_HINT}",
+            f"{make(1.0)!r}: devices that are four times slower do not take four times as long; {CLIENT_STATES_HINT}",
         )
 
 
@@ -239,11 +237,12 @@ def silence(method: object) -> None:
     schedule = Buffered(buffer=2, timeout=limit)
     one, two = (run_rounds(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
     for a, b in zip(one.state.server, two.state.server, strict=True):
-        demand(torch.equal(a, b), f"a device that never answers changes the server; {DOWNLOAD_HINT}")
+        demand(torch.equal(a, b), f"the samples of a device that never answers change the model; {DOWNLOAD_HINT}")
     log = clock_of(one).history()
     lost = log[log[:, FATE_COLUMN] == ReplyOutcome.LOST]
-    demand(0 in lost[:, CLIENT_COLUMN], "the device that never answers is not given up")
-    demand(np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit), "its place is not held until the time-out")
+    demand(0 in lost[:, CLIENT_COLUMN], "a device that never answers is not recorded as lost")
+    held = np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit)
+    demand(held, "a device that never answers does not occupy its slot until the timeout")
 
 
 TIME_LAWS: dict[str, Callable[[Any], None]] = {

@@ -192,7 +192,7 @@ def assign_models(
         what = f"the {one.groups[0][1].about['kind']} model" + (f" of {one.owners[0]}" if client is not None else "")
         if client is None and facts.table is not None:
             what += (
-                ", columns scaled as at the clients on average, because neither a client nor a column of "
+                ", with columns scaled by the medians over the clients, because neither a client nor a column of "
                 "clients is given"
             )
         return one._replace(notes=(what,))

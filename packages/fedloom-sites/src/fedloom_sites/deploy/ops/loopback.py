@@ -130,7 +130,7 @@ class LoopbackDeployment:
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         words = command_words("run", app=self.folder / "server" / APP_FOLDER, file=self._server_file)
-        (self.work / "run.log").unlink(missing_ok=True)  # the log of an earlier run of this server
+        (self.work / "run.log").unlink(missing_ok=True)  # the log of the previous run
         stream = self._start("run", words)
         with stream.log.open() as log:
 

@@ -25,7 +25,7 @@ from fedloom.values import fields_of, make
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.directory import SECRET_FILES, Location, site_files, write_files, write_side
-from fedloom_sites.deploy.ops.plan import further_data_table
+from fedloom_sites.deploy.ops.plan import data_table_for_new_site
 from fedloom_sites.deploy.ops.status import server_file
 from fedloom_sites.deploy.protocol.identity import public_key_line
 from fedloom_sites.deploy.secure.opened import read_checked
@@ -34,7 +34,7 @@ from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
 from fedloom_sites.deploy.server.run import last_round
 from fedloom_sites.deploy.setting_files import read_server, read_site, sha256_hex
-from fedloom_sites.deploy.settings import Member, SecureSettings, Server, SharedSettings, Site, case_twin
+from fedloom_sites.deploy.settings import Member, SecureSettings, Server, SharedSettings, Site, find_case_twin
 from fedloom_sites.deploy.site.approval import check_approved_digest
 from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
 
@@ -80,7 +80,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
     """
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / name
-    if same := case_twin(name, (m.site for m in server.sites)):
+    if same := find_case_twin(name, (m.site for m in server.sites)):
         raise ConfigError(
             f"{folder} already has a site {same}, got {name}. Choose a name that differs in more than capitalization"
         )
@@ -100,7 +100,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
         "fedloom deploy add", Member.model_fields,
     )  # fmt: skip
     members = (*server.sites, member)
-    check_idle(server)  # it creates a lock, so it comes after the checks of the name
+    check_idle(server)  # creates a lock file, so the name is checked first
     document, (done, start) = read_toml(server.experiment, "experiment file"), _last_round_model(server)
     method = document["method"][0]
     method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
@@ -124,8 +124,8 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
     settings |= {"results": f"results/agreement-{number}"}
     agreed = make(Server, settings, "fedloom deploy add", fields_of(Server))
     shared = {field: getattr(agreed, field) for field in SharedSettings.model_fields}
-    data = further_data_table(templates[0]["data"]) if templates else document["data"]
-    about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
+    data = data_table_for_new_site(templates[0]["data"]) if templates else document["data"]
+    about = {"site": name, "client": member.client, "data": data, "server": server.public_address}
     about |= {} if place.memory is None else {"memory": place.memory}
     site = make(Site, {**shared, **about}, name, fields_of(Site))
     common: dict[str, str | bytes] = {
@@ -247,10 +247,10 @@ def accept_agreement(folder: Path, change: Path, digest: str) -> Site:
     new, _, files = check_proposal(folder, change)
     check_approved_digest(new, digest)
     ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
-    if ledger.exists():  # what was released stays released
+    if ledger.exists():  # earlier releases still count
         make_folder(later)
         write_atomic(later / LEDGER, content_of(ledger))
-    for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
+    for name in sorted(files, key=lambda name: name == "site.toml"):  # site.toml last, because it takes effect
         path = {"node-key": before.node_key, "signing-key": before.signing_key}.get(name, folder / name)
         write_atomic(path, files[name])
         if name in SECRET_FILES:

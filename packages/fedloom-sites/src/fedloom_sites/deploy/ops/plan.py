@@ -40,7 +40,7 @@ from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold, safe_threshold
 from fedloom_sites.deploy.secure.vectors import bits_before
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
-from fedloom_sites.deploy.settings import NormBound, case_twin
+from fedloom_sites.deploy.settings import NormBound, find_case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
@@ -157,14 +157,15 @@ def plan_deployment(
         raise ConfigError(
             "if sites bring their own data, fedloom cannot know the number of sites. Add --sites or --names"
         )
-    if agreement is not None and own_data:  # it has all that the coordinator needs
+    if agreement is not None and own_data:  # the agreement describes the samples, so no data are read
         samples = InputSpec.agreed(agreement)
         fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
     else:
         fed = one.partition(one.source.read(data_dir), seed)
-        samples = InputSpec.create(fed.data).with_(span=None)  # which would tell sites a range of the coordinator's
+        # the span would reveal the range of the coordinator's data
+        samples = InputSpec.create(fed.data).with_(span=None)
     check_stream(one.methods[0].setting.resolved(), fed.n)
-    # refuses what does not go together
+    # raises an error if settings cannot be combined
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
@@ -188,7 +189,7 @@ def plan_deployment(
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
     agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "init_from"}
-    algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
+    algorithm = job.setting.method  # sites do not know each other's sizes, so values derived from them are written down
     agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
     return DeploymentPlan(
         name=_safe_folder_name(experiment.head.name),
@@ -312,7 +313,7 @@ def _chosen_method(experiment: Experiment, label: str | None) -> Method:
 def _folder_names(names: Sequence[object]) -> tuple[str, ...]:
     """Return the clients' names as folder names: the names in the data, or site-K."""
     safe = tuple(_safe_folder_name(str(name)) for name in names)
-    plain = any(case_twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
+    plain = any(find_case_twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
     return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
 
 
@@ -331,7 +332,7 @@ def _check_site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
                 "--names: a name consists of letters and digits, and may contain '.', '_' or '-', "
                 f"but not at its start or end, got {name!r}. Change the name"
             )
-        if same := case_twin(name, names[:k]):
+        if same := find_case_twin(name, names[:k]):
             why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
             raise ConfigError(f"--names: {name} {why}. Change one of the names")
     return tuple(names)
@@ -360,7 +361,7 @@ def _remove_file_paths(one: Experiment) -> dict[str, Any]:
 def _data_table_of_site(one: Experiment) -> dict[str, Any]:
     """Return the [data] table of a site with its own data: a file named as in the experiment, next to its settings."""
     path, options = getattr(one.source, "path", None), _remove_file_paths(one)
-    if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
+    if isinstance(one.source, TableSource):  # columns were agreed on, and the file format is detected
         options = {k: v for k, v in options.items() if k not in SINGLE_TABLE_OPTIONS} | one.source.targets
         if "target" not in options:
             with one.source.open() as raw:
@@ -368,7 +369,7 @@ def _data_table_of_site(one: Experiment) -> dict[str, Any]:
     return options | ({} if path is None else {"path": Path(path).name})
 
 
-def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
+def data_table_for_new_site(options: dict[str, Any]) -> dict[str, Any]:
     """Return the [data] table for an additional site, without values that apply only to another site's file."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
         options = {k: v for k, v in options.items() if k not in SINGLE_TABLE_OPTIONS}

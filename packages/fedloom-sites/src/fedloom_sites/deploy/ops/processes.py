@@ -62,7 +62,7 @@ class ManagedProcess:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-    def bury(self) -> None:
+    def collect_exit_status(self) -> None:
         """Collect the exit status of an ended process, so that its group disappears with its last process."""
         self._popen.poll()
 
@@ -131,7 +131,7 @@ class ManagedProcesses:
                 self._reaper.stdin.close()
             while self._reaper.poll() is None:
                 for process in self.started:
-                    process.bury()
+                    process.collect_exit_status()
                 time.sleep(0.02)
             self._reaper = None
         for process in self.started:

@@ -163,7 +163,7 @@ def status_of(server: Server) -> dict[str, Any]:
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
     members, document = {m.client: m.site for m in server.sites}, _read_experiment_file(server.experiment)
     scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
-    with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
+    with suppress(OSError, KeyError, pa.ArrowException):  # the files are missing or damaged
         scores = site_table(server.results / "metrics.parquet", members)
         means = mean_table(server.results / "metrics.parquet")
     sizes = more.get("sizes", [])
@@ -344,7 +344,8 @@ def _disk_usage(server: Server) -> dict[str, int]:
     places = {"checkpoints": server.checkpoints, "database": server.database, "results": server.results}
 
     def files(path: Path) -> Iterator[Path]:
-        yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))  # a database has files beside it
+        # SQLite stores additional files next to a database
+        yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))
 
     sizes = {name: sum(map(_folder_bytes, files(path))) for name, path in places.items()}
     folder = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))

@@ -51,7 +51,7 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
     """
     rows: dict[str, dict[str, Any]] = {}
     losses = [r for r in _read_metrics(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
-    counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
+    counts = Counter((r["model"], r["round"]) for r in losses)  # empty if the server receives only sums
     totals = _read_metrics(
         metrics, [*(f"{name}/{mean}" for name in SUMMARY_METRICS for mean in MEAN_NAMES), "loss/sites"]
     )

@@ -126,7 +126,7 @@ class ReplyChecks:
                 draft = step(self, draft)
         except RejectedReply:
             raise
-        except Exception as error:  # whatever else cannot be read counts as little as the rest
+        except Exception as error:  # a reply must never stop the server
             raise RejectedReply(3, f"the reply cannot be read ({type(error).__name__})") from error
         head = draft.head
         return ValidReply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
@@ -153,14 +153,14 @@ class ReplyChecks:
                 f"is {need}. The state before the round is saved. Run the command again to continue",
             )
 
-    def _no_error(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_no_error(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.message.has_error():
             error = draft.message.error
             sentence = re.sub(WRAPPED_ERROR_PATTERN, r"\2", str(error.reason), flags=re.DOTALL)
             raise RejectedReply(2, f"error {error.code} from the node: {sentence}")
         return draft
 
-    def _read(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _read_envelope(self, draft: _ReplyDraft) -> _ReplyDraft:
         """Check the envelope of a reply (step 3), and return the reply with its contents.
 
         A different release is reported before the other fields are checked.
@@ -177,7 +177,7 @@ class ReplyChecks:
         except WireError as error:
             raise RejectedReply(3, str(error)) from None
 
-    def _identify(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_identity(self, draft: _ReplyDraft) -> _ReplyDraft:
         head, pending = draft.head, draft.pending
         wanted = {
             "protocol": PROTOCOL_VERSION,
@@ -202,14 +202,14 @@ class ReplyChecks:
             raise RejectedReply(4, f"the signature was not made with the key of client {client}")
         return draft
 
-    def _no_refusal(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_not_rejected(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.head["status"] == UNABLE_STATUS:
             raise UnableReply(draft.head["reason"])
         if draft.head["status"] != "ok":
             raise RejectedReply(2, f"the site rejected the message: {draft.head['reason']}")
         return draft
 
-    def _data(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_greeting(self, draft: _ReplyDraft) -> _ReplyDraft:
         if draft.pending.kind == "hello":
             self.check_data(draft.head)
         return draft
@@ -229,7 +229,7 @@ class ReplyChecks:
         if not re.fullmatch(rf"[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}", head["figures"]):
             raise RejectedReply(9, f"figures must be hexadecimal digits, got {head['figures'][:60]!r}")
 
-    def _decode(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _decode_arrays(self, draft: _ReplyDraft) -> _ReplyDraft:
         pending, arrays = draft.pending, draft.envelope.arrays
         if pending.kind == "hello":
             return draft
@@ -246,7 +246,7 @@ class ReplyChecks:
         except WireError as error:
             raise RejectedReply(6, str(error)) from None
 
-    def _finite(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_finite(self, draft: _ReplyDraft) -> _ReplyDraft:
         value = draft.value
         if draft.is_round and value is not None:
             parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
@@ -254,7 +254,7 @@ class ReplyChecks:
                 raise RejectedReply(8, "the arrays contain NaN or infinite numbers")
         return draft
 
-    def _counts(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_counts(self, draft: _ReplyDraft) -> _ReplyDraft:
         if not draft.is_round:
             return draft
         assert self._sizes is not None
@@ -270,7 +270,7 @@ class ReplyChecks:
             raise RejectedReply(9, f"work must be three counts, got {str(work)[:60]}")
         return draft
 
-    def _metrics(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _keep_valid_metrics(self, draft: _ReplyDraft) -> _ReplyDraft:
         """Remove values that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
@@ -287,7 +287,7 @@ class ReplyChecks:
                 metrics[key] = float(number)
         return draft._replace(metrics=metrics)
 
-    def _length(self, draft: _ReplyDraft) -> _ReplyDraft:
+    def _check_norms(self, draft: _ReplyDraft) -> _ReplyDraft:
         """Check the norms of the upload's fields, with the model as its difference from the download (step 11)."""
         if not isinstance(draft.value, Upload):
             return draft
@@ -334,16 +334,16 @@ class ReplyChecks:
     STEPS: ClassVar[
         Sequence[tuple[int, str, Callable[[ReplyChecks, _ReplyDraft], _ReplyDraft]]]
     ] = (  # 1: `check` itself, the message that it answers is known
-        (2, "no error of the node", _no_error),
-        (3, "records, fields and bytes of its kind", _read),
-        (4, "release, experiment, kind, round, nonce, client, digest and signature", _identify),
-        (2, "no rejection by the site", _no_refusal),
-        (9, "in a greeting, the experiment's columns and possible numbers of samples", _data),
-        (5, "number, names, sizes, headers, types and order of the arrays (5 to 7)", _decode),
-        (8, "finite numbers", _finite),
-        (9, "the declared number of samples, and possible counts of work", _counts),
-        (10, "metrics of the run, within their bounds", _metrics),
-        (11, "the length of the difference, and the range of every number of a field", _length),
+        (2, "no error of the node", _check_no_error),
+        (3, "records, fields and bytes of its kind", _read_envelope),
+        (4, "release, experiment, kind, round, nonce, client, digest and signature", _check_identity),
+        (2, "no rejection by the site", _check_not_rejected),
+        (9, "in a greeting, the experiment's columns and possible numbers of samples", _check_greeting),
+        (5, "number, names, sizes, headers, types and order of the arrays (5 to 7)", _decode_arrays),
+        (8, "finite numbers", _check_finite),
+        (9, "the declared number of samples, and possible counts of work", _check_counts),
+        (10, "metrics of the run, within their bounds", _keep_valid_metrics),
+        (11, "the length of the difference, and the range of every number of a field", _check_norms),
         (1, "in time", _check_time),
         (12, "one reply of a client", _reject_repeated),
     )

@@ -182,13 +182,13 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         answered > MAX_ROUND_MODELS,
         f"{TRIED_MODEL_COUNT} models in one round",
-        f"a site answers {site.site.models_per_round} models of a round (models_per_round)",
+        f"a site answers requests for at most {site.site.models_per_round} models per round (models_per_round)",
         f"{answered} answers to models that the server chose",
         f"{answered} answers",
     )
 
 
-def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
+def trigger_alarms(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of repeated and rejected messages, about which the site should raise an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
@@ -264,7 +264,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(small),
         f"cells of {', '.join(agreed)} with few patients of this site",
-        f"a site answers zero for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
+        f"a site answers zeros for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
         f"cells with fewer than {DEFAULT_MIN_SUBJECTS} patients: {', '.join(small)}",
     )
 
@@ -376,7 +376,7 @@ MESSAGE_ATTACKS: Sequence[tuple[str, Any]] = (
     ("crafted questions of analyses", ask_crafted_questions),
     ("malformed messages", send_bad_messages),
     ("oversized message", send_huge_message),
-    ("repeated and rejected messages", repeat_and_be_refused),
+    ("repeated and rejected messages", trigger_alarms),
     ("disguised names in a table", read_disguised_names),
     ("oversized table", read_oversized_table),
 )

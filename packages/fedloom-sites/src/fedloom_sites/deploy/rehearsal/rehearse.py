@@ -52,9 +52,9 @@ def rehearse_attacks(site: Site) -> Iterator[AttackRow]:
 
 def _play_attack(copies: RehearsedSite, attack: Callable[[RehearsedSite], AttackOutcome]) -> AttackOutcome:
     try:
-        with redirect_stderr(io.StringIO()), isolate_torch_settings(copies.site.threads):  # the copies' logs
+        with redirect_stderr(io.StringIO()), isolate_torch_settings(copies.site.threads):  # copies log to stderr
             return attack(copies)
     except InapplicableAttack as error:
         return AttackOutcome("not tried", "", "", str(error))
-    except Exception as error:  # whatever it is, the attack has shown nothing
+    except Exception as error:  # an attack that fails does not show that the site is protected
         return AttackOutcome("OPEN", "the attack ended with an error", "unknown", sentence_of(error))

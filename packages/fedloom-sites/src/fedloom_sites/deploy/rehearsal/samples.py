@@ -292,19 +292,19 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     differing, questions, end = 0, 0, time.monotonic() + QUESTION_SECONDS
     for download in craft_questions(rogues[0], rows):
         questions += 1
-        differing += len({_see_answer(site, rogue, download) for rogue in rogues}) > 1
+        differing += len({_observe_answer(site, rogue, download) for rogue in rogues}) > 1
         if time.monotonic() > end:
             break
     return judge_attack(
         differing > 0,
-        f"{questions} crafted models, to the site with one sample and with another in its place",
-        "a rejection, its sentence and its length depend only on the message",
+        f"{questions} crafted models, sent to two copies of the site that differ in one sample",
+        "a rejection, its text and its length depend only on the message",
         f"{differing} of {questions} answers tell the two samples apart",
         f"0 of {questions} answers differ",
     )
 
 
-def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
+def _observe_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tuple[Any, ...]:
     """Return everything that a server can observe of the answer to a model before any sum is opened."""
     before = len(rogue.refused)
     length = ask_upload(site, rogue, 1, download)

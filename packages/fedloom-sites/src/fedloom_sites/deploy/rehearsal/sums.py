@@ -96,7 +96,7 @@ def confirm_survivors(session: RogueSession, survivors: Collection[int]) -> None
             session.vectors[c] = signature + session.vectors[c][SIGNATURE_BYTES:]
 
 
-def move_little(row: Tensor, times: int) -> Tensor:
+def nudge_model(row: Tensor, times: int) -> Tensor:
     """Return a model in which each number is increased by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
@@ -138,7 +138,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
         bool(opened),
         f"sums in which 1 to {agreed.threshold - 1} of {site.clients} sites have samples",
         f"a sum needs {agreed.threshold} sites with samples",
-        f"what this site sends, as sums of {sorted({*opened})} sites were opened",
+        f"sums that contain this site and only {sorted({*opened})} sites with samples",
     )
 
 
@@ -156,11 +156,10 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
     confirm_survivors(session, site.other_clients)
     for c in site.other_clients:
         session.open(c, site.other_clients)
-    learned_sums += ["two sums of one round, whose difference is this site's"] if first and session.is_open else []
+    learned_sums += ["two sums of one round that differ by this site's upload"] if first and session.is_open else []
     return judge_attack(
         bool(learned_sums),
-        f"{agreed.threshold} drop-outs and lists of survivors of 1 to {agreed.threshold - 1} sites, "
-        "and two different lists",
+        f"lists of survivors with 1 to {agreed.threshold - 1} sites, and two different lists",
         f"a sum needs {agreed.threshold} sites, and a session accepts one list",
         ", ".join(learned_sums),
     )
@@ -191,8 +190,8 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(learned_sums),
         f"sums in which this site has up to {HEAVY_SHARES[-1]:.0%} of the samples",
-        f"a site has at most {agreed.max_share:.0%} of a sum (max_share)",
-        f"a sum of which this site is {max(learned_sums, default=0):.0%}",
+        f"no site may have more than {agreed.max_share:.0%} of the weight of a sum (max_share)",
+        f"a sum in which this site has {max(learned_sums, default=0):.0%} of the weight",
     )
 
 
@@ -236,7 +235,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
     for k, clients in enumerate(cohorts):
         if k and k % rounds == 0:
             rogue = site.later_rogue(k // rounds, memory)
-        session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
+        session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(nudge_model(first, k)), clients=clients)
         rows += [{("uploads", c): 1.0 for c in clients}] if session.is_open else []
         if time.monotonic() > end:
             break
@@ -266,11 +265,11 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
-    tried = f"{len(cohorts)} sums with nearly the same model, each without another of the other sites"
-    learned = "what this site sends, as the rest of all differences"
+    tried = f"{len(cohorts)} sums with nearly the same model, each without a different one of the other sites"
+    learned = "this site's uploads, computed from differences of sums"
     if is_alone and site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each round")
-    rule = f"{agreed.steady_sites} sites of every sum have never been absent (steady)"
+    rule = f"every sum contains at least {agreed.steady_sites} sites that were never absent (steady)"
     return judge_attack(is_alone, tried, rule, learned)
 
 

@@ -102,7 +102,7 @@ class AnalysisServer:
         except SumTooLarge:
             if not may_retry:
                 raise
-            return nothing, Info(len(clients), 0, len(clients), 0), clients  # too long a step, which no site is asked
+            return nothing, Info(len(clients), 0, len(clients), 0), clients  # the step is too long, so no site is asked
         terms = common.with_(question=AnalysisStep.create(name, place, question.encode()))
         got = self._sites.analysis_sum(terms, form, self._request, clients)
         if got.total is None:

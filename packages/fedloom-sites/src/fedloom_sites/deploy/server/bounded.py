@@ -56,7 +56,7 @@ def pull_replies(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
         limits: maximum number of bytes in a reply, keyed by the ID of the message that it answers.
     """
     client = connection_of(grid)
-    if client is None:  # not over a network: a message is there already
+    if client is None:  # without a network, the replies are already in memory
         return list(grid.pull_messages([*limits]))
     node, run_id = cast(Any, grid).node, grid.run.run_id
     fetch = make_pull_object_fn_protobuf(pull_object_protobuf=client.PullObject, node=node, run_id=run_id)

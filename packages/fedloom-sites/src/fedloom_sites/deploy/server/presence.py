@@ -58,7 +58,7 @@ class NodePresence(NodeRegister):
         """Fix the sites' numbers of samples. Changes after that are rejected."""
         self._fixed = True
 
-    def strangers(self, nodes: Iterable[int]) -> list[int]:
+    def find_strangers(self, nodes: Iterable[int]) -> list[int]:
         """Return the connected nodes to greet, and forget nodes that have left or have failed to answer too often."""
         here, now = set(nodes), time.monotonic()
         self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
@@ -90,11 +90,11 @@ class NodePresence(NodeRegister):
         """Ignore a rejected node for some time."""
         self._refused[node] = reason, time.monotonic() + self._patience
 
-    def answered(self, node: int) -> None:
+    def record_answer(self, node: int) -> None:
         """Record that a node has answered, so that the server waits for it again."""
         self._mute.pop(node, None)
 
-    def silent(self, node: int) -> bool:
+    def mark_silent(self, node: int) -> bool:
         """Stop waiting for a node that has not answered in time, and return True if it was not yet mute.
 
         The result is False for a node that was already mute.
@@ -111,7 +111,7 @@ class NodePresence(NodeRegister):
         """
         return max(MIN_SLOW_SECONDS, self._pace * median(times)) if times else inf
 
-    def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
+    def find_slow_client(self, took: Mapping[int, float]) -> tuple[int, float] | None:
         """Return the client that delayed a round and the other clients' median time in seconds, or None if none did.
 
         Args:

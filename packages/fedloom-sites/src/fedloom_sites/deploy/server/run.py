@@ -238,8 +238,8 @@ class _Run(Hooks):
         self._transport = Transport(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
         secure, self.robust_losses = settings.secure, True
-        self._streams = isinstance(experiment.methods[0].setting.schedule, Stream)  # no round of messages to all
-        no_place = secure is not None and secure.scores == "per-site"  # in a masked sum
+        self._streams = isinstance(experiment.methods[0].setting.schedule, Stream)  # sites get messages one by one
+        no_place = secure is not None and secure.scores == "per-site"  # masked sums contain no scores of single sites
         self.scores_with_training = not (no_place or self._streams)
 
     def go(self) -> Stop:
@@ -253,7 +253,7 @@ class _Run(Hooks):
         except RunStopped as error:
             stop, detail, diverged = error.reason, error.detail, None
         except FedloomError as error:
-            with suppress(CheckpointError):  # the disk of the log may be full as well
+            with suppress(CheckpointError):  # the disk with the log may also be full
                 self._audit.write("stop", reason=str(error))
             raise
         else:
@@ -326,7 +326,7 @@ class _Run(Hooks):
         setting, t = self._job.setting, state.round + 1
         noise, limit = find_accounted_noise(setting.upload_transform, setting.aggregator), self._settings.epsilon
         try:
-            if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
+            if isinstance(noise, GaussianNoise | SharedMean):  # each site has its own ledger
                 after = largest_epsilon(noise, setting.sampler, state.uploads + 1, t)
                 if limit is not None and after > limit:
                     raise Refused(f"round {t} would raise epsilon to {after:.4g}, but the limit is {limit:.4g}")

@@ -60,13 +60,18 @@ class Transport:
         self.checks = ReplyChecks(settings, self._keys)
         self.figures = [""] * settings.clients
         self.presence = NodePresence(
-            self.members, settings.clients, settings.patience, settings.absent_after, settings.pace, self._met()
+            self.members,
+            settings.clients,
+            settings.patience,
+            settings.absent_after,
+            settings.pace,
+            self._known_clients(),
         )
         self._overdue: dict[str, tuple[PendingRequest, float]] = {}
         self._posted: dict[str, tuple[PendingRequest, float]] = {}
         self._unable = set[int]()
 
-    def _met(self) -> dict[int, int]:
+    def _known_clients(self) -> dict[int, int]:
         """Return the client of each node with a logged reply, so that a site has a name before it answers again."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
         names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
@@ -153,7 +158,7 @@ class Transport:
         """Return greetings for unknown nodes that have no pending greeting."""
         nodes = call_with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
-        return [SiteRequest("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
+        return [SiteRequest("hello", None, node=n) for n in self.presence.find_strangers(nodes) if n not in greeted]
 
     def collect_replies(
         self, round: int, requests: dict[int, SiteRequest], need: int, wanted: Collection[int] = ()
@@ -212,7 +217,7 @@ class Transport:
             Accepted replies, and the clients whose replies were rejected.
         """
         start = time.monotonic()
-        open_requests = self._push(round, requests)
+        open_requests = self._send_requests(round, requests)
         good: dict[int, ValidReply] = {}
         bad: set[int] = set()
         took: dict[str, dict[int, float]] = {pending.kind: {} for pending in open_requests.values()}
@@ -248,7 +253,7 @@ class Transport:
 
     def _name_slow(self, round: int, kind: str, took: Mapping[int, float]) -> None:
         """Log which site delayed a round."""
-        slow = self.presence.slow_one(took)
+        slow = self.presence.find_slow_client(took)
         if slow is not None and kind != "hello":
             client, usual = slow
             site = self.members[client].site
@@ -259,7 +264,7 @@ class Transport:
                 "slow", kind=kind, round=round, client=client, site=site, seconds=took[client], others=usual
             )
 
-    def _push(self, round: int, requests: Sequence[SiteRequest]) -> dict[str, PendingRequest]:
+    def _send_requests(self, round: int, requests: Sequence[SiteRequest]) -> dict[str, PendingRequest]:
         """Send requests, and return those that are open, keyed by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
@@ -274,7 +279,7 @@ class Transport:
     def post(self, round: int, requests: Sequence[SiteRequest]) -> None:
         """Send requests whose replies `arrived` will return later."""
         self.presence.round, now = max(self.presence.round, round), time.monotonic()
-        self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
+        self._posted |= {id_: (pending, now) for id_, pending in self._send_requests(round, requests).items()}
 
     @property
     def awaited(self) -> set[int]:
@@ -346,7 +351,7 @@ class Transport:
 
         The server no longer waits for this node.
         """
-        if self.presence.silent(pending.node):
+        if self.presence.mark_silent(pending.node):
             name = self.presence.name(pending.node)
             self._say(
                 f"fedloom: {name} does not answer ({pending.kind}: {why}). The server continues "
@@ -379,7 +384,7 @@ class Transport:
         except RejectedReply as error:
             bad |= self._reject(error, id_, pending, overdue is not None, reply.has_error())
             return
-        self.presence.answered(pending.node)
+        self.presence.record_answer(pending.node)
         if overdue is None:
             good[accepted.client] = accepted
         note = make_printable(accepted.head["reason"])
@@ -402,7 +407,7 @@ class Transport:
             self._audit.write("rejected", **facts)
             return set()
         if isinstance(error, LateReply):
-            self.presence.answered(pending.node)
+            self.presence.record_answer(pending.node)
         if pending.kind == "hello" and not lost:
             self.presence.refuse(pending.node, error.reason)
         self._say(f"fedloom: refuses {self.presence.name(pending.node)} ({pending.kind}): {error.reason}")

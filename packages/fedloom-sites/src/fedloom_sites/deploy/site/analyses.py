@@ -147,10 +147,10 @@ class SiteAnalyses:
                 )
             rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
-            if clipped and self._trainer.site.secure is not None:  # a sum would show the sites with other numbers
+            if clipped and self._trainer.site.secure is not None:  # a masked sum does not show which sites clipped
                 raise Refused(f"{clipped} numbers in the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
-        except Exception as error:  # whatever it is, the error depends on rows, and so must not show
+        except Exception as error:  # any error depends on the rows, so the server must not notice it
             self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
             return SiteAnswer(form.zeros, SILENT_COUNTS)
 
@@ -160,7 +160,7 @@ class SiteAnalyses:
         Raises:
             PublicReason: the message is not a result, or the analysis was not agreed on.
         """
-        _ = self.agreed  # its bits follow from the run, which is not read where sentences may leave
+        _ = self.agreed  # builds the run, which is not allowed in a `publish_reasons` block
         with publish_reasons():
             name, content = _read_result(message)
             self._agreed(name)
@@ -271,7 +271,7 @@ class SiteAnalyses:
             record = self._memory()
             salt, columns = bytes.fromhex(record["salt"]), columns_digest(one.schema)
             name = f"{self._trainer.site.fingerprint} {one.name}"
-            for old in record.pop("snapshots", ()):  # of an earlier version
+            for old in record.pop("snapshots", ()):  # written by an earlier version of fedloom
                 earlier = {"set": digest_of(["".join(old).encode()]), "of": "", "answered": True}
                 record.setdefault("sets", {})[earlier["set"]] = {"columns": columns, "subjects": old}
                 record.setdefault("verdicts", []).append(earlier)

@@ -83,7 +83,7 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
             the samples that were used before, or the list of names is damaged.
     """
     if site.snapshot is not None or not (remembers_answers or site.secure is not None or site.epsilon is not None):
-        return  # `declare` has checked the source of a snapshot
+        return  # `declare_snapshot` has checked the source of a snapshot
     folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
     source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
     with lock_folder(folder):

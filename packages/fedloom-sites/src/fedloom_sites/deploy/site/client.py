@@ -114,9 +114,9 @@ class Client:
                 with publish_reasons():
                     held.enter_context(self._memory.open())
                 self._watch_samples()
-                more, arrays, metrics = self._act(envelope)
+                more, arrays, metrics = self._answer_envelope(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
-        except Exception as error:  # the server gets the sentence, and logs it
+        except Exception as error:  # the reply contains the message, and the server logs it
             reason = public = sentence_of(error)
             cause, status = error.__cause__ if isinstance(error, PublicReason) else error, "refused"
             if not isinstance(error, PublicReason if secret else (PublicReason, *VALUE_FREE_ERRORS)):
@@ -128,10 +128,10 @@ class Client:
         more["digest"] = digest_of(arrays)
         try:
             self._note_sent(head, more, arrays, metrics, reason)
-        except CheckpointError as error:  # what cannot be noted does not leave
+        except CheckpointError as error:  # nothing leaves the site without an entry in the log
             more, arrays, metrics = {"status": UNABLE_STATUS, "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
             more["digest"] = digest_of(arrays)
-        return self._signed(head, more, arrays, metrics)
+        return self._sign_reply(head, more, arrays, metrics)
 
     def _note_sent(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None,
@@ -158,10 +158,10 @@ class Client:
         try:
             has_questions = t == self.trainer.rounds and not self.trainer.private
             return count_questions(self.trainer.experiment) if has_questions else 0
-        except FedloomError:  # the experiment cannot be read, and every message is refused
+        except FedloomError:  # the experiment cannot be read, so the site rejects every message
             return 0
 
-    def _signed(
+    def _sign_reply(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
     ) -> RecordDict:
         kind, round, nonce = about.get("kind", "hello"), about.get("round", 0), about.get("nonce", b"")
@@ -206,7 +206,7 @@ class Client:
             if not self._has_named_data or kind == "analysis":
                 try:
                     check_data_name(site, remembers_answers=kind == "analysis")
-                except Refused as error:  # which names data of other agreements
+                except Refused as error:  # the message names data of other agreements
                     self.trainer.log_privately(sentence_of(error))
                     raise Refused(
                         f"site {site.site} does not accept the data_name of the agreement. At the site, run: fedloom "
@@ -268,7 +268,7 @@ class Client:
         else:
             self._memory.notes.append(f"{what}. The run continues with the new samples")
 
-    def _act(self, envelope: Envelope) -> Answer:
+    def _answer_envelope(self, envelope: Envelope) -> Answer:
         if envelope.head["kind"] == "hello":
             if day := check_snapshot(self.site):
                 self._memory.notes.append(f"site {self.site.site} reads its snapshot of {day}")

@@ -75,7 +75,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
         return
     work = job.work(t, ids)
     for part in job.oracle.layout.tree(work.full_grad(row) - decay_of(work, row)).values():
-        if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or rows of tokens
+        if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or a matrix with one column for each token
             continue
         if float((part[0].flatten(1) == 0).all(1).double().mean()) > most:
             raise RefusedModel(

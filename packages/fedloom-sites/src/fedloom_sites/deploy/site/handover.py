@@ -91,11 +91,11 @@ def main(words: list[str]) -> None:
     Args:
         words: the site's TOML file, followed by the command of its network process or any other command.
     """
-    os.environ[OWNER_VARIABLE] = str(os.getpid())  # of the command too, which takes the place of this program
+    os.environ[OWNER_VARIABLE] = str(os.getpid())  # also the ID of the command, which replaces this program
     try:
         file = Path(words[0]).resolve()
         _ProcessStart(file, state_folder(file), os.getpid()).attempt(wait=START_SECONDS)
-    except (FedloomError, OSError) as error:  # the first message reports it too
+    except (FedloomError, OSError) as error:  # the answer to the first message also reports this error
         sys.stderr.write(f"fedloom: {error}\n")
     if SECRET_OPTION in words:
         try:

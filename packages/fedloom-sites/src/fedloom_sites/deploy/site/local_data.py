@@ -74,7 +74,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
         data = keep_group_columns(local.source, experiment.kept_columns).read(site.data_dir)
-    except ConfigError as error:  # it may quote the first row of a file without a header
+    except ConfigError as error:  # the message may quote the first row of a file without a header
         raise DataError(str(error)) from error
     except NoSamples:
         raise
@@ -103,7 +103,7 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
         positions=samples.each and not samples.vocabulary,
     )  # fmt: skip
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
-    parts = {  # one number that stands for all: a site may claim as many samples as it likes
+    parts = {  # expand stores one number for all samples, because a site may claim any number of samples
         part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets_of_sizes(column))
         for part, column in zip(DATA_PARTS, counts.T, strict=True)
     }
@@ -133,7 +133,7 @@ def check_samples(site: Site, data: Dataset) -> None:
                 f"{site.site}: mean and std of [data] are {scaling}, but the experiment has {wanted}. "
                 "Set the same values"
             )
-        if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
+        if not came_as_bytes(data) or not site.samples.pixels:  # noise may have been added to bytes
             site.samples.samples(data.x, site.site, data.original_dtype)
 
 

@@ -76,7 +76,7 @@ def load_raw_model(folder: Path, kind: str | None = None) -> TrainedModel:
     one = _choose_model(folder, kind)
     site, experiment = one.site, read_agreed(one.site)
     facts, scaling = site.samples, None
-    if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
+    if facts.table is not None:  # the site's own markers of missing cells, in addition to the agreed ones
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
         facts = facts.with_(table=facts.table.with_(missing=markers))
     trained = _load_trained(one, experiment)

@@ -37,6 +37,6 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
     try:
         inputs = inputs_of(blank.replace_shares(job.alpha), down, task)
         upload: Fields = run_client_step(blank, inputs, inputs.work.idle())[0]
-    except Exception:  # the message alone decides: no sample was read
+    except Exception:  # the error depends only on the message, because no sample was read
         upload = rebuild_rows(idle, [torch.zeros_like(field) for field in idle])
     return rebuild_rows(upload, [field.nan_to_num(0.0, 0.0, 0.0) for field in upload])

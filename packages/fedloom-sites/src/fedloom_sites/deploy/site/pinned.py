@@ -54,7 +54,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
     interpreter = f"exec {shlex.quote(sys.executable)} -P -m {__name__}"
     _write_file(programs / CLIENT_PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
     parent = os.getpid()
-    gc.freeze()  # the collector touches no page of what is there now
+    gc.freeze()  # keeps the garbage collector from writing to the shared pages
     if (child := os.fork()) > 0:
         return child
     try:
@@ -64,7 +64,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # it ends by a signal, or because the network process has ended
+        os._exit(1)  # the program never returns normally: it ends by a signal or with the network process
 
 
 def run_network(words: Sequence[str], folder: Path) -> None:
@@ -110,7 +110,7 @@ def main() -> None:
     }
     program = task_program()
     for name, function in instead.items():
-        getattr(program, name)  # a release of Flower without it is not the one that this was written for
+        getattr(program, name)  # fails if a new release of Flower does not have this function
         setattr(program, name, function)
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--runtime-api-address", required=True)
@@ -119,7 +119,7 @@ def main() -> None:
     program.run_clientapp(
         words.runtime_api_address,
         token=try_obtain_flwr_app_token(words),
-        insecure=True,  # on loopback, under the secret that the site's processes share
+        insecure=True,  # loopback only, protected by the secret that the site's processes share
         parent_pid=words.parent_pid,
     )
 

@@ -43,7 +43,7 @@ class StateGeneration(NamedTuple):
 
     Attributes:
         round: round that produced the state.
-        base: accepted round from which the state was computed. 0 means the template.
+        base: accepted round from which the state was computed. 0 means the initial state.
         digest: digest of the download from which the state was computed.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
             were sent.
@@ -87,12 +87,12 @@ class SiteState:
             yield
 
     def settle(self, accepted: int) -> StateGeneration | None:
-        """Return the generation that the server accepted, or None (which means the template) if none was accepted.
+        """Return the generation that the server accepted, or None (for the initial state) if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores all other pending generations. If the
         accepted generation is missing (because of a damaged file or a lost disk), the last accepted generation that is
-        available replaces it, otherwise the template. In both cases, `notes` gets a sentence about it. The newest
-        accepted state that is available stays on the disk together with its model.
+        available replaces it, otherwise the initial state. In both cases, a sentence about it is added to `notes`. The
+        newest accepted state that is available stays on the disk together with its model.
 
         Raises:
             ServerRewound: the server went back, but not to the previously accepted round.
@@ -117,7 +117,7 @@ class SiteState:
                 )
             before = current if accepted > current else 0
             held = held if state is None else state.round
-            self._note(ACCEPTED_FILE, accepted=accepted, previous=before, held=held)
+            self._write_note(ACCEPTED_FILE, accepted=accepted, previous=before, held=held)
         return state
 
     def accepted(self) -> tuple[int, int]:
@@ -137,16 +137,16 @@ class SiteState:
 
     def _accepted_rounds(self) -> tuple[int, int, int]:
         """Return the last two accepted rounds and the last one with a stored state, with 0 for a missing round."""
-        accepted, previous, held = self._noted(ACCEPTED_FILE, int, "accepted", "previous", "held") or (0, 0, 0)
+        accepted, previous, held = self._read_note(ACCEPTED_FILE, int, "accepted", "previous", "held") or (0, 0, 0)
         return accepted, previous, held
 
-    def _note(self, name: str, **facts: object) -> None:
+    def _write_note(self, name: str, **facts: object) -> None:
         """Write a small file to the folder, with a reference to its experiment and client."""
         make_folder(self.folder)
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
-    def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
-        """Return the content of a `_note` file, or None if it is missing, damaged or from another experiment."""
+    def _read_note(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
+        """Return the content of a `_write_note` file, or None if it is missing, damaged or from another experiment."""
         try:
             entry = json.loads(check_regular_file(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
@@ -166,18 +166,18 @@ class SiteState:
 
         If no digest is stored yet, this one is stored.
         """
-        noted = self._noted(SAMPLES_FILE, str, "samples")
+        noted = self._read_note(SAMPLES_FILE, str, "samples")
         if noted is None:
             self.note_samples(samples)
         return None if noted in (None, (samples,)) else noted[0]
 
     def note_samples(self, samples: str, days: Sequence[str] = ()) -> None:
         """Store the digest of the site's samples for `changed`, and the days on which the samples have changed."""
-        self._note(SAMPLES_FILE, samples=samples, days=[*days])
+        self._write_note(SAMPLES_FILE, samples=samples, days=[*days])
 
     def days_of_changes(self) -> list[str]:
         """Return the days on which the samples have changed, once for every change."""
-        noted = self._noted(SAMPLES_FILE, list[str], "days")
+        noted = self._read_note(SAMPLES_FILE, list[str], "days")
         return [] if noted is None else noted[0]
 
     def answered(self, round: int, base: int, digest: str) -> StateGeneration | None:

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class TrainedRound(NamedTuple):
-    """What a round at a site produces.
+    """Result of a round at a site.
 
     Attributes:
         output: data that the site sends and data that it keeps.
@@ -275,7 +275,7 @@ class Trainer:
         if not bool(usable_uploads_mask(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
             raise Refused(f"round {t}: the upload contains a negative weight")
         if isinstance(job.setting.aggregator, SharedMean):
-            return  # which clips before it adds noise
+            return  # the aggregator clips the upload before it adds noise
         bounds = {name: norm_bound_of(secure.norm_bound, name) for name in job.fields}
         if shorten_upload(job, output.upload, down, bounds)[1]:
             raise Refused(
@@ -325,7 +325,7 @@ class Trainer:
         """
         try:
             return score()
-        except PublicReason:  # sums without this site's scores would look whole
+        except PublicReason:  # no answer, because a sum without this site's scores would look complete
             raise
         except Exception as error:  # under a delta, the failure may reveal samples
             what = f"{what} cannot be scored"

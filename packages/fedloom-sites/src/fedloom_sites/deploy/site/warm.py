@@ -70,15 +70,15 @@ class WarmSite:
         Raises:
             ConfigError: the signing key cannot be read.
         """
-        client, request = self._fresh(), decode_records(content)
+        client, request = self._current_client(), decode_records(content)
         return encode_records(client.reply(request))
 
     def prepare(self) -> None:
         """Read and build everything that answers need. If this fails, the first answer reports the error."""
         with suppress(Exception):
-            self._fresh().prepare()
+            self._current_client().prepare()
 
-    def _fresh(self) -> Client:
+    def _current_client(self) -> Client:
         """Return the client, which is created anew if a file has changed."""
         now, at = file_stamps(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
@@ -100,7 +100,7 @@ def file_stamps(site: Site) -> Stamp | None:
     named = [Path(site.data["path"])] if "path" in site.data else [Path(source)] if os.path.isabs(source) else []
     kind = SOURCES.get(source)
     if not named and kind is None:
-        return None  # user code, or a hub
+        return None  # data from user code or from a hub
     if not named and kind is not None and issubclass(kind, FileSource):
         folder = site.data_dir or os.environ.get(DATA_FOLDER_VARIABLE)
         if folder is None:
@@ -142,7 +142,7 @@ def serve_messages(listener: socket.socket, site_file: Path) -> None:
                 line.sendall(SAME_SITE)
                 _answer_connection(line, warm, site.message_limit + MAX_HEAD_BYTES)
             except OSError:
-                continue  # the caller has gone, and will call again
+                continue  # the caller closed the connection, and will connect again
 
 
 def _answer_connection(line: socket.socket, warm: WarmSite, limit: int) -> None:
@@ -153,7 +153,7 @@ def _answer_connection(line: socket.socket, warm: WarmSite, limit: int) -> None:
     content = receive_bytes(line, size)
     try:
         kind, answer = ANSWER_REPLY, warm.answer(content)
-    except Exception as error:  # the caller gets the error, and the process stays
+    except Exception as error:  # the caller receives the error, and the process keeps running
         kind, answer = ERROR_REPLY, f"{type(error).__name__}: {error}".encode()
     send_sized(line, answer, kind)
 
@@ -190,7 +190,7 @@ def main(words: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with socket.socket(fileno=listening) as listener:
         serve_messages(listener, file)
-        os._exit(0)  # at once, whatever PyTorch has to tidy
+        os._exit(0)  # exits immediately, without PyTorch's cleanup
 
 
 if __name__ == "__main__":

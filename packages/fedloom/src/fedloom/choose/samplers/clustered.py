@@ -71,8 +71,8 @@ class Clustered(SizedSampler):
         """Return a note that sampling has no effect if every client participates with the same mass."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
-        reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
-        return [f"sampler {self.kind!r} draws no client {reason}"]
+        reason = f"because all {ctx.n} clients take part with equal masses. Set a smaller fraction or clients"
+        return [f"sampler {self.kind!r} has no effect, {reason}"]
 
     def smallest(self, n: int) -> int | None:
         """Return None, because a client may be drawn from several distributions."""

@@ -68,7 +68,8 @@ class PowerOfChoice(SizedSampler):
         """Return a note that the choice has no effect if every client participates."""
         if self.size(ctx.n) < ctx.n:
             return []
-        return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
+        reason = f"because all {ctx.n} clients take part. Set a smaller fraction or clients"
+        return [f"sampler {self.kind!r} has no effect, {reason}"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
         """Return infinite losses, because no client has participated yet."""

@@ -31,8 +31,8 @@ from fedloom.seeds import as_global, generator, numpy_generator
 from fedloom.values import Value
 
 UNSEEDED_NOTE = (
-    "partition {} draws differently in two calls with the same seed. Equal runs differ. Draw from a generator that "
-    "depends only on the argument seed"
+    "partition {} gives different results in two calls with the same seed, so runs cannot be repeated. Draw from a "
+    "generator that depends only on the argument seed"
 )
 
 
@@ -327,7 +327,7 @@ class Partition(Value):
             if draw.test is not None or not (self._is_built_in or "overlap" in type(self).model_fields):
                 cure = (
                     "assign every sample to one client, and to one part, and only once. "
-                    "A test set for all clients is Draw.common"
+                    "Put a test set for all clients into Draw.common"
                 )
             raise Refused(
                 f"{self.kind}: if clients share a sample, this partition would need two versions of the sample; {cure}"
@@ -415,12 +415,12 @@ def _partition_notes(
         copies = len(held) - len(np.unique(np.concatenate([owners(d) * samples + d.index for d in cut.values()])))
     if copies:
         notes.append(
-            f"clients have samples several times: {copies} of {len(held)} places are taken by copies of a sample that "
-            "the same client already has. If this is not intended, assign every sample only once"
+            f"clients have samples several times: {copies} of {len(held)} entries are copies of a sample that the same "
+            "client already has. If this is not intended, assign every sample only once"
         )
     if shared := repeated - copies:
         notes.append(
-            f"clients share samples: {shared} of {len(held)} places are taken by samples that another "
-            "place also contains"
+            f"clients share samples: {shared} of {len(held)} entries are samples that another client or part also "
+            "contains"
         )
     return notes

@@ -140,7 +140,7 @@ class Rotated(Sized):
         if count < self.turns:
             notes = (
                 *notes,
-                f"rotated: turns = {count}, because the number of clients or the shape of images does not allow more",
+                f"rotated: turns = {count}, because the number of clients or the shape of the images allows no more",
             )
         if count > 2 and shape[1] != shape[2]:
             raise Refused(
@@ -196,7 +196,7 @@ class MixedSkew(Sized):
         for short, long in (("labels_per_client", "first_partition"), ("alpha", "second_partition")):
             if getattr(self, long) is not None and short in self.model_fields_set:
                 raise ValueError(
-                    f"{short} belongs to the standard {long}, which the table replaces. Move it into {long}"
+                    f"{short} is an option of the default {long}, but {long} is set. Move {short} into {long}"
                 )
         self._halves()
         return self

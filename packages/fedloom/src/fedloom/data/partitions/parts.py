@@ -176,7 +176,7 @@ def _check_lists(name: str, lists: Any, samples: int) -> None:
     """Raise an error if the samples of the clients are not valid positions."""
     if not isinstance(lists, Dealt):
         raise ValueError(
-            f"{name} must be what fl.partitions.group_by_owner(index, owner, n) returns, got {_describe_type(lists)}"
+            f"{name} must be a result of fl.partitions.group_by_owner(index, owner, n), got {_describe_type(lists)}"
         )
     index, offsets = lists
     _check_positions(f"{name}: index", index, samples)

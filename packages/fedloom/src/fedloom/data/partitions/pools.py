@@ -104,7 +104,7 @@ class Draw(NamedTuple):
         shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
         note = (
             f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their {len(outside)} rows "
-            "are the common test set, on which global models are scored as for a new client"
+            "form the common test set, on which only global models are scored, as for a new client"
         )
         return self._replace(
             dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),

@@ -71,7 +71,7 @@ class QuantitySkew(Sized):
             lambda: cut_by(rng.dirichlet(np.full(self.clients, self.alpha))[:, None], total),
             self.min_size,
             f"quantity-skew: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}",
-            "raise alpha, or lower clients or min_size",
+            "use a larger alpha, fewer clients or a smaller min_size",
         )
         return Draw(choose_each([order], sizes, rng) if self.overlap else Dealt(order, offsets_of(sizes[:, 0])))
 
@@ -251,7 +251,7 @@ class Dirichlet(Sized):
         held = np.array([len(class_index) for class_index in lists])
         if self.by == "class":
             what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}"
-            cure = "raise alpha, or lower clients or min_size"
+            cure = "use a larger alpha, fewer clients or a smaller min_size"
             counts = redraw_until_min_size(lambda: self._deal_by_class(held, rng), self.min_size, what, cure)
         else:
             counts = self._draw_by_client(held, rng)

@@ -144,7 +144,7 @@ def locate(
     for place in tried:
         if place.exists() and fits(place):
             return place
-    cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
+    cure = f"there, fetch them (fedloom data {remote} --fetch), or set path" if remote else "there, or set path"
     raise DataError(f"{what} was not found. Looked in {', '.join(map(str, tried))}. Put its original files {cure}")
 
 

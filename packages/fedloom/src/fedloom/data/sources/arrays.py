@@ -158,7 +158,9 @@ class Npz(_Arrays):
         data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
-        notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, extra))}",) * bool(extra)
+        notes = (
+            f"fedloom reads {x_key!r} and {y_key!r} of {place.name}, and ignores {', '.join(map(repr, extra))}",
+        ) * bool(extra)
         return add_notes(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.sources.array_data import as_array
-from fedloom.errors import DataError
+from fedloom.errors import DataError, capitalize
 from fedloom.seeds import as_global, generator, preserve_rng, rng_states
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ RANDOM_REREAD_SAMPLES = 256
 If one sample in a hundred changes, the change is missed with probability 0.98^256 < 1 %.
 """
 REREAD_NOTE = (
-    "samples change at random when they are read: every training step reads them again, while validation, test and "
-    "figures of training parts use one draw of each"
+    "samples change at random when they are read. Every training step reads them again, but all scores use one random "
+    "version of each sample"
 )
 AUGMENT_HINT = (
-    "leave random transforms out of the data set, and pass augment to the run, as augment={'flip': 0.5, 'crop': 4}"
+    "remove random transforms from the data set, and pass augment to the run, as augment={'flip': 0.5, 'crop': 4}"
 )
 
 
@@ -111,9 +111,10 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
 
     if key(draw(places)) != key(draw(places)):
         raise DataError(
-            f"{name}: samples change at random, but not by the global generators of torch, numpy or Python, so no run "
-            f"could be repeated: draw from torch.rand, numpy.random or random in __getitem__, or {AUGMENT_HINT}; or, "
-            "to keep one draw of each sample on purpose, pass [d[i] for i in range(len(d))] of the data set d"
+            f"{name}: samples change at random, but do not use the global generators of torch, numpy or Python, so no "
+            "run could be repeated. In __getitem__, draw from torch.rand, numpy.random or random. Or "
+            f"{AUGMENT_HINT}. Or, to keep one random version of each sample of the data set d, pass "
+            "[d[i] for i in range(len(d))]"
         )
     return draw(None)
 
@@ -170,11 +171,11 @@ def check_reread_samples(
             differs, strange = odd is not None, f"sample {odd}"
     if differs:
         frozen = frozen or ("list(d)" if again is None else "[d[i] for i in range(len(d))]")
-        cure = cure if len(shape) in (2, 3) else "take the random change out of the data set"
+        cure = cure if len(shape) in (2, 3) else "remove the random change from the data set"
         raise ChangedSamples(
             f"{name}: {strange} differs when it is read again, for example because of a random transform or a random "
-            f"target. Samples are read once, so every round would have the same draw: {cure}; or, to keep one draw of "
-            f"each sample on purpose, pass {frozen} of the data set d"
+            f"target. Samples are read only once, so every round would use the same values. {capitalize(cure)}. Or, to "
+            f"keep one random version of each sample of the data set d, pass {frozen}"
         )
 
 

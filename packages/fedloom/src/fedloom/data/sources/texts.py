@@ -157,7 +157,7 @@ class _TweetCollector(LeafUserCollector):
             for row in rows
         )
         if not fits:
-            return f"has x that are no tweets; every sample needs a list with its text at place {TEXT_FIELD_INDEX}"
+            return f"has x that are no tweets. Every sample must be a list with its text at index {TEXT_FIELD_INDEX}"
         return np.array([row[TEXT_FIELD_INDEX] for row in rows], object)[:, None]
 
     def _labels(self, listed: Any) -> Floats | None:

@@ -119,11 +119,11 @@ def parts_by_subject(
     part[counted] = code
     parts: Ints = part[units]
     if bare := np.flatnonzero(np.bincount(owner[parts == TRAIN_CODE], minlength=n) == 0).tolist():
-        why = "are earlier" if design.order is not None else "belong to a training subject"
+        why = "is earlier than the test rows" if design.order is not None else "belongs to a training subject"
         raise PartitionError(
-            f"clients {bare[:8]} have no training sample: none of their rows {why}, because a subject "
-            f"({design.subject_name!r}) is in the same part at all clients. Use fewer clients, a "
-            "smaller test part, or more data"
+            f"clients {bare[:8]} have no training sample, because none of their rows {why}. A subject "
+            f"({design.subject_name!r}) is in the same part at all clients. Use fewer clients, a smaller test part, or "
+            "more data"
         )
     return parts
 

@@ -132,14 +132,14 @@ class Design:
         if self.subject is not None:
             subjects, total = len(np.unique(self.units)), len(self.units)
             notes.append(
-                f"{total:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions, folds and intervals go "
-                "by subject"
+                f"{total:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions and folds keep the rows "
+                "of a subject together, and intervals count subjects"
             )
             clients = np.unique(owner * total + self.units[rows]) % total
             if several := int((np.bincount(clients, minlength=1) > 1).sum()):
                 notes.append(
-                    f"{several:,} subjects have rows at several clients, and are in the same part at all of them. If "
-                    "every client numbers its patients from 1, put the client's name before the number"
+                    f"{several:,} subjects have rows at several clients, and are in the same part at all these "
+                    "clients. If every client numbers its patients from 1, put the client's name before the number"
                 )
         if self.order is not None and self.strata is not None:
             notes.append(
@@ -149,8 +149,8 @@ class Design:
             assert self.tested is not None
             if moved := int((self.tested != self.held_out.numpy()).sum()):
                 notes.append(
-                    f"{moved:,} rows are in another part than they are marked for, because the last "
-                    "row of a subject decides its part"
+                    f"{moved:,} rows are in a different part than their mark states, because the mark of a subject's "
+                    "last row decides the part of all its rows"
                 )
         return notes
 

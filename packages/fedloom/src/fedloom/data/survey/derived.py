@@ -30,8 +30,8 @@ error, and maximum rounding error that is considered, relative to the target's s
 MIN_TERM_SHARE = 0.02
 """Minimum standard deviation of a term of a formula, relative to that of the target."""
 MAX_SHOWN_TERMS = 6
-LATER_END = ", like facts recorded afterwards. Unless it is known beforehand, name it in drop"
-MEAN_END = ", including test rows, so scores are too good. Compute it from training rows alone, or name it in drop"
+LATER_END = ", so it may be recorded after the outcome. Unless it is known beforehand, add it to drop"
+MEAN_END = ", including test rows, so scores are too good. Compute it only from training rows, or add it to drop"
 """Ends of notes on columns that contain the target, and on columns that contain its means."""
 MIN_MEAN_LEVELS, MIN_SCALED_LEVELS = 4, 8
 """Minimum number of groups for which means of the target by group are recognized, and minimum number if the means may

@@ -55,9 +55,9 @@ MIN_UNIT_GAP, ENOUGH_UNIT_GAP = 0.5, 1.0
 """Minimum gap between the numbers in two units on a logarithmic scale, as a share of the conversion factor, and gap
 that is sufficient for a large factor. Species and other groups also differ, but rarely with so large a gap."""
 NEAR_COPIES_NOTE = (
-    "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
-    "come from one sample, this sample is in the training part and in the test part. Leave such rows "
-    "out, or name the column of the patient or person of a row in subject"
+    "{} of {} have a neighbor that is much closer than all others, like copies with noise. If both come from one "
+    "sample, this sample is in the training part and in the test part. Remove such rows, or set subject to the column "
+    "that identifies the patient or person"
 )
 """Text of the note on near-duplicates."""
 ROW_NAMES = ("numbers the rows", "names the rows")
@@ -149,36 +149,36 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     levels = np.unique(values)
     if not column.names and len(levels) and np.abs(levels).max() > MAX_EXACT_NUMBER:
         yield (
-            f"column {name!r} contains numbers beyond {MAX_EXACT_NUMBER:,}, whose last digits are "
-            "lost. They probably identify rows. Name it in drop, or in subject"
+            f"column {name!r} contains numbers beyond {MAX_EXACT_NUMBER:,}, whose last digits are lost. They probably "
+            "identify rows. Add the column to drop, or set it as subject"
         )
         return
     if not column.names and len(levels) >= MAX_FEW_LEVELS and _are_days(levels):
         yield (
-            f"column {name!r} contains dates as numbers, such as {levels[0]:.0f}. Name it in drop, or "
-            "in order to test on later rows"
+            f"column {name!r} contains dates as numbers, such as {levels[0]:.0f}. Add it to drop, or set it as order "
+            "to test on later rows"
         )
         return
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
     if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := time_unit_of(name, levels)):
-        yield f"column {name!r} may hold dates as {unit}. Name it in drop, or in order to test on later rows"
+        yield f"column {name!r} may contain dates as {unit}. Add it to drop, or set it as order to test on later rows"
         return
     if whole and is_repeated_unit(name, levels.tolist(), len(values)):
         yield (
-            f"column {name!r}: {len(levels):,} different values in {len(values):,} rows, so rows with "
-            "the same value are in training and test alike, and scores are too good. Name it in "
-            "subject, which keeps such rows together, or in drop"
+            f"column {name!r}: {len(levels):,} different values in {len(values):,} rows, so rows with the same value "
+            "are in both training and test parts, and scores are too good. Set it as subject, which keeps such rows "
+            "together, or add it to drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):
             span = f"{values.min():g} to {values.max():g}"
-            yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, name it in drop"
+            yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, add it to drop"
         elif names_rows(name):
-            yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
+            yield f"column {name!r} differs in every row and has the name of a row number. Add it to drop"
     elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
         yield (
-            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels name rows. "
-            "Name it in drop, or group its levels"
+            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels identify rows. "
+            "Add it to drop, or group its levels"
         )
 
 
@@ -205,7 +205,7 @@ def _note_missing_markers(name: str, column: ReadColumn) -> Iterator[str]:
         shown = shorten_list(
             [f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], MAX_SHOWN_FINDINGS
         )
-        yield f"column {name!r}: {shown} may mean missing. If so, name such cells in missing, with impute = true"
+        yield f"column {name!r}: {shown} may mean missing. If so, add such cells to missing and set impute = true"
 
 
 def _note_mixed_units(name: str, column: ReadColumn) -> Iterator[str]:
@@ -244,16 +244,16 @@ def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
         if far:
             shown = ", ".join(f"{numbers[v]} in {counts[numbers[v]]:,} rows" for v in far)
             yield (
-                f"the label {name!r}: {shown} may mean missing, but is a class now. If so, name it in "
-                "missing, with unlabelled = 'drop'"
+                f"the label {name!r}: {shown} may mean missing, but is read as a class. If so, add it to "
+                "missing and set unlabelled = 'drop'"
             )
     if len(counts) == 2:
         one, other = counts
         first, second = one.lower(), other.lower()
         if (first, second) == ("1", "2") or (second in NEGATIVE_WORDS and first not in NEGATIVE_WORDS):
             yield (
-                f"the label {name!r}: F1, AUPRC, coefficients and other figures of one class describe {other!r}, the "
-                f"second of {one!r} and {other!r}. If the outcome is the other class, write 1 for it and 0 for the rest"
+                f"the label {name!r}: F1, AUPRC, coefficients and other values for one class describe {other!r}, the "
+                f"second class. If the outcome is {one!r}, write 1 for {one!r} and 0 for {other!r}"
             )
 
 
@@ -285,7 +285,7 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iter
     if pairs > CHANCE_MULTIPLE * chance and (fine or coarse):
         yield (
             f"{copies:,} of {count:,} rows are exact copies of others{where}. If the copies come from one "
-            "sample, this sample is in the training part and in the test part. Leave the copies out"
+            "sample, this sample is in the training part and in the test part. Remove the copies"
         )
 
 

@@ -83,8 +83,8 @@ def find_leaks(
         if terms:
             yield (
                 f"columns {shorten_list([*map(repr, terms)], MAX_SHOWN_TERMS)} together give {of!r}"
-                f"{f' ({formula})' if formula else ''}, like facts recorded afterwards. Unless all of them are known "
-                "beforehand, name them in drop"
+                f"{f' ({formula})' if formula else ''}, so they may be recorded after the outcome. Unless all of them "
+                "are known beforehand, add them to drop"
             )
         numbers = {name: values for name, values in numbers.items() if name not in terms}
     for name, column in features.items():
@@ -107,7 +107,7 @@ def find_leaks(
             elif not ordered:
                 yield (
                     f"column {name!r} contains {of!r} of the {where}, so training rows contain the outcomes of test "
-                    "rows. To test on later rows, name a column of dates in order. Otherwise, name it in drop"
+                    "rows. To test on later rows, set order to a column of dates. Otherwise, add it to drop"
                 )
         elif users is not None:
             yield from _find_client_leaks(name, column, of, target, task, users, rows)
@@ -186,6 +186,6 @@ def _find_client_leaks(
                 if (missing[here] == (y[here] == code)).all():
                     yield (
                         f"column {name!r} is missing at {users.names[int(client)]!r} exactly if {of!r} is "
-                        f"{target.names[int(code)]!r}, and a missing cell is a feature. Name it in drop"
+                        f"{target.names[int(code)]!r}, and models see which cells are missing. Add it to drop"
                     )
                     return

@@ -45,9 +45,9 @@ def _changed_default_notes(table: str, old: Value | None, new: Value | None, amo
     """Return one sentence for each changed field of a part of the setting."""
     if old is None or new is None:
         return []
-    weak = ", so the rule withstands no attacker"
+    weak = ", so the rule tolerates no attacker"
     return [
-        f"{table} {kind_of(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for its default of "
+        f"{table} {kind_of(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for the default of "
         f"{getattr(old, name)}{weak if name in ('f', 'pre') else ''}"
         for name in type(old).model_fields
         if getattr(old, name) != getattr(new, name)

@@ -23,7 +23,7 @@ from fedloom.seeds import as_global, generator
 from fedloom.tasks import Binary, Chosen, Classification, MultiLabel
 from fedloom.values import kind_of
 
-UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
+UNSEEDED_CURE = "Runs cannot be repeated. Draw from ctx.rng(purpose), which the seed determines"
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
 UNSEEDED_DRAWS = 2
@@ -72,8 +72,8 @@ def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
     if all(cohort == cohorts[0] for cohort in cohorts):
         return []
     return [
-        f"sampler {type(sampler).__name__} draws different clients in equal calls, for example from its own "
-        f"generator. {UNSEEDED_CURE}"
+        f"sampler {type(sampler).__name__} draws different clients in two identical calls, for example because it uses "
+        f"its own generator. {UNSEEDED_CURE}"
     ]
 
 
@@ -83,12 +83,10 @@ def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
     if attack is None or not attack.fraction:
         return notes
     if not len(attackers):
-        few = f"a fraction of {attack.fraction:g} of {n} clients is less than one client. One client is {1 / n:.2g}"
-        notes.append(f"attack {kind_of(attack)!r} changes nothing: {few}")
+        few = f"a fraction of {attack.fraction:g} of {n} clients is less than one client. Set it to {1 / n:.2g} or more"
+        notes.append(f"attack {kind_of(attack)!r} has no effect, because {few}")
     elif len(attackers) == n:
-        notes.append(
-            f"attack {kind_of(attack)!r} includes all {n} clients, so no benign client is left for the results"
-        )
+        notes.append(f"attack {kind_of(attack)!r} includes all {n} clients, so no benign client is left to evaluate")
     if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
         notes.append(f"attack {kind_of(attack)!r} has no effect with {name}, which uploads nothing")
     return notes
@@ -99,8 +97,8 @@ def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
-    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks. Set aggregator.root to another"
-    absent = f"aggregator 'fltrust' needs client {rule.root}, and a round without this client ends the run"
+    attacks = f"aggregator 'fltrust' trusts client {rule.root}, but it attacks. Set aggregator.root to another client"
+    absent = f"aggregator 'fltrust' needs client {rule.root} in every round. A round without it ends the run"
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
 
@@ -110,10 +108,10 @@ def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
         return []
-    far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
+    far = "n/m times" if fewest is None else f"up to {n / fewest:.3g} times"
     return [
-        f"aggregator {kind_of(rule)!r} acts on the sums of all clients so far, and {type(method).__name__} moves {far} "
-        f"as far as their value if clients are absent. Set {method.counting_option}"
+        f"aggregator {kind_of(rule)!r} is applied to sums over all clients so far. If clients are absent, "
+        f"{type(method).__name__} moves {far} as far as the result of the rule. Set {method.counting_option}"
     ]
 
 
@@ -128,7 +126,7 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(kind.weight for kind in kinds):
-        return [f"client_weights = {weights!r} has no effect with {name}, whose clients count by their uploads"]
+        return [f"client_weights = {weights!r} has no effect with {name}, which weights clients by their uploads"]
     if explicit and not kinds:
         return [f"client_weights = {weights!r} has no effect with {name}, which uploads nothing"]
     if method.mixes and method.global_model(server) is None:
@@ -154,7 +152,7 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
     place = f"replaces client_weights = {weights!r} in the mean of uploads"
     if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
         draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
-        return [f"{draws}: the clients of a round count alike"] if explicit else []
+        return [f"{draws}: all clients of a round have equal weight"] if explicit else []
     if isinstance(weigher, UniformWeigher):
         return [f"aggregation_weights 'uniform' {place}; {everywhere}"]
     return [f"aggregation_weights {weigher.kind!r} {place}"] if explicit else []
@@ -177,8 +175,8 @@ def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> li
     ]
     return [
         *notes,
-        "normalization layers: statistics are not sent. A global model is scored with statistics of "
-        f"training samples under this model, {origin} (evaluate.batchnorm_stats)",
+        "statistics of normalization layers are not sent. To score a global model, clients compute the statistics on "
+        f"training samples with this model: {origin} (evaluate.batchnorm_stats)",
     ]
 
 
@@ -195,7 +193,7 @@ def _note_double_softmax(oracle: Network) -> list[str]:
         what = "sigmoid"
     else:
         return []
-    return [f"the model ends with a {what}, and the loss applies another one to its outputs. Leave it out of the model"]
+    return [f"the model ends with a {what}, and the loss applies a second {what}. Remove the {what} from the model"]
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
@@ -204,18 +202,18 @@ def _note_changed_values(oracle: Network) -> list[str]:
     if oracle.moved:
         notes.append(
             f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}), but every step, "
-            "score and saved model uses their initial values. Make values that should change parameters"
+            "score and saved model uses their initial values. If a value should change, make it a parameter"
         )
     if oracle.hides_randomness:
         notes.append(
             "the model draws random numbers that do not depend on the seed, for example from its own "
-            "torch.Generator. Results differ between equal runs and with the number of workers. Draw "
-            "from the global generator of torch, numpy or random, which every step seeds"
+            "torch.Generator. Results differ between identical runs and with the number of workers. Draw "
+            "from the global generator of torch, numpy or random, which fedloom seeds before every step"
         )
     notes += [
-        f"{function} returns different values in equal calls, for example because it draws from its own generator or "
-        "counts its calls. Results differ between equal runs and with the number of workers. Draw from the global "
-        "generator of torch, numpy or random, which every step seeds"
+        f"{function} returns different values in two identical calls, for example because it draws from its own "
+        "generator or counts its calls. Results differ between identical runs and with the number of workers. Draw "
+        "from the global generator of torch, numpy or random, which fedloom seeds before every step"
         for function in oracle.unseeded
     ]
     if oracle.mixes_samples:
@@ -226,7 +224,7 @@ def _note_changed_values(oracle: Network) -> list[str]:
         )
     if oracle.unregistered:
         notes.append(
-            f"the model holds layers or parameters in plain lists or dicts ({_shorten_names(oracle.unregistered)}), "
+            f"the model stores layers or parameters in plain lists or dicts ({_shorten_names(oracle.unregistered)}), "
             "which are neither trained nor sent nor saved. Use torch.nn.ModuleList, ModuleDict or ParameterList"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
@@ -235,9 +233,9 @@ def _note_changed_values(oracle: Network) -> list[str]:
         )
     if oracle.overwritten:
         notes.append(
-            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), like max_norm of "
-            "an embedding. A training step keeps the change, but scores, saved models and means over clients do not. "
-            "Bound such parameters within forward instead, without changing them"
+            f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of "
+            "an embedding does. A training step keeps the change, but scores, saved models and means over clients do "
+            "not. Compute bounded values in forward instead of changing the parameters"
         )
     return notes
 
@@ -262,7 +260,7 @@ def _note_idle_options(setting: Setting) -> list[str]:
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
-    notes = [f"{name} takes its own steps: {no_effect_sentence(keys)}"] if keys else []
+    notes = [f"{name} computes its own local steps: {no_effect_sentence(keys)}"] if keys else []
     parts = (
         setting.sampler,
         setting.aggregation_weights,
@@ -296,5 +294,5 @@ def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
         return []
     return [
         f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} in a round, its "
-        f"global model moves about {fewest / n:.0%} as far as with all. Raise sampler.fraction or rounds"
+        f"global model moves about {fewest / n:.0%} as far as with all clients. Set a larger sampler.fraction or rounds"
     ]

@@ -101,7 +101,7 @@ def check_together(
     if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
         raise Refused(
             f"{algorithm.full_gradients} uses unmodified full gradients, so momentum, other "
-            "optimizers and clipping have no effect",
+            "optimizers and clipping would have no effect",
             rule="full-gradients",
             fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and omit {local.clip}",
         )
@@ -313,7 +313,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if fed.partition and fed.partition.get("test", 1.0) != 0:
         marked = fed.data.design is not None and fed.data.design.held_out is not None
         cure = (
-            "mark the last row of a subject, which decides its part"
+            "mark the last row of some subjects as a test row (the last row decides the part of a subject)"
             if marked
             else ("use fewer clients or a larger test fraction")
         )

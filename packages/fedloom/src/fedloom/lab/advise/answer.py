@@ -142,7 +142,7 @@ class Advice(NamedTuple):
         lines = [f"answer: {head}"]
         for label in self.references:
             lines.append(f"gain over {label}: {self._gain(label)}")
-        lines.append(f"in the race, the best first: {', '.join(self.racing)}{self._left}")
+        lines.append(f"still in the race, best first: {', '.join(self.racing)}{self._left}")
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
@@ -190,7 +190,8 @@ class Advice(NamedTuple):
                 "More validation samples would help"
             )
         budget = significant(self.needed or 0, 4)
-        return f"about {significant(self.more, 2)} more gradients would decide (a budget of {budget} runs){self._bound}"
+        more = f"about {significant(self.more, 2)} more gradients are needed to decide"
+        return f"{more} (a budget of {budget} runs){self._bound}"
 
     @property
     def _bound(self) -> str:
@@ -201,12 +202,13 @@ class Advice(NamedTuple):
             return ""
         step = 10.0 ** (math.floor(math.log10(largest)) - 1)
         margin = significant(step * (math.floor(largest / step) + 1), 2)
-        return f". The gain over {ALONE_METHOD} is less than {margin}: if that does not matter, set margin = {margin}"
+        bound = f". The gain over {ALONE_METHOD} is less than {margin}"
+        return f"{bound}. If this gain does not matter to you, set margin = {margin}"
 
     def _gain(self, label: str) -> str:
         gap = self.gains[label]
         if gap is None or not math.isfinite(gap.mean):
-            return "not known: too few validation samples were kept, or a run failed"
+            return "unknown, because too few validation samples were kept, or because a run failed"
         return pair(*write_difference(self.metric, gap.mean, gap.half_width()))
 
     @property
@@ -215,12 +217,12 @@ class Advice(NamedTuple):
             f"{label} ({f'failed: {reason}' if reason else f'behind {rival}, look {look}'})"
             for label, (rival, look, _, reason) in self.departures.items()
         ]
-        return f"; left: {', '.join(parts)}" if parts else ""
+        return f"; eliminated: {', '.join(parts)}" if parts else ""
 
     @property
     def _choices(self) -> str:
         by_choice = {choice: [one.name for one in self.clients if one.choice is choice] for choice in Choice}
-        so_far = "no difference is certain, as predicted so far: " if self.verdict is Verdict.UNDECIDED else ""
+        so_far = "no difference is certain. Predictions so far: " if self.verdict is Verdict.UNDECIDED else ""
         return so_far + "; ".join(
             f"{len(names)} {choice} ({shorten_list(names, MAX_LISTED_CLIENTS)})"
             for choice, names in by_choice.items()
@@ -230,7 +232,7 @@ class Advice(NamedTuple):
     @property
     def _cost(self) -> str:
         hours = self.cost["hours"]
-        time = "give [devices] for the time" if hours is None else f"{duration(60 * hours)} on the devices"
+        time = "add [devices] to estimate the time" if hours is None else f"{duration(60 * hours)} on the devices"
         return (
             f"{write_total(self.cost['rounds'] or 0)} rounds, {write_total(self.cost['gradients'] or 0)} gradients, "
             f"{significant((self.cost['bytes'] or 0) / 1e6, 3)} MB; {time}"

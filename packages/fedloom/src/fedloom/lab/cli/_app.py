@@ -376,7 +376,8 @@ def print_errors() -> Iterator[None]:
         if traceback.extract_tb(end.__traceback__)[-1].name == "join_ranks":  # another rank names the cause
             raise
         say(
-            f"error: the program was ended by code that it called: {cause_of(end)}. Raise another error there", err=True
+            f"error: code that the program called ended it: {cause_of(end)}. Raise a different exception there",
+            err=True,
         )
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:

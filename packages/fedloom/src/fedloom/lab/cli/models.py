@@ -192,8 +192,8 @@ class PredictionsFile:
         if predictions.far:
             far = ", ".join(map(repr, predictions.far))
             what = (
-                "most numbers are far outside the training data, for example in another unit. The "
-                "predictions are written"
+                "most numbers are far outside the range of the training data, for example because of a different unit. "
+                "The predictions were written"
             )
             say(f"{far}: {what}, so the exit code is {FAR_ROWS_EXIT_CODE}", err=True)
             raise typer.Exit(FAR_ROWS_EXIT_CODE)

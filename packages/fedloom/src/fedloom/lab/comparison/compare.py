@@ -247,7 +247,7 @@ def _run_comparison(
             outcomes = plan.run(hear, *hears.listeners(plan, place), page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition(". Choose another --out")
-        seed = ". If its code is the same, call torch.manual_seed before you create the module, which draws its weights"
+        seed = ". If the code has not changed, call torch.manual_seed before you create the module with random weights"
         drawn = seed if ": model.digest was " in what else ""
         raise RunDirError(f"{what}{drawn}. Choose another folder, or remove this one" if flag else what) from None
     if any(one.status == "interrupted" for one in outcomes):

@@ -158,7 +158,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
             name, entry, _ = name_method(table.get("algorithm"), f"compare: {table['label']}")
             if key in fields_of(entry):
                 example = {table["label"]: {"algorithm": name, key: value}}
-                return f"it is an option of {table['label']}. Give it there, as {example}"
+                return f"it is an option of {table['label']}. Set it there, as in {example}"
         return ""
 
     way = Setting.places(method=False, special=special)

@@ -122,7 +122,7 @@ class Tracker:
         first, self._retry_at = not self._retry_at, time.monotonic() + RETRY_SECONDS
         missing = len(self._waiting[key])
         if first or status:
-            lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are not there" if status and missing else ""
+            lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are missing" if status and missing else ""
             cause = f"{sentence_of(error)}".splitlines()[0][:MAX_CAUSE_CHARACTERS]
             self._guard.warn(
                 f"--track {self._kind}: {cause}{lost}. The run continues. Run the same command again "

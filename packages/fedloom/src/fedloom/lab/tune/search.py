@@ -274,8 +274,8 @@ def _fewer_rounds_warning(findings: Sequence[SearchResult]) -> list[str]:
     """
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
-        f"Trials had the work of {tried} rounds, but the runs have the work of {rounds}, and a chosen "
-        f"setting may diverge there. Set [tune] rounds = {rounds} to search with as many."
+        f"Trials did the work of {tried} rounds, but the runs do the work of {rounds}, and a chosen setting may "
+        f"diverge in longer runs. Set [tune] rounds = {rounds} to search with the same number of rounds."
         for tried, rounds in pairs
         if tried < rounds
     ]

@@ -267,7 +267,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
     if not bounded and _is_unbounded(task.objective.loss, outputs, y, negative):
         raise ConfigError(
             f"task: loss {name!r} has no lower bound on the outputs of this model: larger outputs make it more "
-            "negative, whatever the class, as with the negative of a loss, or with nll_loss on logits",
+            "negative for every class. This happens with the negative of a loss, or with nll_loss on logits",
             rule="loss-is-unbounded",
             fix="make {task.loss} a loss that is at least 0 for logits, such as cross_entropy, or end the model with "
             "LogSoftmax",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import ArchiveEntry
 from fedloom.data.tables import MISSING_MARKERS, is_number, markers_of, number_of
-from fedloom.errors import DataError
+from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
 
 BATCH_ROWS = 512
@@ -30,7 +30,7 @@ MAX_ROW_CHARACTERS = 2**26
 MAX_SHOWN_LEVELS = 6
 """Maximum number of a column's levels that are listed in a message."""
 CELL_HINT = (
-    "repair the cell, name it in missing, or give the column a role: target, client_column (client of a row), "
+    "repair the cell, add it to missing, or give the column a role: target, client_column (client of a row), "
     "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
@@ -291,15 +291,15 @@ def iterate_column_pieces(rows: Iterator[list[str]], names: Sequence[str], probl
     for block in _iterate_row_blocks(rows):
         if not start and (texts := _find_second_header(block, names)):
             shown = ", ".join(f"{cell!r} in {name!r}" for name, cell in texts[:MAX_SHOWN_LEVELS])
-            what = f"row {line} has text where all others have numbers ({shown})"
-            problems.add("header", "", what, [None], "delete it, if it is a second line of the header or of units")
+            what = f"row {line} contains text where all other rows contain numbers ({shown})"
+            problems.add("header", "", what, [None], "delete it if it is a second header line or a line of units")
             block, line = block[1:], line + 1
         for number, row in enumerate(block, line):
             if row and len(row) != width:  # a blank line is no row
                 what = f"row {number} has {len(row)} cells, expected {width}"
-                above = "or the header is below it: set skip to the number of lines above the header"
+                above = "if the header is below this row, set skip to the number of lines above the header"
                 cure = "repair the row" if number > problems.first else above
-                problems.add("width", "", what, [None], f"truncated or another file, {cure}")
+                problems.add("width", "", what, [None], f"the file may be truncated. {capitalize(cure)}")
             elif width > 1 and row == names:
                 problems.add(
                     "header", "", f"row {number} repeats the header", [None], "delete it, because it is not a sample"
@@ -381,9 +381,9 @@ def convert_to_numbers(
         if isinstance(cells[bad[0]], str) and QUANTITY_PATTERN.fullmatch(cells[bad[0]].strip()):
             cure = f"write only numbers, in one unit; otherwise {cure}"
         if isinstance(cells[bad[0]], timedelta):
-            cure = "name the column in drop, or give its length as a number"
+            cure = "add the column to drop, or write the durations as numbers"
         elif isinstance(cells[bad[0]], date) or DATE_TEXT_PATTERN.fullmatch(str(cells[bad[0]]).strip()):
-            cure = f"name the column in drop, or make days of it: days_since = {{ {column} = 'COLUMN OR DATE' }}"
+            cure = f"add the column to drop, or convert it to days: days_since = {{ {column} = 'COLUMN OR DATE' }}"
         problems.add("number", column, what + short_cell(cells[bad[0]]), [cells[k] for k in bad], cure)
     return out
 

@@ -102,14 +102,14 @@ class SuspectSpellings:
             if len(examples) >= MIN_CHECKED_ROWS:
                 yield (
                     f"column {column!r}: cells such as {examples[0]} are read as numbers "
-                    f"({float(examples[0]):g}). If they are codes, name the column in categorical, or in drop"
+                    f"({float(examples[0]):g}). If they are codes, add the column to categorical, or to drop"
                 )
         columns = [c for c, count in self._counts.items() if count >= MIN_CHECKED_ROWS and c not in self._sound]
         if columns:
             example = self._examples[columns[0]]
             yield (
                 f"{_join_column_names(columns)}: every fraction has three digits, like {example}. If that means "
-                f"{example.replace('.', '')}, write it so"
+                f"{example.replace('.', '')}, write the numbers without the dot"
             )
 
 
@@ -149,11 +149,11 @@ def survival_time_errors(
         rows = np.nonzero(~np.isnan(values) & wrong)[0]
         if len(rows):
             value = f"{values[rows[0]]:g}"
-            cure = "repair them, or name their marker in missing, with unlabelled = 'drop'"
+            cure = "repair them, or add their marker to missing and set unlabelled = 'drop'"
             if column == events[0]:
                 cure = (
-                    f"if these are causes, event_levels = ['{value}'] counts this cause and censors "
-                    "the others. Otherwise " + cure
+                    f"if these numbers are causes, event_levels = ['{value}'] counts this cause and censors the "
+                    "others. Otherwise, " + cure
                 )
             yield (
                 f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {value} ({len(rows)} such rows); {cure}"
@@ -166,9 +166,9 @@ def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> It
         rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
         if len(rows):
             yield (
-                f"row {first + int(rows[0])}, column {column!r}: a label is 1 or 0, present or not, got "
-                f"{values[rows[0]]:g} ({len(rows)} such rows). Repair them, or name their marker in missing, with "
-                "unlabelled = 'keep' (or 'drop')"
+                f"row {first + int(rows[0])}, column {column!r}: a label must be 1 (present) or 0 (absent), got "
+                f"{values[rows[0]]:g} ({len(rows)} such rows). Repair them, or add their marker to missing "
+                "and set unlabelled = 'keep' (or 'drop')"
             )
 
 
@@ -188,8 +188,8 @@ def note_late_entry(
         if bool((values[rows] < times[1][rows]).all()) and bool((values[rows] >= 0).all()) and bool((values > 0).any()):
             yield (
                 f"column {name!r} seems to be the start of the time at risk (late entry), but survival tasks count "
-                f"every time from 0. Give the time since entry, {times[0]!r} minus {name!r}, as the label, or name "
-                f"{name!r} in drop to count from 0, or in include if it means something else"
+                f"every time from 0. Give the time since entry, {times[0]!r} minus {name!r}, as the label. Or add "
+                f"{name!r} to drop to count from 0, or to include if it means something else"
             )
 
 
@@ -198,7 +198,7 @@ def agreed_range_errors(table: Table, x: NDArray[np.float64]) -> list[str]:
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
-    cure = " Convert it by factors = { NAME = FACTOR }, name its marker in missing, or agree on another range"
+    cure = " Convert it with factors = { NAME = FACTOR }, add its marker to missing, or agree on another range"
     return [sentence + cure for sentence in table.strange(torch.from_numpy(x), nothing)]
 
 
@@ -236,7 +236,7 @@ def note_range_excess(
             if len(outside):
                 yield (
                     f"column {name!r}: {len(outside)} of {len(values)} numbers are outside {low:g} to "
-                    f"{high:g}, for example {outside[0]:g}. If they mean missing, name them in missing"
+                    f"{high:g}, for example {outside[0]:g}. If they mean missing, add them to missing"
                 )
 
 
@@ -252,7 +252,7 @@ def note_doubtful_columns(
         arrays: True if the columns come from an array and therefore do not have their own options. In arrays, negative
             numbers are not reported, even if they are rare.
     """
-    useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
+    useless, wrong = ("leave it out", "leave its row out") if arrays else ("add it to drop", "add it to missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
     for name, values in columns.items():
         ordered = np.sort(values)  # NaN last
@@ -269,8 +269,8 @@ def note_doubtful_columns(
             if not arrays and 0 < below <= MAX_NOTED_NEGATIVE_SHARE * count and ordered[below] > 0:
                 row = int(np.nonzero(values < 0)[0][0])
                 notes.append(
-                    f"row {first + row}, column {name!r}: {values[row]:g} is negative, like {below} "
-                    f"of {count} numbers, but all others are positive. Repair it, or {wrong}"
+                    f"row {first + row}, column {name!r}: {values[row]:g} is negative ({below} of "
+                    f"{count} numbers are), but all others are positive. Repair it, or {wrong}"
                 )
                 continue
             limits = low - OUTLIER_WIDTHS * (high - low), high + OUTLIER_WIDTHS * (high - low)
@@ -279,7 +279,7 @@ def note_doubtful_columns(
                 more = f" ({len(rows)} such)" if len(rows) > 1 else ""
                 notes.append(
                     f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} is extremely far from the "
-                    f"others, half of which are within {low:g} to {high:g}{more}. Repair it, or {wrong}"
+                    f"other numbers. Half of them are within {low:g} to {high:g}{more}. Repair it, or {wrong}"
                 )
     for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
         if names:
@@ -300,8 +300,8 @@ def note_doubtful_levels(coded: Mapping[str, Coded], label: str, subject: str | 
         if name == subject and (unknown := _unknown_subjects(counts)):
             shown = ", ".join(f"{short_cell(level)} ({counts[level]} rows)" for level in unknown[:MAX_SHOWN_LEVELS])
             yield (
-                f"column {name!r}: {shown} may mean that the subject is unknown, but now counts as one subject. If so, "
-                "leave such rows out, or, if no other column contains the value, name it in missing, with unlabelled = "
+                f"column {name!r}: {shown} may mean that the subject is unknown, but is read as one subject. If so, "
+                "remove such rows, or, if no other column contains the value, add it to missing and set unlabelled = "
                 "'drop'"
             )
         if same := similar_levels_text(counts):
@@ -313,8 +313,8 @@ def note_doubtful_levels(coded: Mapping[str, Coded], label: str, subject: str | 
         numbers = [level for level, count in counts.items() if count and np.isfinite(natural_sort_key(level)[0])]
         if name == label and len(numbers) > MAX_CLASS_NUMBERS:
             yield (
-                f"the label {name!r} has {len(numbers)} numbers, and each counts as a class. Set task "
-                "= 'regression' if they are measurements"
+                f"the label {name!r} has {len(numbers)} different numbers, and each is read as a class. Set task = "
+                "'regression' if they are measurements"
             )
         if name == label and len(counts) - len(absent) == 1:
             here = max(counts, key=lambda level: counts[level])
@@ -323,7 +323,7 @@ def note_doubtful_levels(coded: Mapping[str, Coded], label: str, subject: str | 
             )
         elif absent:
             more = " and more" if len(absent) > MAX_SHOWN_LEVELS else ""
-            yield f"the label {name!r} is {', '.join(map(short_cell, absent[:MAX_SHOWN_LEVELS]))}{more} in no row"
+            yield f"no row has the label {name!r} = {', '.join(map(short_cell, absent[:MAX_SHOWN_LEVELS]))}{more}"
 
 
 def _unknown_subjects(counts: Mapping[str, int]) -> list[str]:

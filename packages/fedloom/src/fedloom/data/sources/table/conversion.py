@@ -125,7 +125,7 @@ class _TableReading:
         if agreement is not None:
             if twice := {*self.labels} & {column.name for column in agreement.column}:
                 raise ConfigError(
-                    f"{where}: {min(twice)!r} is a feature in the agreement. Name the column to predict in target"
+                    f"{where}: {min(twice)!r} is a feature in the agreement. Set target to the column to predict"
                 )
             self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
@@ -209,7 +209,7 @@ class _TableReading:
         several = self.task == "multilabel" and column in self.labels
         if (column in spec.drop and not special) or (spec.unlabelled != "refuse" if special else spec.impute):
             return
-        cure = "repair it, name the column in drop, or set impute = true for a feature"
+        cure = "repair it, add the column to drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
             cure += ", or 'keep' to train on the other labels of these rows" if several else ""
@@ -347,13 +347,13 @@ class _TableReading:
                 read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
                 reason, different = exclusion_reason(column, read, len(whole)), len(np.unique(read.values))
             if reason == UNSURE_KIND and column in spec.categorical:
-                notes.append(f"column {column!r} may contain {reason}. If they are people, name it in drop")
+                notes.append(f"column {column!r} may contain {reason}. If they are people, add it to drop")
             elif reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
                 what = reason if reason in ROW_NAMES else f"contains {reason}"
                 notes.append(f"column {column!r} {what}, so it is left out; {keep}")
                 if reason in IDENTITY_KINDS and spec.subject is None and different <= MAX_DISTINCT_SHARE * len(whole):
-                    notes[-1] += ". Its values repeat, so name it in subject, which keeps rows of one person together"
+                    notes[-1] += ". Its values repeat, so set it as subject, which keeps rows of one person together"
                 self.problems.forget(column)
                 self.features.remove(column)
                 self.numeric.discard(column)

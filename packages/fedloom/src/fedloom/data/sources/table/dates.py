@@ -10,7 +10,7 @@ from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 
 SECONDS_PER_DAY = 86400.0
-DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
+DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or add the cell to missing"
 
 
 def days_of(cell: object) -> float | None:

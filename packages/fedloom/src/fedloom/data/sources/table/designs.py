@@ -46,8 +46,8 @@ FAR_TIME_RATIO = 5.0
 """Minimum ratio of the distance of a repeated first or last time to the span of all other times at which it may mark a
 missing time."""
 ORDER_HINT = (
-    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, name their "
-    "cells in missing and set unlabelled = 'drop'"
+    "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, add their "
+    "cells to missing and set unlabelled = 'drop'"
 )
 
 
@@ -261,7 +261,7 @@ class DesignReading:
             valid = times[~np.isnan(times)]
             first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
             if len(valid) > 1 and first == last:
-                yield f"{self.order!r} is the same in every row, so no row is later than another. Leave out order"
+                yield f"{self.order!r} is the same in every row, so no row is later than another. Omit order"
             elif not self._dates and time_unit_of("", np.array([first])) and time_unit_of("", np.array([last])) and (
                 time_unit_of("", np.array([first])) != time_unit_of("", np.array([last]))
             ):  # fmt: skip
@@ -293,7 +293,7 @@ class DesignReading:
                 shown = np.datetime64(int(levels[end]), "s").item().date() if self._dates else f"{levels[end]:.15g}"
                 yield (
                     f"{self.order!r} is {shown} in {rows[end]} rows, far {where} all other times. If this value marks "
-                    "a missing time, empty these cells or name them in missing, and set unlabelled = 'drop'"
+                    "a missing time, empty these cells or add the value to missing, and set unlabelled = 'drop'"
                 )
 
     def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:

@@ -222,7 +222,7 @@ def _missing_values_note(name: str, counts: Mapping[Any, int], labels: Mapping[A
         f"{f'{code:g}' if isinstance(code, float) else code}{f' ({labels[code]})' if code in labels else ''} in {rows}"
         for code, rows in islice(counts.items(), MAX_SHOWN_CODES)
     ]
-    return f"column {name!r}: the file declares as missing {', '.join(shown)} of its rows"
+    return f"column {name!r}: the file declares values as missing: {', '.join(shown)} of its rows"
 
 
 class JsonLines(LibraryTable):

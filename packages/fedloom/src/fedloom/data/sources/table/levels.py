@@ -183,7 +183,7 @@ class AgreedColumnConverter:
             problems.add_gaps(piece, missing, self._cure)
         self.filled += int(missing.sum())
         if not column.names:
-            out = convert_to_numbers(piece, missing, problems, "repair the cell, or name it in missing")
+            out = convert_to_numbers(piece, missing, problems, "repair the cell, or add it to missing")
             if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
                 what = f"column {name!r}: {out[wrong][0]:g} is not a code from 0 to {column.levels - 1}"
                 problems.add("code", name, what, out[wrong].tolist(), "repair the cell")

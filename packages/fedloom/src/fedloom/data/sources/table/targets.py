@@ -75,7 +75,7 @@ def agreed_classes(
             levels,
             [
                 f"the label {label!r} is {what}, but only {', '.join(agreement.classes)} are allowed ({rows} such "
-                "rows). Correct them, or name a marker in missing, with unlabelled = 'drop'"
+                "rows). Correct them, or add a marker to missing, with unlabelled = 'drop'"
             ],
         )
     place = np.array([*(agreement.classes.index(level) for level in levels), np.nan])
