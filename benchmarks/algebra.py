@@ -1,15 +1,18 @@
-"""An algorithm's own algebra as a share of a round: its functions without the oracle and the batch plans.
+"""Measure how much of a round each method spends on its own arithmetic, outside gradients and batch plans.
 
     OMP_NUM_THREADS=1 python benchmarks/algebra.py --rounds 5
     OMP_NUM_THREADS=1 python benchmarks/algebra.py --method fedavg --method flame
 
-The MLP 784-200-200-10 with 100 clients, all of which take part with one epoch of 200 samples in batches of 20, one
-thread. Own is the time in `down`, `client` and `server`, `descend` and `iterate` included, less what passes in the
-oracle's functions (gradients, losses, activations) and in the batch plans. The rest of the round is the engine's: the
-client store, the checks and sums of the uploads, the byte counts. Rounds of all methods are interleaved, the first of
-each is dropped; medians over rounds. A method is marked where the 15 % do not hold: `*`, or `svd`, `cluster`, `pairs`,
-`project` (onto a random subspace, in every step), `top-k` (a selection in every layer, and a mask in every step) where
-its paper asks for such a thing. The exit status is 1 if there is a `*`.
+Each method trains the MLP 784-200-200-10 on one thread. All 100 clients take part in every round, with one epoch of
+200 samples in batches of 20. The column `own` is the time that the method spends in `down`, `client` and `server`,
+including `descend` and `iterate`. It excludes the time spent in the oracle's functions (gradients, losses, activations)
+and in the batch plans. The engine uses the rest of the round, for the client store, for checking and summing the
+uploads, and for counting bytes. The rounds of all methods are interleaved, the first round of each method is dropped,
+and medians over the other rounds are printed.
+
+A method is marked if its own arithmetic takes more than 15 % of a round. The mark is `svd`, `cluster`, `pairs`,
+`project` (onto a random subspace in every step) or `top-k` (a selection in every layer and a mask in every step) if
+the method's paper requires this operation, and `*` otherwise. If a method is marked with `*`, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -51,14 +54,14 @@ EXCUSED = {
     "admm-lp-proj": "project",
     "fedspa": "top-k",
 }
-"""Methods whose papers have singular values, clustering, distances of all pairs, or work on each row in every step."""
+"""Mark of each method whose paper requires expensive arithmetic, such as clustering or the distances of all pairs."""
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("fc2.bias",)}}  # the model has no normalisation layer
 TIMED = ("addgrad_", "batch_loss", "activations", "accuracy")
 OWN = ("down", "client", "server")
 
 
 class Inside:
-    """Seconds spent in some functions of an object; nested calls count once."""
+    """Timer that adds up the processor time spent in some functions of an object. Nested calls are counted once."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         self.seconds, self.depth = 0.0, 0
@@ -85,7 +88,7 @@ PLANS = Inside(Work, ("plan", "pieces"))
 
 
 class Run:
-    """A method, round by round."""
+    """Run of one method, which computes one round per call."""
 
     def __init__(self, name: str, workload: Workload, stack: ExitStack) -> None:
         made: Any = REGISTRY[name](**NEEDED.get(name, {}))
@@ -99,7 +102,7 @@ class Run:
         self.inside = Inside(self.job.oracle, TIMED)
 
     def round(self) -> tuple[float, float, float]:
-        """Seconds of a round, and of these in the algorithm's own algebra and in the engine; of this process alone."""
+        """Compute a round, and return its time, the time in the method's own arithmetic, and the time in the engine."""
         own, plan = FUNCTIONS[type(self.job.algorithm)], PLANS
         before = (own.seconds, plan.seconds, self.inside.seconds)
         start = time.process_time()
@@ -113,10 +116,10 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", action="append", choices=sorted(REGISTRY), help="one of them; all by default")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each that count (default: 5)")
-    parser.add_argument("--samples", type=int, default=200, help="samples of a client (default: 200)")
-    parser.add_argument("--together", type=int, default=8, help="methods whose rounds are interleaved (default: 8)")
+    parser.add_argument("--method", action="append", choices=sorted(REGISTRY), help="method (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds (default: 5)")
+    parser.add_argument("--samples", type=int, default=200, help="number of samples per client (default: 200)")
+    parser.add_argument("--together", type=int, default=8, help="number of methods interleaved (default: 8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     workload = replace(WORKLOADS["W2"], samples=options.samples)

@@ -1,12 +1,13 @@
-"""What virtual time costs: microseconds of an event of FedBuff beyond local work and arithmetic on rows.
+"""Measure what virtual time costs: the time per FedBuff event, without local work and arithmetic on rows.
 
     python benchmarks/clock.py --clients 100000 --in-flight 1000 --buffer 10
 
-Softmax regression on 8 features and 3 classes, 3 samples a client, FedAvg with one step of two samples. One line:
-microseconds per event of local work; of arithmetic on rows, which are copied from what is in flight, checked, summed up
-and stepped on; and of the rest, which is everything else. The rest of two buffers, the second ten times as large, has
-two parts: what one more event costs, and what a step of the server costs, whatever it takes. A synchronous round of as
-many clients stands beside them. Seconds are of the processor, the least of twenty repetitions.
+The method is FedAvg with one step on two samples. The model is a softmax regression with 8 features and 3 classes, and
+every client has 3 samples. The program prints a sentence with the microseconds per event that are spent on local work,
+on arithmetic on rows (copying, checking and summing uploads, and the server's step) and on everything else (the rest).
+The rest is measured with two buffers, the second ten times as large as the first. From both measurements, the program
+calculates the cost of one more event and the fixed cost of a server step. For comparison, it prints the rest of a
+synchronous round with as many clients. Times are processor times, the minimum over twenty repetitions.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from fedloom.schedule import Buffered, LogNormal, Schedule, Synchronous
 WARM, REPETITIONS = 20, 20
 
 WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
-"""What clients compute; in a round, their uploads are checked and summed up with it."""
+"""Functions for the local work of clients. In a synchronous round, they also check and sum the uploads."""
 ROWS = (
     (Flight, "without"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
     (dispatch, "accept_uploads"), (Uploads, "add"), (Uploads, "aggregate"), (FedAvg, "server"),
 )  # fmt: skip
-"""Arithmetic on rows: they are copied, discounted, checked and summed up, and the model steps."""
+"""Functions for arithmetic on rows: they copy, discount, check and sum uploads, and update the model."""
 
 
 @contextmanager
 def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
-    """Add up the seconds of the processor that calls, none within another, take meanwhile."""
+    """Measure the processor time that some functions take during the block. None of them may call another."""
     spent, before = [0.0], [(owner, name, getattr(owner, name)) for owner, name in calls]
 
     def through(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +74,7 @@ def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
 
 
 def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, steps: int) -> dict[str, float]:
-    """Microseconds per upload: of local work, of arithmetic on rows, of the rest, and of all."""
+    """Return the microseconds per upload for local work, for arithmetic on rows, for the rest, and in total."""
     setting = Setting.create(
         "fedavg", devices=LogNormal(), schedule=schedule, sampler={"kind": "uniform", "clients": clients},
         local={"steps": 1, "batch_size": 2}, rounds=10**6,

@@ -1,12 +1,13 @@
-"""What a round of a deployment costs beyond Flower: real processes on this machine, beside apps that do nothing.
+"""Measure what a deployed round costs in addition to Flower, with real processes on this machine.
 
     python benchmarks/deploy.py [--sites 5] [--rounds 10] [--hidden 1333]
 
-The same SuperNodes answer all apps, over TLS: one that does nothing, one that sends back the bytes of a model, and
-FedAvg. A line per app: seconds per round (median, fastest), seconds from the start of the run to the end of the first
-round, and the processor seconds of all sites, until then and per message after it. Digits, one hidden layer: 75
-parameters per hidden unit. Run it on a quiet machine with a core for each site, or say that it was not; processor
-seconds hold on a busy machine too, but for what shared caches cost.
+The same SuperNodes run three apps over TLS: an app that does nothing, an app that sends back the bytes of a model, and
+FedAvg. For each app, the program prints the time per round (median and fastest), the time from the start of the run to
+the end of the first round, and the processor time of all sites up to that point and for each later message. FedAvg
+trains a network with one hidden layer on the digits, which has 75 parameters per hidden unit. Wall-clock times are
+valid only on an idle machine with one core per site. Processor times are also valid on a busy machine, except for the
+cost of shared caches.
 """
 
 from __future__ import annotations
@@ -71,7 +72,14 @@ def train(message, context):
 
 
 class Cost(NamedTuple):
-    """Seconds of an app's rounds, to the end of its first, and of the sites' processors until then and per message."""
+    """Cost of an app.
+
+    Attributes:
+        rounds: time of each round in seconds.
+        first: time from the start of the run to the end of the first round, in seconds.
+        begin: processor time of all sites up to the end of the first round, in seconds.
+        message: processor time per message after the first round, in seconds.
+    """
 
     rounds: Sequence[float]
     first: float
@@ -80,18 +88,18 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """The processor seconds of sites over time, while the block runs."""
+    """Context manager that records the processor time of all sites during the block."""
 
     def __init__(self, sites: Sequence[ManagedProcess]) -> None:
         self._sites, self._ended = sites, threading.Event()
         self._points: list[tuple[float, float]] = []
 
     def at(self, when: float) -> float:
-        """Processor seconds at a wall-clock time."""
+        """Return the processor seconds that all sites had used at a wall-clock time."""
         return max((spent for now, spent in self._points if now <= when), default=self._points[0][1])
 
     def cost(self, start: float, ends: Sequence[float], rounds: Sequence[float]) -> Cost:
-        """What rounds cost that ended at these times."""
+        """Return the cost of an app whose rounds ended at the given times."""
         messages = len(self._sites) * max(1, len(ends) - 1)
         after = (self.at(ends[-1]) - self.at(ends[0])) / messages
         return Cost(rounds, ends[0] - start, self.at(ends[0]) - self._points[0][1], after)
@@ -113,7 +121,7 @@ class Meter:
 
 
 def processor(sites: Sequence[ManagedProcess]) -> float:
-    """Seconds that all processes of the sites have computed so far, those that have ended too."""
+    """Return the processor time that all processes of the sites have used so far, including ended processes."""
     groups, ticks = {site.pid for site in sites}, 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -126,7 +134,7 @@ def processor(sites: Sequence[ManagedProcess]) -> float:
 
 
 def run(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: Path) -> float:
-    """Run an app to its end; the wall-clock time at which it was started."""
+    """Run an app until it ends, and return the wall-clock time at which it was started."""
     start = time.time()
     variables, log = process_environment(here.work / "cli"), here.work / f"{app.parent.name}.log"
     process = processes.start("run", command_words("run", app=app, file=file), variables, log)
@@ -145,7 +153,7 @@ def nothing(
     sites: Sequence[ManagedProcess],
     size: int,
 ) -> Cost:
-    """What Flower itself costs, with so many bytes each way."""
+    """Measure an app that does nothing except send ``size`` bytes to each site and back."""
     app = folder / f"nothing-{size}" / APP_FOLDER
     (app / "fedloom_app").mkdir(parents=True)
     (app / "pyproject.toml").write_text((OPS_FOLDER / APP_FOLDER / "pyproject.toml").read_text())
@@ -160,7 +168,7 @@ def nothing(
 
 
 def training(here: LoopbackDeployment, processes: ManagedProcesses, sites: Sequence[ManagedProcess]) -> Cost:
-    """What a deployment costs."""
+    """Measure the deployed FedAvg run."""
     with Meter(sites) as meter:
         start = run(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
     ends: dict[int, float] = {}

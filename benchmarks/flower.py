@@ -1,7 +1,8 @@
-"""FedAvg of fedloom beside Flower's own, on the same app in this process: time per round and bytes per message.
+"""Compare fedloom's FedAvg strategy with Flower's: time per round and bytes per message for the same app.
 
-Nodes answer in turn, and every message is written to bytes and read back. Blocks of rounds of both strategies
-alternate. A round is from one call for training to the next, so it has all that a strategy does in its `start`.
+All nodes run in this process, one after another. Every message is serialized and parsed again. Blocks of rounds of both
+strategies alternate. A round lasts from one request for training to the next, so it includes everything that a
+strategy does in `start`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NODES, SAMPLES, CLASSES, LR, BLOCK = 2, 32, 10, 0.1, 6
 
 
 class Nodes:
-    """A grid of nodes in this process."""
+    """Flower grid whose nodes run in this process."""
 
     run = None
 
@@ -73,7 +74,7 @@ def samples(k: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_app(width: int) -> ClientApp:
-    """Flower's quickstart: one step of SGD on all samples."""
+    """Return a client app like the app in Flower's quickstart, which takes one SGD step on all samples."""
     app, data = ClientApp(), {k: samples(k, width) for k in range(1, 1 + NODES)}
 
     @app.train()
@@ -101,7 +102,7 @@ def loom_app(width: int) -> ClientApp:
 
 
 def block(strategy: Any, arrays: ArrayRecord, grid: Nodes) -> tuple[ArrayRecord, list[tuple[float, float]]]:
-    """The new model, and seconds of the clock and of the processor of every round but the first."""
+    """Run a block of rounds, and return the new model, and the wall-clock and processor time of each measured round."""
     grid.times.clear()
     new = strategy.start(grid, arrays, num_rounds=BLOCK).arrays
     return new, [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(grid.times[1:])]
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="+", default=[10**4, 10**7])
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    with suppress(ImportError):  # of older releases
+    with suppress(ImportError):  # older releases do not have this module
         identity = import_module("flwr.supercore.task_identity").TaskIdentity
         identity.run_id = identity.task_id = identity.node_id = 1
     for d in options.parameters:
@@ -126,7 +127,7 @@ def main() -> None:
         ]
         for number in range(1 + options.blocks):
             for side in sides:
-                if number == 1:  # warm
+                if number == 1:  # drop the measurements of the warm-up block
                     side[2].bytes.clear()
                     side[3].clear()
                 side[1], rounds = block(side[0], side[1], side[2])

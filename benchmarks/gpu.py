@@ -1,14 +1,14 @@
-"""Seconds per step of local SGD on a GPU: stacked against looped clients, captured graphs, and lower precision.
+"""Measure the time per step of local SGD on a GPU: stacked or looped clients, captured graphs, and lower precision.
 
     python benchmarks/gpu.py                                  # everything, in float32
     python benchmarks/gpu.py --precision float32 --precision tf32 --precision bf16
     python benchmarks/gpu.py --workload cnn --clients 100 --chunk 25
 
-The lines are those of a Markdown table. A cell of the column looped / stacked above 1 says that stacking is faster.
-`captured` is a stacked step as a CUDA graph, which the engine does not use; a graph that cannot be captured is refused
-with a sentence. float32, tf32 and bf16 are `precision = "full"`, "tf32" and "bf16" of the engine. A row
-during which other processes used more than 0.1 core ends with `disturbed`. `--device cpu` shows that the program runs,
-no more.
+The output is a Markdown table. A value above 1 in the column looped / stacked means that stacking is faster. The column
+`captured` shows a stacked step as a CUDA graph, which the engine does not use. If a graph cannot be captured, the
+program prints the reason. The precisions float32, tf32 and bf16 are the values "full", "tf32" and "bf16" of the
+engine's option `precision`. A row ends with `disturbed` if other processes used more than 0.1 core during its
+measurement. With `--device cpu`, the program only shows that it runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLIENTS = (10, 100, 1000)
 
 
 class Measured:
-    """Local SGD of all clients on one oracle."""
+    """Local SGD of all clients with one oracle."""
 
     def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
         spec, shape = MODELS[name]
@@ -65,7 +65,7 @@ class Measured:
         self.cuda, self.steps = self.oracle.device.type == "cuda", given.steps
 
     def __call__(self, round: int) -> float:
-        """Seconds per step of all clients."""
+        """Run the steps of a round, and return the seconds per step of all clients."""
         self._settle()
         start = time.perf_counter()
         for k, ids in enumerate(self.chunks):
@@ -74,7 +74,7 @@ class Measured:
         return (time.perf_counter() - start) / self.steps
 
     def train(self, k: int, work: Work) -> None:
-        """The steps of chunk ``k``."""
+        """Run the steps of chunk ``k``."""
         descend(self.row.repeat(work.m, 1), work)
 
     def _settle(self) -> None:
@@ -83,7 +83,7 @@ class Measured:
 
 
 class Captured(Measured):
-    """The same, each step of a chunk a graph that was captured once."""
+    """Local SGD in which every step of a chunk replays a graph that was captured once."""
 
     def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
         super().__init__(name, clients, oracle, precision, given)
@@ -92,11 +92,11 @@ class Captured(Measured):
         self.graphs = [self._capture(ids) for ids in self.chunks]
 
     def _capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """A graph, the rows that it changes, and the places of its samples."""
+        """Capture a step, and return the graph, the rows that it changes, and the indices of its samples."""
         work = Work(self.oracle, ids, self.share[ids], self.local)
         drawn = work.plan("local", work.counted_steps()).batch(0)
         rows, where = self.row.repeat(len(ids), 1), drawn.where.to(self.oracle.device, copy=True)
-        total, there = drawn.total.to(self.oracle.device), ids.to(self.oracle.device)  # nothing may be copied there
+        total, there = drawn.total.to(self.oracle.device), ids.to(self.oracle.device)  # a capture allows no copies
         batch = drawn._replace(where=where, total=total, ids=there)
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -124,7 +124,7 @@ WAYS = {"compiled": Measured, "vmap": Measured, "captured": Captured, "loop": Me
 
 
 def seconds(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
-    """Median seconds per step of all clients, and the most memory in GB; not a number where it does not fit or run."""
+    """Return the median seconds per step of all clients, and the peak memory in GB. Both are NaN if the step fails."""
     if given.device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -139,15 +139,15 @@ def seconds(name: str, clients: int, way: str, precision: str, given: argparse.N
 
 
 def main() -> str | int:
-    """Command line."""
+    """Print the table for the workloads that the command line names."""
     options: dict[str, Any] = {"action": "append", "help": "default: all"}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*MODELS], **options)
     parser.add_argument("--clients", type=int, action="append", help="default: 10, 100 and 1,000")
     parser.add_argument("--precision", choices=[*PRECISIONS], action="append", help="default: float32")
-    parser.add_argument("--chunk", type=int, help="clients stacked together; default: the engine's rule")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after one that is not")
+    parser.add_argument("--chunk", type=int, help="clients per stack (default: as the engine chooses)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one unmeasured round")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     if given.device != "cpu" and not torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""Anonymous memory of large federations whose client state is on disk.
+"""Measure the anonymous memory of large federations whose client state is on disk.
 
     python benchmarks/memory.py               # 1,000 clients, MLP 784-200-200-10
     python benchmarks/memory.py --case softmax  # 10,000 clients
     python benchmarks/memory.py --case cnn      # 1,000 clients, CNN 5x5 32-64-512
 
-FLAME keeps three state rows and a row at the server for every client. Prints the peak of anonymous memory over all
-processes of the run, and fails when it is above 4 GB.
+The method is FLAME, which stores three state rows and one row at the server for every client. The program prints the
+peak of the anonymous memory of all processes of the run. If the peak is above 4 GB, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedloom.models import CNN, MLP, ModelSpec, Softmax
 
 
 def anonymous(pid: int) -> int:
-    """Bytes of anonymous memory of a process and its children; 0 when it has ended."""
+    """Return the anonymous memory of a process and its children in bytes, or 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         own = next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
@@ -46,11 +46,11 @@ def anonymous(pid: int) -> int:
 
 
 LIMIT = 4e9
-"""Bytes of anonymous memory that are too many."""
+"""Maximum anonymous memory in bytes."""
 
 
 class Case(NamedTuple):
-    """A federation: as many clients as are worth measuring, with few samples each."""
+    """Federation with many clients, each of which has few samples."""
 
     model: ModelSpec
     clients: int
@@ -65,7 +65,7 @@ CASES = {
 
 
 class Peak:
-    """The most anonymous memory of this process and its children, looked at often while the context lasts."""
+    """Context manager that measures the peak anonymous memory of this process and its children."""
 
     def __init__(self) -> None:
         self.before = self.most = anonymous(os.getpid())
@@ -86,7 +86,7 @@ class Peak:
 
 
 def federation(clients: int, samples: int) -> Federation:
-    """Bytes at random, as many per client."""
+    """Return clients with random images, each with the same number of samples."""
     generator = torch.Generator().manual_seed(0)
     count = clients * samples
     x = torch.randint(0, 256, (count, 1, 28, 28), generator=generator, dtype=torch.uint8)
@@ -96,14 +96,14 @@ def federation(clients: int, samples: int) -> Federation:
 
 
 def main() -> int:
-    """Run it and print what it took; 1 when that is too much."""
+    """Run the case, print its memory, and return 1 if the peak is above the limit."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--case", choices=[*CASES], default="mlp")
     options.add_argument("--clients", type=int)
     options.add_argument("--samples", type=int)
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--folder", type=Path, help="for the rows; a temporary one by default")
+    options.add_argument("--folder", type=Path, help="folder for the rows (default: a temporary one)")
     given = options.parse_args()
     case = CASES[given.case]
     clients, samples = given.clients or case.clients, given.samples or case.samples

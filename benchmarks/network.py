@@ -1,17 +1,18 @@
-"""Seconds and bytes of a round when the ranks are on two machines with a slow link between them.
+"""Measure the time and the bytes of a round if the ranks are on two machines that are connected by a slow link.
 
-    python benchmarks/network.py                          # as root; 1 Gb/s, 50 ms there and back
+    python benchmarks/network.py                          # as root; 1 Gb/s, round-trip time 50 ms
     python benchmarks/network.py --rate 100 --trip 10 --method fedavg --workload W1
 
-The machines are two network namespaces of this one. The link is a pair of TUN devices and a process between them that
-holds every packet until its bits would have arrived: it needs no `netem` in the kernel, and counts the bytes. Packets
-have up to 64 KiB, so that Python keeps up. All ranks share the cores of this machine: with fewer cores than ranks,
-seconds contain what they take from each other.
+Two network namespaces represent the machines. The link is a pair of TUN devices and a process between them. This
+process delays every packet until its bits would have arrived, and counts the bytes. The kernel therefore does not need
+`netem`. Packets have up to 64 KiB, so that the Python process is fast enough. All ranks share the cores of this
+machine. If there are fewer cores than ranks, the ranks slow each other down.
 
-A row per method and place of the ranks: median seconds of a round without the first, quartiles, the bytes that crossed
-the link in a round, both directions together, and the seconds that `fedloom bench` calculates from one process (ranks
-beyond the cores of this machine share them). A row during which other processes used more than 0.1 core ends with
-`disturbed`; so does the calculation if its constants were measured then.
+The output has a row for each method and each placement of the ranks. It shows the median time of a round without the
+first round, the quartiles, the bytes that crossed the link in both directions in a round, and the time that
+`fedloom bench` would calculate from one process, for ranks that share the cores of this machine. A row ends with
+`disturbed` if other processes used more than 0.1 core during its measurement. The calculated time has the same mark if
+its constants were measured under such conditions.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ MACHINES = (f"fedloom-{os.getpid()}a", f"fedloom-{os.getpid()}b")
 ADDRESS = "10.77.0.{}"
 METHODS = ("fedavg", "scaffold", "flame", "fedacs")
 PLACES = ((1,), (2,), (1, 1), (4,), (2, 2))
-"""Ranks of each machine."""
+"""Number of ranks on each machine."""
 
 
 def tun(name: str) -> int:
-    """A file that gives and takes the packets of a new device."""
+    """Create a TUN device, and return the file from which its packets are read and to which they are written."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, 0x400454CA, struct.pack("16sH22s", name.encode(), 0x0001 | 0x1000, b""))  # TUNSETIFF: TUN, NO_PI
     return file
 
 
 def relay(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -> None:
-    """Carry packets from each end to the other: `rate` bytes a second in each direction, `delay` seconds on the way."""
+    """Forward packets between both ends, with `rate` bytes per second in each direction and a delay in seconds."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     waiting: tuple[deque[tuple[float, bytes]], deque[tuple[float, bytes]]] = (deque(), deque())
@@ -86,7 +87,7 @@ def relay(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -
 
 @contextmanager
 def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
-    """Two machines and what connects them, until the block ends."""
+    """Create two machines and the link between them, and remove them at the end of the block."""
     counts.write_bytes(bytes(16))
     with counts.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 16)
@@ -115,7 +116,7 @@ def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
 
 
 def measure(method: str, workload: str, rounds: int, place: tuple[int, ...], counts: Path) -> dict[str, list[float]]:
-    """What rank 0 found, the ranks placed on one machine or two."""
+    """Run a method with ranks on one or two machines, and return the measurements of rank 0."""
     started = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
@@ -139,7 +140,7 @@ def measure(method: str, workload: str, rounds: int, place: tuple[int, ...], cou
 
 
 def setting(method: str, workload: str, rounds: int) -> Setting:
-    """A run without evaluation: the clients have no validation parts."""
+    """Return the setting of a run in which nothing is evaluated, because the clients have no validation parts."""
     from workloads import WORKLOADS
 
     from fedloom.algorithms import REGISTRY
@@ -159,7 +160,7 @@ def setting(method: str, workload: str, rounds: int) -> Setting:
 
 
 def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: MachineLink) -> float:
-    """Seconds of a round on this machine."""
+    """Return the calculated time of a round in seconds, if all ranks share the cores of this machine."""
     from workloads import WORKLOADS
 
     from fedloom.processes.costs import ClusterShape
@@ -171,7 +172,7 @@ def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: 
 
 
 def rank(method: str, workload: str, rounds: int, out: Path) -> None:
-    """One rank: when rounds ended, and what the link had carried then."""
+    """Run one rank. Rank 0 writes the time of every round, and the bytes on the link by the end of the round."""
     from workloads import WORKLOADS
 
     from fedloom.engine.simulate import simulate
@@ -191,10 +192,10 @@ def rank(method: str, workload: str, rounds: int, out: Path) -> None:
 
 
 def main() -> int:
-    """Command line."""
+    """Print the table, or run one rank if the command line says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=1000, help="megabits per second")
-    parser.add_argument("--trip", type=float, default=50, help="milliseconds there and back")
+    parser.add_argument("--trip", type=float, default=50, help="round-trip time in milliseconds")
     parser.add_argument("--method", action="append", choices=METHODS)
     parser.add_argument("--workload", default="W2")
     parser.add_argument("--rounds", type=int, default=10)
@@ -221,7 +222,7 @@ def main() -> int:
                 with (
                     watch_others() as others,
                     link(connection.rate, connection.trip / 2, counts),
-                ):  # its process is not one
+                ):  # the process of the link does not count as another process
                     found = measure(method, given.workload, given.rounds, place, counts)
                 seconds = found["seconds"][1:]
                 both = [sum(c) for c in found["carried"]]

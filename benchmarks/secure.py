@@ -1,22 +1,24 @@
-"""Secure aggregation: what a round costs more than a plain one, and the bytes and seconds of the protocol alone.
+"""Measure secure aggregation: the additional cost of a masked round, and the cost of the protocol alone.
 
     python benchmarks/secure.py [--sites 5 9] [--d 10000 1000000] [--pairs 5] [--rounds 4]
     python benchmarks/secure.py --verify [--sites 5] [--d 10000 1000000] [--pairs 3]
     python benchmarks/secure.py --protocol [--sites 5 20 100] [--d 100000] [--lost 0.1]
     python benchmarks/secure.py --protections [--sites 5 9] [--d 10000 1000000]
 
-The first form plays whole deployments in this process, the server and every site, plain and under masks in turn, over
-messages that are written to bytes and read back. Processor seconds of a round are those of the server and all sites;
-the first round, which has the greetings, is left out. A figure is the median over pairs, with the least and the most.
+The first command runs whole deployments in this process, including the server and all sites, alternately without and
+with masks. Every message is serialized and parsed again. The printed times are the processor times of the server and
+all sites in a round, without the first round, in which the sites register. Each value is the median over pairs of
+deployments, followed by the minimum and the maximum.
 
-With --verify, the pairs are runs under masks whose sites do not verify the server and runs whose sites do. The last
-column is the time in which one site opens the sum of a round and replays the server's step.
+With --verify, all runs are masked, and the runs in which sites verify the server are compared with runs in which they
+do not. The last column shows the time in which one site computes the sum of a round and repeats the server's step.
 
-The next has neither training nor messages. The threshold is the default one; a share of the sites drop out after the
-shares, so that the server restores their masking keys. A site's seconds are the mean over sites.
+With --protocol, neither training nor messages are included. The threshold is the default one. A fraction of the sites
+drops out after the shares were sent, so the server restores the masking keys of these sites. The time of a site is the
+mean over sites.
 
-The last times each operation of the protections against a dishonest server and bad sites alone, and multiplies by how
-many there are in a round.
+With --protections, every operation that protects against a dishonest server or dishonest sites is timed individually.
+The time is multiplied by the number of such operations in a round.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # deployments of its tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # for the tests' helpers
 
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
@@ -53,11 +55,11 @@ from tests.deploy.scene import scene
 from tests.deploy.sessions import secured
 
 MLP = 75
-"""Parameters of a hidden unit on digits; the output has ten more."""
+"""Number of parameters per hidden unit of a model for the digits. The output layer has ten additional parameters."""
 
 
 class Round(NamedTuple):
-    """Processor seconds and bytes of a round of a deployment, of the server and all sites, and seconds of a replay."""
+    """Cost of a round in a deployment: processor seconds and bytes of the server and all sites, and replay seconds."""
 
     seconds: float
     bytes: float
@@ -65,7 +67,7 @@ class Round(NamedTuple):
 
 
 def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = False) -> Round:
-    """Median of the rounds of one deployment."""
+    """Run one deployment, and return the median cost of its rounds."""
     sent, ends, wire = [0], list[tuple[float, int]](), grid.wire
     replays, add = list[float](), ModelReplay.add
 
@@ -104,7 +106,7 @@ def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = Fa
 
 
 def compared(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = False) -> str:
-    """A line of rounds with and without masks, or under masks with and without sites that verify the server."""
+    """Format a line that compares rounds with and without masks, or masked rounds with and without verification."""
     plain, masked = [list(both) for both in zip(*(
         (deployed(verify, sites, d, rounds), deployed(True, sites, d, rounds, verify=verify)) for _ in range(pairs)
     ), strict=True)]  # fmt: skip
@@ -122,13 +124,13 @@ def compared(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = Fals
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, nargs="+")
-    parser.add_argument("--d", type=int, nargs="+", help="numbers of an upload")
-    parser.add_argument("--pairs", type=int, default=5, help="deployments of each kind")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of a deployment, with the first")
-    parser.add_argument("--verify", action="store_true", help="masked rounds, without and with sites that verify")
-    parser.add_argument("--protocol", action="store_true", help="the protocol alone, without training and messages")
-    parser.add_argument("--protections", action="store_true", help="operations of the protections, each timed alone")
-    parser.add_argument("--lost", type=float, default=0.1, help="share of the sites that drop out after the shares")
+    parser.add_argument("--d", type=int, nargs="+", help="number of values in an upload")
+    parser.add_argument("--pairs", type=int, default=5, help="number of deployments of each kind")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds per deployment, including the first")
+    parser.add_argument("--verify", action="store_true", help="compare masked rounds with and without verification")
+    parser.add_argument("--protocol", action="store_true", help="measure the protocol alone")
+    parser.add_argument("--protections", action="store_true", help="measure the operations of the protections")
+    parser.add_argument("--lost", type=float, default=0.1, help="fraction of the sites that drops out")
     given = parser.parse_args()
     if given.protocol:
         print("sites         d lost threshold | MB up per site  MB down per site | site s  server s")
@@ -153,7 +155,7 @@ def main() -> None:
 
 
 def row(n: int, d: int, lost: int) -> str:
-    """One line of figures."""
+    """Run the protocol once among ``n`` sites, and format a line with its bytes and times."""
     name, threshold, rng = bytes(32), secure.safe_threshold(n), np.random.default_rng(0)
     signing = [Ed25519PrivateKey.generate() for _ in range(n)]
     public = {c: key.public_key() for c, key in enumerate(signing)}
@@ -196,7 +198,7 @@ def row(n: int, d: int, lost: int) -> str:
 
 
 def prices(n: int, d: int) -> dict[str, float]:
-    """Processor seconds of a round by protection, of the server and all sites."""
+    """Return the processor seconds that each protection takes in a round at the server and all sites."""
 
     def timed(call: Callable[[], object], times: int = 200) -> float:
         call()

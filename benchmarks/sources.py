@@ -1,8 +1,11 @@
-"""Memory and time of the sources, and the time of every partition: `python benchmarks/sources.py --data-dir ~/data`.
+"""Measure the memory and the time for reading every data source, and the time for computing every partition.
 
-Every source is read in processes of its own. Peak is what the process grows by while it loads, over the bytes of the
-features; a second process only unpacks the same files and throws the bytes away, which is what the decompressor itself
-needs (xz keeps as much of what it unpacked as the file's dictionary is long). Times are process time, medians.
+    python benchmarks/sources.py --data-dir ~/data
+
+Every source is read in separate processes. The column `peak` is the largest growth of the process while it reads the
+data, and `peak / raw` is its ratio to the size of the features. A second process only unpacks the same files and
+discards the bytes. Its growth is the memory that the decompressor needs (xz keeps as many unpacked bytes as the
+dictionary of the file is long). Times are medians of processor times.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from PIL import Image
 from fedloom.data import PARTITIONS, Dataset, Partition, load
 from fedloom.data.sources.archive import iterate_entries
 
-FILES = {  # where a source's files lie in the data folder
+FILES = {  # path of each source's files in the data folder
     "mnist": "mnist",
     "fashion-mnist": "fashion-mnist",
     "cifar-10": "cifar-10-batches-bin",
@@ -63,13 +66,13 @@ SPLITS: dict[str, dict[str, object]] = {
 
 
 def resident(key: str) -> float:
-    """MiB of this process: VmRSS now, VmHWM at most since the last reset."""
+    """Return the memory of this process in MiB: VmRSS is the current value, VmHWM the peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
 def peak(work: Callable[[], object]) -> tuple[float, object]:
-    """MiB that this process grows by, at most, while it works; and what it made."""
+    """Call a function, and return the peak growth of this process in MiB, and the result of the function."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmHWM")
     made = work()
@@ -77,14 +80,14 @@ def peak(work: Callable[[], object]) -> tuple[float, object]:
 
 
 def unpack(place: Path) -> None:
-    """Every file in blocks, thrown away."""
+    """Unpack every file block by block, and discard the bytes."""
     for entry in iterate_entries(place):
         while entry.stream.read(2**18):
             pass
 
 
 def child(what: str, name: str, root: Path) -> None:
-    """Prints peak, bytes of the features and seconds; run in a fresh process."""
+    """Print the peak growth, the size of the features and the time. The function must run in a new process."""
     Image.init()
     import pyarrow.parquet  # noqa: F401  (imports are not counted)
 
@@ -101,14 +104,14 @@ def child(what: str, name: str, root: Path) -> None:
 
 
 def in_child(what: str, name: str, root: Path) -> list[float]:
-    """What `child` prints."""
+    """Run the measurement in a new process, and return the numbers that it prints."""
     command = [sys.executable, __file__, "--child", what, name, "--data-dir", str(root)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [float(value) for value in done.stdout.split()]
 
 
 def make(folder: Path) -> None:
-    """Tables and arrays of numbers."""
+    """Write files with random numbers: an archive of arrays, a CSV table and a Parquet table."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -122,7 +125,7 @@ def make(folder: Path) -> None:
 
 
 def sources(root: Path, repeats: int) -> None:
-    """A line of a table per source."""
+    """Print a table with one row for each source."""
     print("| source | raw MiB | peak MiB | of it unpacking | peak / raw | without unpacking | seconds |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +143,7 @@ def sources(root: Path, repeats: int) -> None:
 
 
 def partitions(repeats: int) -> None:
-    """A line per way to split 60,000 samples of 10 classes, and 10,000 official test samples, over 1,000 clients."""
+    """Print the time of each way to split 60,000 samples and 10,000 official test samples among 1,000 clients."""
     rng = np.random.default_rng(0)
     total = SAMPLES + 10_000
     writer = torch.from_numpy(rng.permutation(np.arange(total) % 3_500))
@@ -169,7 +172,7 @@ def partitions(repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Print the tables, or measure one source if this is a new process."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--data-dir", type=Path, default=os.environ.get("FEDLOOM_DATA", "."))
     options.add_argument("--repeats", type=int, default=5)

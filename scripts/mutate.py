@@ -1,4 +1,4 @@
-"""Mutants of a Python file: one operator, index, comparison or number changed; the file itself is left alone."""
+"""Mutants of a Python file: copies of its syntax tree in which one operator, index, comparison or number is changed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 }
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-SHORT = 16  # an expression shorter than this is shown with what surrounds it
+SHORT = 16  # an expression with fewer characters is shown as part of the expression that contains it
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one expression; a test that reaches none of the `lines` cannot notice it."""
+    """One change of one expression. Only tests that run at least one of the `lines` can notice the change."""
 
     file: Path
     function: str
@@ -59,7 +59,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What can stand in the place of a node."""
+    """Yield the nodes that may replace a node in a mutant."""
     match node:
         case ast.BinOp(left=ast.Constant(value=str())):
             return
@@ -86,7 +86,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def parts(node: ast.AST) -> Iterable[ast.AST]:
-    """Children that run when the function runs: no decorators, defaults, annotations or texts of messages."""
+    """Return the children that run when the function is called, without decorators, defaults, annotations and texts."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             return node.body
@@ -102,7 +102,7 @@ def parts(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def mutants(file: Path) -> list[Mutant]:
-    """Every mutant of the functions of a file, in the order of its lines."""
+    """Return all mutants of the functions in a file, sorted by line."""
     tree = ast.parse(file.read_text())
 
     def walk(node: ast.AST, path: tuple[ast.AST, ...]) -> Iterator[Mutant]:
@@ -116,8 +116,8 @@ def mutants(file: Path) -> list[Mutant]:
 
 
 def mutant(file: Path, tree: ast.Module, path: tuple[ast.AST, ...], node: ast.AST, new: ast.AST) -> Mutant:
-    """The mutant in which `new` stands for `node`, which `path` leads to."""
-    whole = shown = node  # the whole expression, and as much of it as tells where we are
+    """Return the mutant in which `new` replaces `node`. The ancestors of `node` are given by `path`."""
+    whole = shown = node  # the whole expression, and the part of it that is shown to users
     for parent in reversed(path):
         if isinstance(parent, ast.stmt):
             if not hasattr(parent, "body") and len(ast.unparse(shown)) < SHORT:
@@ -139,14 +139,14 @@ def mutant(file: Path, tree: ast.Module, path: tuple[ast.AST, ...], node: ast.AS
 
 
 def altered(node: Node, **fields: object) -> Node:
-    """A copy of a node with other fields."""
+    """Return a copy of a node with some fields replaced."""
     out = copy.copy(node)
     vars(out).update(fields)
     return out
 
 
 def replaced(tree: Node, node: ast.AST, new: ast.AST) -> Node:
-    """The tree with a node replaced; everything off the way to it is shared with the original."""
+    """Return a tree in which a node is replaced. Subtrees that do not contain the node are shared with the original."""
     if tree is node:
         return ast.fix_missing_locations(ast.copy_location(new, node))
     fields: dict[str, object] = {}
@@ -163,13 +163,13 @@ def replaced(tree: Node, node: ast.AST, new: ast.AST) -> Node:
 
 
 def exchange(file: Path, tree: ast.Module) -> dict[CodeType, CodeType]:
-    """For every function of a file, the code it has and the code it would have if the file were `tree`."""
+    """Map the code of every function in a file to the code that the function has in `tree`."""
     old, new = (codes(compile(t, str(file), "exec", dont_inherit=True)) for t in (ast.parse(file.read_text()), tree))
     return dict(zip(old, new, strict=True))
 
 
 def install(table: dict[CodeType, CodeType], live: Iterable[FunctionType]) -> None:
-    """Gives live functions their new code, as far as they still close over the same variables."""
+    """Replace the code of functions, except functions that would close over other variables."""
     for function in live:
         code = table.get(function.__code__)
         if code and code.co_freevars == function.__code__.co_freevars:
@@ -177,6 +177,6 @@ def install(table: dict[CodeType, CodeType], live: Iterable[FunctionType]) -> No
 
 
 def codes(code: CodeType) -> list[CodeType]:
-    """The code and every code inside it, in order."""
+    """Return a code object and all code objects inside it, in order."""
     inner = [c for c in code.co_consts if isinstance(c, type(code))]
     return [code, *(c for i in inner for c in codes(i))]
