@@ -41,8 +41,8 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import initial_state
 from fedloom.local import LocalSGD, Work
 
-ALLOWED = 0.15
-EXCUSED = {
+MAX_SHARE = 0.15
+PAPER_MARKS = {
     "fedslr": "svd",
     "lpgd": "svd",
     "equitable-fl": "cluster",
@@ -55,12 +55,12 @@ EXCUSED = {
     "fedspa": "top-k",
 }
 """Mark of each method whose paper requires expensive arithmetic, such as clustering or the distances of all pairs."""
-NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("fc2.bias",)}}  # the model has no normalisation layer
-TIMED = ("addgrad_", "batch_loss", "activations", "accuracy")
-OWN = ("down", "client", "server")
+REQUIRED_OPTIONS: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("fc2.bias",)}}  # no normalization layer
+ORACLE_FUNCTIONS = ("addgrad_", "batch_loss", "activations", "accuracy")
+METHOD_FUNCTIONS = ("down", "client", "server")
 
 
-class Inside:
+class CallTimer:
     """Timer that adds up the processor time spent in some functions of an object. Nested calls are counted once."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
@@ -83,33 +83,33 @@ class Inside:
         return call
 
 
-FUNCTIONS = {kind: Inside(kind, OWN) for kind in {*ALGORITHMS.values()}}
-PLANS = Inside(Work, ("plan", "pieces"))
+METHOD_TIMERS = {kind: CallTimer(kind, METHOD_FUNCTIONS) for kind in {*ALGORITHMS.values()}}
+PLAN_TIMER = CallTimer(Work, ("plan", "pieces"))
 
 
-class Run:
+class MethodRun:
     """Run of one method, which computes one round per call."""
 
     def __init__(self, name: str, workload: Workload, stack: ExitStack) -> None:
-        made: Any = REGISTRY[name](**NEEDED.get(name, {}))
+        method: Any = REGISTRY[name](**REQUIRED_OPTIONS.get(name, {}))
         local = LocalSGD(lr=0.01, epochs=1, batch_size=workload.batch)
-        composition = made if isinstance(made, PresetMethod) else PresetMethod(made)
+        composition = method if isinstance(method, PresetMethod) else PresetMethod(method)
         self.job, server = make_job(
             Setting.create(composition, model=workload.model, local=local), workload.federation()
         )
         self.state = initial_state(self.job, server)
         self.pool = stack.enter_context(running.clients_of(self.job))
-        self.inside = Inside(self.job.oracle, TIMED)
+        self.oracle_timer = CallTimer(self.job.oracle, ORACLE_FUNCTIONS)
 
     def round(self) -> tuple[float, float, float]:
         """Compute a round, and return its time, the time in the method's own arithmetic, and the time in the engine."""
-        own, plan = FUNCTIONS[type(self.job.algorithm)], PLANS
-        before = (own.seconds, plan.seconds, self.inside.seconds)
+        own, plan = METHOD_TIMERS[type(self.job.algorithm)], PLAN_TIMER
+        before = (own.seconds, plan.seconds, self.oracle_timer.seconds)
         start = time.process_time()
         self.state, _ = run_round(self.job, self.pool, self.state)
         whole = time.process_time() - start
         functions, plans, oracle = (
-            now - then for now, then in zip((own.seconds, plan.seconds, self.inside.seconds), before, strict=True)
+            now - then for now, then in zip((own.seconds, plan.seconds, self.oracle_timer.seconds), before, strict=True)
         )
         return whole, functions - plans - oracle, whole - functions
 
@@ -129,14 +129,14 @@ def main() -> int:
     print(f"{'method':20s} {'seconds':>8s} {'own':>8s} {'share':>7s} {'engine':>7s}")
     for group in groups:
         with ExitStack() as stack:
-            runs = {name: Run(name, workload, stack) for name in group}
+            runs = {name: MethodRun(name, workload, stack) for name in group}
             rounds = [{name: run.round() for name, run in runs.items()} for _ in range(1 + options.rounds)][1:]
         for name in group:
             whole = statistics.median(r[name][0] for r in rounds)
             own = statistics.median(r[name][1] for r in rounds)
             share = statistics.median(r[name][1] / r[name][0] for r in rounds)
             engine = statistics.median(r[name][2] / r[name][0] for r in rounds)
-            mark = EXCUSED.get(name, "*") if share > ALLOWED else ""
+            mark = PAPER_MARKS.get(name, "*") if share > MAX_SHARE else ""
             missed += [name] if mark == "*" else []
             print(f"{name:20s} {whole:8.3f} {own:8.3f} {share:7.1%} {engine:7.1%} {mark}", flush=True)
     return bool(missed)

@@ -121,8 +121,8 @@ def measure(
     state, log = run_questions(analysis, terms, ask)
     simulated = gap(analysis.result(state).to_pandas())
     ends = [
-        deploy(task, {"kind": name, "rules": RULES, **options}, gap, masked=masked, loses=loses)
-        for masked, loses in ((False, False), (True, False), (True, True))
+        deploy(task, {"kind": name, "rules": RULES, **options}, gap, masked=masked, loses_site=loses_site)
+        for masked, loses_site in ((False, False), (True, False), (True, True))
     ]
     size, seconds = ends[1][1:]
     return Row(
@@ -131,7 +131,7 @@ def measure(
 
 
 def deploy(
-    task: str, choice: dict[str, object], gap: Callable[[pd.DataFrame], float], *, masked: bool, loses: bool
+    task: str, choice: dict[str, object], gap: Callable[[pd.DataFrame], float], *, masked: bool, loses_site: bool
 ) -> tuple[float, int, float]:
     """Run a deployment, and return its distance from a library, its bytes sent and received, and its time in seconds.
 
@@ -161,10 +161,10 @@ def deploy(
             if asked:
                 began = began or time.perf_counter()
                 size += sum(map(len, arrays_of(message))) + sum(map(len, arrays_of(reply)))
-            return None if loses and asked > 4 and node == FIRST + 1 else reply
+            return None if loses_site and asked > 4 and node == FIRST + 1 else reply
 
         stop = here.serve(here.grid(count))
-        if loses:
+        if loses_site:
             assert stop is Stop.TOO_FEW or asked <= len(SIZES), stop
             stop = here.serve()
         seconds = time.perf_counter() - began
@@ -174,7 +174,7 @@ def deploy(
         return gap(table.to_pandas()), size, seconds
 
 
-def of(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
+def make_dataset(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
     return fl.Dataset.create(frame, label, client_column="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
 
 
@@ -185,7 +185,7 @@ def main() -> None:
     design = np.column_stack([frame.age, frame.marker, frame.ward == "ICU"]).astype(float)
     names, others = ["age", "marker", "icu"], {"days", "event", "died", "stay", "visits"}
     survival, binary, number, count = (
-        of(frame, label, tuple(others - {label, "event"} if label == "days" else others - {label}), **more)
+        make_dataset(frame, label, tuple(others - {label, "event"} if label == "days" else others - {label}), **more)
         for label, more in (
             ("days", {"event": "event"}), ("died", {}), ("stay", {"task": "regression"}), ("visits", {"task": "count"})
         )

@@ -34,7 +34,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import numpy as np
-from memory import Peak
+from memory import PeakMemory
 
 from fedloom.algorithms import REGISTRY
 from fedloom.choose import Uniform
@@ -56,7 +56,7 @@ BLOCK = 6_000_000
 Clock = Callable[[], float]
 
 
-def make(folder: Path, samples: int, features: int) -> Path:
+def make_data(folder: Path, samples: int, features: int) -> Path:
     """Write ``x.npy`` and ``y.npy``: normally distributed features, and labels from a linear model with noise."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
@@ -73,19 +73,19 @@ def make(folder: Path, samples: int, features: int) -> Path:
     return folder
 
 
-def read(folder: Path, in_memory: bool) -> Dataset:
+def read_data(folder: Path, in_memory: bool) -> Dataset:
     """Return the data set that `make_data` wrote, with its features on disk or in memory."""
     return Dataset.create(np.load(folder / "x.npy"), np.load(folder / "y.npy")) if in_memory else load(folder)
 
 
-def forget(folder: Path) -> None:
+def drop_from_page_cache(folder: Path) -> None:
     """Drop the features from the page cache of the operating system."""
     with (folder / "x.npy").open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Watch:
+class RoundTimes:
     """Callback for `simulate` that records the time at the end of every round."""
 
     def __init__(self, clock: Clock) -> None:
@@ -105,8 +105,8 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
         "evaluate": Evaluate(every=given.rounds, clients=scored, parts=("train", "test")),
         "engine": Engine(state_memory_mib=16, workers=given.workers),
     }
-    with Peak() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
-        watch, start = Watch(clock), clock()
+    with PeakMemory() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
+        watch, start = RoundTimes(clock), clock()
         simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, callbacks=[watch], **settings)
         ended, rounds = clock(), np.diff(watch.ends)
         simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, **settings)
@@ -117,7 +117,7 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
     return [begin, round, *last, disk / 1e9, peak.most / 1e9]
 
 
-def reported(data: Path, clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
+def measure_report(data: Path, clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
     """Return the time to write the report of a FedAvg run, MB of its page, kB of summary.json, and GB of memory."""
     document = {
         "name": "clients",
@@ -131,35 +131,35 @@ def reported(data: Path, clients: int, given: argparse.Namespace, place: Path, c
     with tempfile.TemporaryDirectory(dir=place) as folder:
         out = Path(folder)
         Plan(parse(document), out).run(page=False)
-        with Peak() as peak:
+        with PeakMemory() as peak:
             start = clock()
             page = write_report([out], out / "report.html", charts=False)
             seconds = clock() - start
         return [seconds, page.stat().st_size / 1e6, (out / "summary.json").stat().st_size / 1e3, peak.most / 1e9]
 
 
-def lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> Iterator[str]:
+def table_lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> Iterator[str]:
     """Yield the lines of the table for a number of clients."""
-    data = make(place / f"{clients}", clients * SAMPLES, given.features)
+    data = make_data(place / f"{clients}", clients * SAMPLES, given.features)
     if given.report:
         with watch_others() as others:
-            found = reported(data, clients, given, place, clock)
-        yield row("fedavg", clients, found, others.cores)
+            found = measure_report(data, clients, given, place, clock)
+        yield format_row("fedavg", clients, found, others.cores)
         return
     if given.cold:
-        forget(data)
+        drop_from_page_cache(data)
     start = clock()
-    fed = Iid(clients=clients)(read(data, given.in_memory), seed=0)
+    fed = Iid(clients=clients)(read_data(data, given.in_memory), seed=0)
     loaded = clock() - start
     for method in given.method or ("fedavg", "scaffold", "flame"):
         if given.cold:
-            forget(data)
+            drop_from_page_cache(data)
         with watch_others() as others:
             found = [loaded, *measure(method, fed, given, place, clock)]
-        yield row(method, clients, found, others.cores)
+        yield format_row(method, clients, found, others.cores)
 
 
-def row(method: str, clients: int, found: list[float], others: float) -> str:
+def format_row(method: str, clients: int, found: list[float], others: float) -> str:
     """Format a line of the table."""
     cells = [method, f"{clients:,}", *(f"{value:.3g}" for value in found)]
     return f"| {' | '.join(cells)} |{' disturbed' if others > MAX_FOREIGN_CORES else ''}"
@@ -189,7 +189,7 @@ def main() -> int:
     print(f"| {columns} |\n|{'---|' * len(columns.split('|'))}")
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         for clients in given.clients or (10_000, 1_000_000):
-            for line in lines(clients, given, Path(place), clock):
+            for line in table_lines(clients, given, Path(place), clock):
                 print(line, flush=True)
     return 0
 

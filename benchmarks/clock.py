@@ -38,11 +38,11 @@ from fedloom.engine.virtual.advance import advance_to_server_step
 from fedloom.engine.virtual.clock import Flight
 from fedloom.schedule import Buffered, LogNormal, Schedule, Synchronous
 
-WARM, REPETITIONS = 20, 20
+WARM_UP_STEPS, REPETITIONS = 20, 20
 
-WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
+LOCAL_WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
 """Functions for the local work of clients. In a synchronous round, they also check and sum the uploads."""
-ROWS = (
+ROW_ARITHMETIC = (
     (Flight, "without"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
     (dispatch, "accept_uploads"), (Uploads, "add"), (Uploads, "aggregate"), (FedAvg, "server"),
 )  # fmt: skip
@@ -50,7 +50,7 @@ ROWS = (
 
 
 @contextmanager
-def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
+def time_calls(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
     """Measure the processor time that some functions take during the block. None of them may call another."""
     spent, before = [0.0], [(owner, name, getattr(owner, name)) for owner, name in calls]
 
@@ -73,7 +73,9 @@ def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
             setattr(owner, name, call)
 
 
-def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, steps: int) -> dict[str, float]:
+def microseconds_per_event(
+    fed: Federation, schedule: Schedule, clients: int, size: int, steps: int
+) -> dict[str, float]:
     """Return the microseconds per upload for local work, for arithmetic on rows, for the rest, and in total."""
     setting = Setting.create(
         "fedavg", devices=LogNormal(), schedule=schedule, sampler={"kind": "uniform", "clients": clients},
@@ -81,14 +83,19 @@ def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, step
     )  # fmt: skip
     job, server = make_job(setting, fed)
     least: dict[str, float] = {}
-    with fix_arithmetic(job), timed(WORK) as work, timed(ROWS) as rows, clients_of(job) as those:
+    with (
+        fix_arithmetic(job),
+        time_calls(LOCAL_WORK) as work,
+        time_calls(ROW_ARITHMETIC) as rows,
+        clients_of(job) as pool,
+    ):
         state = initial_state(job, server)
-        for _ in range(WARM):
-            state, _ = advance_to_server_step(job, those, state)
+        for _ in range(WARM_UP_STEPS):
+            state, _ = advance_to_server_step(job, pool, state)
         for _ in range(REPETITIONS):
             work[0], rows[0], start = 0.0, 0.0, time.process_time()
             for _ in range(steps):
-                state, _ = advance_to_server_step(job, those, state)
+                state, _ = advance_to_server_step(job, pool, state)
             whole = time.process_time() - start
             parts = {"work": work[0], "rows": rows[0], "rest": whole - work[0] - rows[0], "all": whole}
             least = {k: min(v / steps / size * 1e6, least.get(k, np.inf)) for k, v in parts.items()}
@@ -106,9 +113,9 @@ def main() -> None:
     n = 4 * given.clients
     data = fl.Dataset.create((g.standard_normal((n, 8), dtype=np.float32), g.integers(0, 3, n)))
     fed = fl.partitions.iid(clients=given.clients, validation=0.0, test=0.25)(data, 0)
-    plain = per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)
+    plain = microseconds_per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)
     small, large = (
-        per_event(fed, Buffered(buffer=size), given.in_flight, size, given.steps)
+        microseconds_per_event(fed, Buffered(buffer=size), given.in_flight, size, given.steps)
         for size in (given.buffer, 10 * given.buffer)
     )
     each = (10 * large["rest"] - small["rest"]) / 9

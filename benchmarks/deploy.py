@@ -32,7 +32,7 @@ from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError
 from fedloom_sites.deploy.ops.status import lines_of, status_of
 
-SERVER = """
+SERVER_APP_CODE = """
 import json, time
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
@@ -59,7 +59,7 @@ def main(grid, context):
         ends.append(time.time())
     open(given["out"], "w").write(json.dumps({"ends": ends, "seconds": seconds}))
 """
-CLIENT = """
+CLIENT_APP_CODE = """
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 app = ClientApp()
@@ -94,15 +94,15 @@ class Meter:
         self._sites, self._ended = sites, threading.Event()
         self._points: list[tuple[float, float]] = []
 
-    def at(self, when: float) -> float:
+    def seconds_at(self, when: float) -> float:
         """Return the processor seconds that all sites had used at a wall-clock time."""
         return max((spent for now, spent in self._points if now <= when), default=self._points[0][1])
 
     def cost(self, start: float, ends: Sequence[float], rounds: Sequence[float]) -> Cost:
         """Return the cost of an app whose rounds ended at the given times."""
         messages = len(self._sites) * max(1, len(ends) - 1)
-        after = (self.at(ends[-1]) - self.at(ends[0])) / messages
-        return Cost(rounds, ends[0] - start, self.at(ends[0]) - self._points[0][1], after)
+        after = (self.seconds_at(ends[-1]) - self.seconds_at(ends[0])) / messages
+        return Cost(rounds, ends[0] - start, self.seconds_at(ends[0]) - self._points[0][1], after)
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._watch)
@@ -115,12 +115,12 @@ class Meter:
 
     def _watch(self) -> None:
         while True:
-            self._points.append((time.time(), processor(self._sites)))
+            self._points.append((time.time(), processor_seconds(self._sites)))
             if self._ended.wait(0.25):
                 return
 
 
-def processor(sites: Sequence[ManagedProcess]) -> float:
+def processor_seconds(sites: Sequence[ManagedProcess]) -> float:
     """Return the processor time that all processes of the sites have used so far, including ended processes."""
     groups, ticks = {site.pid for site in sites}, 0
     for entry in Path("/proc").iterdir():
@@ -133,7 +133,7 @@ def processor(sites: Sequence[ManagedProcess]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def run(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: Path) -> float:
+def run_app(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: Path) -> float:
     """Run an app until it ends, and return the wall-clock time at which it was started."""
     start = time.time()
     variables, log = process_environment(here.work / "cli"), here.work / f"{app.parent.name}.log"
@@ -145,7 +145,7 @@ def run(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: 
     return start
 
 
-def nothing(
+def measure_idle_app(
     here: LoopbackDeployment,
     processes: ManagedProcesses,
     folder: Path,
@@ -157,20 +157,20 @@ def nothing(
     app = folder / f"nothing-{size}" / APP_FOLDER
     (app / "fedloom_app").mkdir(parents=True)
     (app / "pyproject.toml").write_text((OPS_FOLDER / APP_FOLDER / "pyproject.toml").read_text())
-    for name, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
+    for name, text in (("__init__", ""), ("server_app", SERVER_APP_CODE), ("client_app", CLIENT_APP_CODE)):
         (app / "fedloom_app" / f"{name}.py").write_text(text)
-    told, out = folder / f"told-{size}.json", folder / f"out-{size}.json"
-    told.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out), "bytes": size}))
+    config_file, out = folder / f"told-{size}.json", folder / f"out-{size}.json"
+    config_file.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out), "bytes": size}))
     with Meter(sites) as meter:
-        start = run(here, processes, app, told)
+        start = run_app(here, processes, app, config_file)
     found = json.loads(out.read_text())
     return meter.cost(start, found["ends"], found["seconds"])
 
 
-def training(here: LoopbackDeployment, processes: ManagedProcesses, sites: Sequence[ManagedProcess]) -> Cost:
+def measure_training(here: LoopbackDeployment, processes: ManagedProcesses, sites: Sequence[ManagedProcess]) -> Cost:
     """Measure the deployed FedAvg run."""
     with Meter(sites) as meter:
-        start = run(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
+        start = run_app(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
     ends: dict[int, float] = {}
     for line in lines_of(here.server.audit):
         if line["what"] == "accepted" and line["kind"] == "train":
@@ -207,8 +207,8 @@ def main() -> None:
         here.register_all()
         sites = [here.start_site(site) for site in here.sites]
         size = 4 * (75 * given.hidden + 10)
-        idle, echo = (nothing(here, processes, folder, given.rounds, sites, n) for n in (0, size))
-        ours = training(here, processes, sites)
+        idle, echo = (measure_idle_app(here, processes, folder, given.rounds, sites, n) for n in (0, size))
+        ours = measure_training(here, processes, sites)
     print(f"{given.sites} sites, {given.rounds} rounds, {75 * given.hidden + 10:,} parameters, {os.cpu_count()} cores")
     print(f"{'app':>8} {'s a round':>10} {'fastest':>8} {'first':>7} {'processor s: begin':>19} {'a message':>10}")
     for what, cost in (("nothing", idle), ("echo", echo), ("fedavg", ours)):

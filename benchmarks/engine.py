@@ -118,7 +118,7 @@ def matrix_rate(seconds: float = 0.5) -> float:
     return best
 
 
-def applies(variant: str, workload: Workload) -> bool:
+def is_supported(variant: str, workload: Workload) -> bool:
     """Return True if the oracle supports the model, and the processor supports the precision."""
     convolves = not isinstance(workload.model, MLP | Softmax)
     if variant.startswith("bf16"):
@@ -126,7 +126,7 @@ def applies(variant: str, workload: Workload) -> bool:
     return variant != "compiled" or not convolves
 
 
-def make(variant: str, workload: Workload, fed: Federation, method: str, chunk: int | None) -> Run:
+def make_run(variant: str, workload: Workload, fed: Federation, method: str, chunk: int | None) -> Run:
     """Return the function that runs the rounds of a variant."""
     if variant == "plain":
         return Rounds(PlainLoop(workload, fed, method))
@@ -139,7 +139,7 @@ def compare(name: str, variants: list[str], given: argparse.Namespace) -> None:
     """Measure the variants on one workload and print the table."""
     workload, method, blocks = WORKLOADS[name], given.method, given.blocks
     fed = workload.federation()
-    runs = {v: make(v, workload, fed, method, given.chunk) for v in variants if applies(v, workload)}
+    runs = {v: make_run(v, workload, fed, method, given.chunk) for v in variants if is_supported(v, workload)}
     found: dict[str, list[Block]] = {v: [] for v in runs}
     clock = time.perf_counter if given.clock == "wall" else time.process_time
     for run in runs.values():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedloom.models import factorise, spec_of
 
 
-def milliseconds(module: nn.Module, x: Tensor, repeats: int) -> list[float]:
+def time_forward_passes(module: nn.Module, x: Tensor, repeats: int) -> list[float]:
     """Return the times of forward passes in milliseconds, after three passes that are not measured."""
     times = []
     with torch.inference_mode():
@@ -49,7 +49,7 @@ def main() -> None:
         if rank is not None:
             thin = factorise(module, rank=rank)
             found, count = thin.module, thin.parameters
-        times = milliseconds(found, x, given.repeats)
+        times = time_forward_passes(found, x, given.repeats)
         print(f"{rank or 'dense':>6} {count:12,} {statistics.median(times):10.2f} {min(times):10.2f}", flush=True)
 
 

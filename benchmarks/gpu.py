@@ -34,20 +34,20 @@ from fedloom.models import CNN, MLP, ResNet18, Softmax
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 from fedloom.tasks import Classification
 
-IMAGE, COLOUR = (1, 28, 28), (3, 32, 32)
+IMAGE, COLOR = (1, 28, 28), (3, 32, 32)
 BATCH, STEPS = 20, 5
 
 MODELS = {
     "softmax": (Softmax(), IMAGE),
     "mlp": (MLP(hidden=(200, 200)), IMAGE),
     "cnn": (CNN(), IMAGE),
-    "resnet18-gn": (ResNet18(), COLOUR),
+    "resnet18-gn": (ResNet18(), COLOR),
 }
 PRECISIONS: dict[str, Precision] = {"float32": "full", "tf32": "tf32", "bf16": "bf16"}
 CLIENTS = (10, 100, 1000)
 
 
-class Measured:
+class LocalTraining:
     """Local SGD of all clients with one oracle."""
 
     def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ class Measured:
             torch.cuda.synchronize()
 
 
-class Captured(Measured):
+class CapturedTraining(LocalTraining):
     """Local SGD in which every step of a chunk replays a graph that was captured once."""
 
     def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
@@ -120,17 +120,17 @@ class Captured(Measured):
             graph.replay()
 
 
-WAYS = {"compiled": Measured, "vmap": Measured, "captured": Captured, "loop": Measured}
+VARIANTS = {"compiled": LocalTraining, "vmap": LocalTraining, "captured": CapturedTraining, "loop": LocalTraining}
 
 
-def seconds(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
+def measure(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
     """Return the median seconds per step of all clients, and the peak memory in GB. Both are NaN if the step fails."""
     if given.device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         with make_repeatable(torch.device(given.device), PRECISIONS[precision]):
-            measured = WAYS[way](name, clients, "vmap" if way == "captured" else way, precision, given)
+            measured = VARIANTS[way](name, clients, "vmap" if way == "captured" else way, precision, given)
             found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
         print(f"{name}, {clients} clients, {way}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -154,15 +154,15 @@ def main() -> str | int:
         return "benchmarks/gpu.py needs a CUDA device, and torch finds none; nothing was measured"
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if given.device != 'cpu' else 'cpu'}\n")
-    columns = ("model", "clients", "precision", *(f"{way} ms" for way in WAYS), "stacked GB", "looped / stacked")
+    columns = ("model", "clients", "precision", *(f"{way} ms" for way in VARIANTS), "stacked GB", "looped / stacked")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in given.workload or MODELS:
         for clients in given.clients or CLIENTS:
             for precision in given.precision or ("float32",):
-                ways = [way for way in WAYS if way != "compiled" or name in ("softmax", "mlp")]
+                ways = [way for way in VARIANTS if way != "compiled" or name in ("softmax", "mlp")]
                 with watch_others() as others:
-                    found = {way: seconds(name, clients, way, precision, given) for way in ways}
-                cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]
+                    found = {way: measure(name, clients, way, precision, given) for way in ways}
+                cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in VARIANTS]
                 cells += [f"{found['vmap'][1]:.2f}", f"{found['loop'][0] / found['vmap'][0]:.2f}"]
                 mark = " disturbed" if others.cores > MAX_FOREIGN_CORES else ""
                 print(f"| {name} | {clients} | {precision} | {' | '.join(cells)} |{mark}", flush=True)

@@ -34,7 +34,7 @@ from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 
 
-def anonymous(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
     """Return the anonymous memory of a process and its children in bytes, or 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -42,10 +42,10 @@ def anonymous(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (OSError, StopIteration):
         return 0
-    return own + sum(anonymous(int(child)) for child in children)
+    return own + sum(anonymous_bytes(int(child)) for child in children)
 
 
-LIMIT = 4e9
+MAX_BYTES = 4e9
 """Maximum anonymous memory in bytes."""
 
 
@@ -64,19 +64,19 @@ CASES = {
 }
 
 
-class Peak:
+class PeakMemory:
     """Context manager that measures the peak anonymous memory of this process and its children."""
 
     def __init__(self) -> None:
-        self.before = self.most = anonymous(os.getpid())
+        self.before = self.most = anonymous_bytes(os.getpid())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
     def _look(self) -> None:
         while not self._over.wait(0.05):
-            self.most = max(self.most, anonymous(os.getpid()))
+            self.most = max(self.most, anonymous_bytes(os.getpid()))
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakMemory:
         self._thread.start()
         return self
 
@@ -85,7 +85,7 @@ class Peak:
         self._thread.join()
 
 
-def federation(clients: int, samples: int) -> Federation:
+def make_federation(clients: int, samples: int) -> Federation:
     """Return clients with random images, each with the same number of samples."""
     generator = torch.Generator().manual_seed(0)
     count = clients * samples
@@ -107,8 +107,8 @@ def main() -> int:
     given = options.parse_args()
     case = CASES[given.case]
     clients, samples = given.clients or case.clients, given.samples or case.samples
-    fed, begin = federation(clients, samples), time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder, Peak() as peak:
+    fed, begin = make_federation(clients, samples), time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder, PeakMemory() as peak:
         result = simulate(
             FLAME(),
             fed,
@@ -125,9 +125,11 @@ def main() -> int:
         result.models.save(Path(folder) / "models")
     seconds, d = time.perf_counter() - begin, result.job.oracle.layout.d
     print(f"{given.case}: {clients} clients, {d} parameters, {given.rounds} rounds, {given.workers} workers")
-    print(f"{seconds:.0f} s; client rows on disk {size / 1e9:.2f} GB; limit of anonymous memory {LIMIT / 1e9:.0f} GB")
+    print(
+        f"{seconds:.0f} s; client rows on disk {size / 1e9:.2f} GB; limit of anonymous memory {MAX_BYTES / 1e9:.0f} GB"
+    )
     print(f"anonymous memory {peak.before / 1e9:.2f} GB before, {peak.most / 1e9:.2f} GB at its peak")
-    return int(peak.most > LIMIT)
+    return int(peak.most > MAX_BYTES)
 
 
 if __name__ == "__main__":

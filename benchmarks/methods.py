@@ -28,7 +28,7 @@ from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
 from fedloom_studies.map.setups import POOLED_METHOD, parts_of_networks
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
-KEPT, PAGE = STUDIES / "data" / "method-costs.json", STUDIES / "pages" / "method-costs.md"
+RESULTS_FILE, PAGE_FILE = STUDIES / "data" / "method-costs.json", STUDIES / "pages" / "method-costs.md"
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "digits, MLP 64": ((64,), 10, {"kind": "mlp", "hidden": [64]}),
     "images, CNN 8-16": ((1, 14, 14), 10, {"kind": "cnn", "channels": [8, 16], "kernel": 3, "hidden": [32]}),
@@ -103,10 +103,10 @@ def measure(rounds: int, titles: Sequence[str]) -> dict[str, list[dict[str, Any]
     return found
 
 
-def page(found: dict[str, list[dict[str, Any]]]) -> str:
+def render_page(found: dict[str, list[dict[str, Any]]]) -> str:
     """Render the page about the measurements in Markdown."""
     rows = {title: {row["method"]: row for row in each} for title, each in found.items()}
-    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest(rows, name), name))
+    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest_ratio(rows, name), name))
     lines = [
         "# What a method costs beside its gradients",
         "",
@@ -143,7 +143,7 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
     ]
     over = set[str]()
     for title, each in rows.items():
-        above = [name for name in names if excess(each.get(name)) > LIMIT]
+        above = [name for name in names if ratio_without_forward(each.get(name)) > LIMIT]
         lines.append(f"- **{title}**, {len(above)} methods: {', '.join(above) or 'none'}")
         over |= {*above}
     lines += ["", "| method | arithmetic beside the gradients |", "|---|---|"]
@@ -154,13 +154,13 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def largest(rows: dict[str, dict[str, dict[str, Any]]], name: str) -> float:
+def largest_ratio(rows: dict[str, dict[str, dict[str, Any]]], name: str) -> float:
     """Return the largest ratio of a method over all models, or 0 if the method was not measured."""
     ratios = [each[name].get("ratio", math.nan) for each in rows.values() if name in each]
     return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
 
 
-def excess(row: dict[str, Any] | None) -> float:
+def ratio_without_forward(row: dict[str, Any] | None) -> float:
     """Return the time per gradient relative to FedAvg without the forward passes, or 0 if it was not measured."""
     return 0.0 if row is None or row.get("reason") else row["ratio"] - FORWARD_SHARE * row["forward"]
 
@@ -179,12 +179,12 @@ def main() -> None:
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     if asked.page:
-        PAGE.write_text(page(json.loads(KEPT.read_text())))
-        print(PAGE)
+        PAGE_FILE.write_text(render_page(json.loads(RESULTS_FILE.read_text())))
+        print(PAGE_FILE)
         return
-    found = {**json.loads(KEPT.read_text()), **measure(asked.rounds, asked.only)}
-    KEPT.write_text(json.dumps(found, indent=1) + "\n")
-    print(KEPT)
+    found = {**json.loads(RESULTS_FILE.read_text()), **measure(asked.rounds, asked.only)}
+    RESULTS_FILE.write_text(json.dumps(found, indent=1) + "\n")
+    print(RESULTS_FILE)
 
 
 if __name__ == "__main__":

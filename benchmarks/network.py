@@ -48,18 +48,18 @@ MTU = 65_000
 MACHINES = (f"fedloom-{os.getpid()}a", f"fedloom-{os.getpid()}b")
 ADDRESS = "10.77.0.{}"
 METHODS = ("fedavg", "scaffold", "flame", "fedacs")
-PLACES = ((1,), (2,), (1, 1), (4,), (2, 2))
+PLACEMENTS = ((1,), (2,), (1, 1), (4,), (2, 2))
 """Number of ranks on each machine."""
 
 
-def tun(name: str) -> int:
+def open_tun_device(name: str) -> int:
     """Create a TUN device, and return the file from which its packets are read and to which they are written."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, 0x400454CA, struct.pack("16sH22s", name.encode(), 0x0001 | 0x1000, b""))  # TUNSETIFF: TUN, NO_PI
     return file
 
 
-def relay(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -> None:
+def forward_packets(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -> None:
     """Forward packets between both ends, with `rate` bytes per second in each direction and a delay in seconds."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -86,12 +86,12 @@ def relay(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -
 
 
 @contextmanager
-def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
+def connect_machines(rate: float, delay: float, counts: Path) -> Iterator[None]:
     """Create two machines and the link between them, and remove them at the end of the block."""
     counts.write_bytes(bytes(16))
     with counts.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 16)
-    ends = (tun("fedloom0"), tun("fedloom1"))
+    ends = (open_tun_device("fedloom0"), open_tun_device("fedloom1"))
     try:
         for k, machine in enumerate(MACHINES):
             for command in (
@@ -104,7 +104,7 @@ def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
                 subprocess.run(command.split(), check=True)
         carrier = os.fork()
         if carrier == 0:
-            relay(ends, rate, delay, shared)
+            forward_packets(ends, rate, delay, shared)
         try:
             yield
         finally:
@@ -130,16 +130,16 @@ def measure(method: str, workload: str, rounds: int, place: tuple[int, ...], cou
             started.append(subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True))
         try:
             for process in started:
-                said = process.communicate(timeout=900)[1]
+                errors = process.communicate(timeout=900)[1]
                 if process.returncode:
-                    sys.exit(said)
+                    sys.exit(errors)
         finally:
             for process in started:
                 process.terminate()
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def setting(method: str, workload: str, rounds: int) -> Setting:
+def make_setting(method: str, workload: str, rounds: int) -> Setting:
     """Return the setting of a run in which nothing is evaluated, because the clients have no validation parts."""
     from workloads import WORKLOADS
 
@@ -159,7 +159,7 @@ def setting(method: str, workload: str, rounds: int) -> Setting:
     )
 
 
-def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: MachineLink) -> float:
+def calculate_seconds(costs: MethodCosts, workload: str, place: tuple[int, ...], link: MachineLink) -> float:
     """Return the calculated time of a round in seconds, if all ranks share the cores of this machine."""
     from workloads import WORKLOADS
 
@@ -171,7 +171,7 @@ def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: 
     return parts._replace(work=work, results=results).seconds
 
 
-def rank(method: str, workload: str, rounds: int, out: Path) -> None:
+def run_rank(method: str, workload: str, rounds: int, out: Path) -> None:
     """Run one rank. Rank 0 writes the time of every round, and the bytes on the link by the end of the round."""
     from workloads import WORKLOADS
 
@@ -180,12 +180,15 @@ def rank(method: str, workload: str, rounds: int, out: Path) -> None:
 
     carried = []
 
-    def look(_state: object) -> None:
+    def record_bytes(_state: object) -> None:
         carried.append(struct.unpack("QQ", Path(os.environ["COUNTS"]).read_bytes()))
 
     with join_ranks() as ranks:
         result = simulate(
-            setting(method, workload, rounds), WORKLOADS[workload].federation(), callbacks=[look], ranks=ranks
+            make_setting(method, workload, rounds),
+            WORKLOADS[workload].federation(),
+            callbacks=[record_bytes],
+            ranks=ranks,
         )
         if ranks.rank == 0:
             out.write_text(json.dumps({"seconds": list(result.seconds), "carried": carried}))
@@ -203,7 +206,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
-        rank(given.rank_of, given.workload, given.rounds, given.out)
+        run_rank(given.rank_of, given.workload, given.rounds, given.out)
         return 0
     from workloads import WORKLOADS
 
@@ -217,11 +220,11 @@ def main() -> int:
         connection = MachineLink(given.rate * 1e6 / 8, given.trip / 1000)
         for method in given.method or METHODS:
             with watch_others() as before:
-                costs = costs_of(setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
-            for place in PLACES:
+                costs = costs_of(make_setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
+            for place in PLACEMENTS:
                 with (
                     watch_others() as others,
-                    link(connection.rate, connection.trip / 2, counts),
+                    connect_machines(connection.rate, connection.trip / 2, counts),
                 ):  # the process of the link does not count as another process
                     found = measure(method, given.workload, given.rounds, place, counts)
                 seconds = found["seconds"][1:]
@@ -229,7 +232,7 @@ def main() -> int:
                 crossed = statistics.median(b - a for a, b in pairwise(both)) / 1e6
                 low, middle, high = statistics.quantiles(seconds, n=4)
                 where = " + ".join(map(str, place))
-                model = calculated(costs, given.workload, place, connection)
+                model = calculate_seconds(costs, given.workload, place, connection)
                 marks = ["  disturbed" if w.cores > MAX_FOREIGN_CORES else "" for w in (before, others)]
                 row = f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB{marks[1]}"
                 print(f"{row} {model:7.3f} s calculated{marks[0]}", flush=True)

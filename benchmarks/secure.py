@@ -54,7 +54,7 @@ from tests.deploy import grid
 from tests.deploy.scene import scene
 from tests.deploy.sessions import secured
 
-MLP = 75
+UNIT_PARAMETERS = 75
 """Number of parameters per hidden unit of a model for the digits. The output layer has ten additional parameters."""
 
 
@@ -66,7 +66,7 @@ class Round(NamedTuple):
     replay: float = 0.0
 
 
-def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = False) -> Round:
+def measure_deployment(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = False) -> Round:
     """Run one deployment, and return the median cost of its rounds."""
     sent, ends, wire = [0], list[tuple[float, int]](), grid.wire
     replays, add = list[float](), ModelReplay.add
@@ -88,7 +88,7 @@ def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = Fa
     changes: dict[str, Any] = {
         "rounds": rounds,
         "partition": {"kind": "iid", "clients": sites, "max_train_per_client": 24},
-        "model": {"kind": "mlp", "hidden": [round(d / MLP)]},
+        "model": {"kind": "mlp", "hidden": [round(d / UNIT_PARAMETERS)]},
         "engine": {"dtype": "float32"},
         "evaluate": {"every": 10 * rounds},
     }
@@ -105,10 +105,11 @@ def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = Fa
     return Round(*(median(numbers) for numbers in zip(*costs, strict=True)), median(replays or [0.0]))
 
 
-def compared(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = False) -> str:
+def compare_rounds(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = False) -> str:
     """Format a line that compares rounds with and without masks, or masked rounds with and without verification."""
     plain, masked = [list(both) for both in zip(*(
-        (deployed(verify, sites, d, rounds), deployed(True, sites, d, rounds, verify=verify)) for _ in range(pairs)
+        (measure_deployment(verify, sites, d, rounds), measure_deployment(True, sites, d, rounds, verify=verify))
+        for _ in range(pairs)
     ), strict=True)]  # fmt: skip
 
     def spread(numbers: list[float], digits: int = 3) -> str:
@@ -136,13 +137,13 @@ def main() -> None:
         print("sites         d lost threshold | MB up per site  MB down per site | site s  server s")
         for d in given.d or [100_000]:
             for n in given.sites or [5, 20, 100]:
-                print(f"{n:5} {d:9,} " + row(n, d, int(given.lost * n)), flush=True)
+                print(f"{n:5} {d:9,} " + measure_protocol(n, d, int(given.lost * n)), flush=True)
         return
     if given.protections:
         for d in given.d or [10_000, 1_000_000]:
             for n in given.sites or [5, 9]:
                 print(f"{n} sites, {d:,} parameters: processor ms of a round")
-                for what, seconds in prices(n, d).items():
+                for what, seconds in measure_protections(n, d).items():
                     print(f"{1e3 * seconds:7.1f}  {what}", flush=True)
         return
     print(f"a round of the server and all sites: median of {given.pairs} pairs (least-most)")
@@ -151,10 +152,10 @@ def main() -> None:
     print(f"sites {'d':>9} | {f'MB {one}':>9} {f'MB {other}':>9} | {seconds}{' | replay s' if given.verify else ''}")
     for d in given.d or [10_000, 1_000_000]:
         for n in given.sites or [5, 9]:
-            print(compared(n, d, given.pairs, given.rounds, verify=given.verify), flush=True)
+            print(compare_rounds(n, d, given.pairs, given.rounds, verify=given.verify), flush=True)
 
 
-def row(n: int, d: int, lost: int) -> str:
+def measure_protocol(n: int, d: int, lost: int) -> str:
     """Run the protocol once among ``n`` sites, and format a line with its bytes and times."""
     name, threshold, rng = bytes(32), secure.safe_threshold(n), np.random.default_rng(0)
     signing = [Ed25519PrivateKey.generate() for _ in range(n)]
@@ -197,7 +198,7 @@ def row(n: int, d: int, lost: int) -> str:
     return f"{lost:4} {threshold:9} | {up / 1e6:14.3f} {down / 1e6:17.3f} | {at_sites:6.2f} {at_server:9.2f}"
 
 
-def prices(n: int, d: int) -> dict[str, float]:
+def measure_protections(n: int, d: int) -> dict[str, float]:
     """Return the processor seconds that each protection takes in a round at the server and all sites."""
 
     def timed(call: Callable[[], object], times: int = 200) -> float:

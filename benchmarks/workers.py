@@ -45,11 +45,11 @@ from fedloom.processes.distributed import join_ranks
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, machine_seconds, process_seconds, wait_for_quiet
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 
-WANTED = 1.7
+MIN_SPEEDUP = 1.7
 """Minimum speed of two workers, relative to one worker."""
 
 
-def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
+def run_block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
     """Run a block, and return the median seconds per round without the first round, and the trained model."""
     workload = WORKLOADS[name]
     before, mine = machine_seconds(), process_seconds()
@@ -156,9 +156,11 @@ def main() -> int:
         same = True
         for _ in range(given.blocks):
             wait_for_quiet(given.patience if ranks.size == 1 else 0)
-            alone, model = block(fed, given.workload, given.rounds, 1, SINGLE_RANK) if ranks.rank == 0 else (None, None)
+            alone, model = (
+                run_block(fed, given.workload, given.rounds, 1, SINGLE_RANK) if ranks.rank == 0 else (None, None)
+            )
             ranks.combine_flags()
-            together, other = block(fed, given.workload, given.rounds, several, ranks)
+            together, other = run_block(fed, given.workload, given.rounds, several, ranks)
             if alone is not None and model is not None:
                 found[1].append(alone)
                 found[count].append(together)
@@ -178,8 +180,8 @@ def report(name: str, found: dict[int, list[Block]], same: bool) -> int:
     ratio = statistics.median(one[k].seconds / several[k].seconds for k in used)
     best = min(b.seconds for b in one) / min(b.seconds for b in several)
     mark = "" if quiet else "  disturbed"
-    print(f"ratio {ratio:.2f} (of the fastest blocks {best:.2f}), wanted {WANTED}; same bits: {same}{mark}")
-    return int(not same or bool(quiet and ratio < WANTED))
+    print(f"ratio {ratio:.2f} (of the fastest blocks {best:.2f}), wanted {MIN_SPEEDUP}; same bits: {same}{mark}")
+    return int(not same or bool(quiet and ratio < MIN_SPEEDUP))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ PANEL_WIDTHS = {"": 96, "-phone": 190}
 """Width of a panel in pixels, side by side or (on a phone) one below another, keyed by the end of the file name."""
 
 
-def compared(place: int, what: str, folder: Path) -> Any:
+def compare_methods(place: int, what: str, folder: Path) -> Any:
     """Compare all methods in one federation."""
     methods: dict[str, Any] = {}
     for name, rates in RATES.items():
@@ -66,18 +66,18 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
         mean, half = 100 * row["accuracy"], 100 * (row["accuracy_ci95"] or 0.0)
         test = tests.get(row["method"])
         stands = "best mean" if test is None else test["verdict"]
-        behind = "" if test is None else gap(100 * test["difference"], 100 * test["half_width"])
+        behind = "" if test is None else format_gap(100 * test["difference"], 100 * test["half_width"])
         rows.append({"federation": what, "method": row["method"], "value": mean, "low": mean - half,
                      "high": mean + half, "stands": stands, "behind": behind})  # fmt: skip
     return sorted(rows, key=lambda row: -row["value"])
 
 
-def gap(difference: float, half: float) -> str:
+def format_gap(difference: float, half: float) -> str:
     """Format a difference in percentage points with its interval."""
     return pair(*interval(difference, half, (1, 1), signed=True))
 
 
-def sentence(rows: list[dict[str, Any]]) -> str:
+def verdict_sentence(rows: list[dict[str, Any]]) -> str:
     """Return a sentence with the leading method in a federation and the verdicts on the other methods."""
     best, *others = rows
     beside = [row["method"] for row in others if row["stands"] != "worse"]
@@ -89,7 +89,7 @@ def sentence(rows: list[dict[str, Any]]) -> str:
     return said
 
 
-def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
+def summary_sentences(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
     """Return sentences about the number of wins, and about one shared model compared with local training.
 
     Args:
@@ -110,7 +110,7 @@ def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
     return said
 
 
-def picture(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
+def make_chart(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
     """Return a chart of the means over ten seeds and their 95 % intervals, with a panel for each federation.
 
     Args:
@@ -141,17 +141,17 @@ def main(folder: Path) -> None:
     """Compare the methods, print the results and write the charts."""
     rows, sharing = list[dict[str, Any]](), dict[str, str]()
     for place, what in enumerate(PARTS):
-        comparison = compared(place, what, folder)
+        comparison = compare_methods(place, what, folder)
         found = rows_of(what, comparison)
-        print(f"{what}: {sentence(found)}", flush=True)
+        print(f"{what}: {verdict_sentence(found)}", flush=True)
         print(f"  report: {comparison.report()}", flush=True)
         rows += found
         beside = {row["method"]: row["verdict"] for row in comparison.significance(baseline="local").to_pylist()}
         sharing[what] = beside["fedavg"]
-    title = overall(rows, sharing)
+    title = summary_sentences(rows, sharing)
     for end in PANEL_WIDTHS:
         for look_end, dark in (("", False), ("-dark", True)):
-            (folder / f"demo{end}{look_end}.svg").write_text(look.render_svg(picture(rows, end), dark=dark))
+            (folder / f"demo{end}{look_end}.svg").write_text(look.render_svg(make_chart(rows, end), dark=dark))
     print(*(f"{line}." for line in title), f"  picture: {folder / 'demo.svg'}", sep="\n")
 
 

@@ -35,7 +35,7 @@ class Guard:
     change: tuple[str, str]
     test: str
 
-    def changed(self) -> str:
+    def remove_guard(self) -> str:
         """Return the text of the file without the protection.
 
         Raises:
@@ -48,13 +48,13 @@ class Guard:
         return text.replace(*self.change)
 
 
-def guards() -> list[Guard]:
+def read_guards() -> list[Guard]:
     """Return the protections that `LIST` describes."""
     rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["guard"]
     return [Guard(row["guard"], row["file"], tuple(row["change"]), row["test"]) for row in rows]
 
 
-def run(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
+def run_tests(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
     """Run tests on the sources in a folder, and return pytest's exit code (1 if they hang or crash) and output."""
     sources = [str(root / folder / "src") for folder in PACKAGES]
     helpers = [str(ROOT / folder) for folder in PACKAGES]  # tests import modules of other tests as tests.NAME
@@ -70,16 +70,16 @@ def run(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
     return (FAILED if done.returncode < 0 else done.returncode), done.stdout + done.stderr
 
 
-def noticed(guard: Guard) -> str:
+def find_problem(guard: Guard) -> str:
     """Run the test without the protection, and return the problem, or "" if the test fails as it should."""
     with tempfile.TemporaryDirectory(prefix="fedloom-guard-") as folder:
         for package in PACKAGES:
             shutil.copytree(ROOT / package / "src", Path(folder) / package / "src")
         place = Path(folder) / guard.file
-        place.write_text(guard.changed(), encoding="utf-8")
+        place.write_text(guard.remove_guard(), encoding="utf-8")
         for compiled in place.parent.glob(f"__pycache__/{place.stem}.*"):
             compiled.unlink()
-        status, output = run(Path(folder), [guard.test], SECONDS)
+        status, output = run_tests(Path(folder), [guard.test], SECONDS)
     if status == FAILED:
         return ""
     what = "passes without it" if status == 0 else f"does not run without it (exit code of pytest: {status})"
@@ -88,14 +88,14 @@ def noticed(guard: Guard) -> str:
 
 def main(words: list[str]) -> int:
     """Try the protections that contain one of the words, or all of them, and return 1 if a test does not fail."""
-    chosen = [g for g in guards() if not words or any(word in f"{g.guard} {g.file} {g.test}" for word in words)]
-    status, output = run(ROOT, sorted({g.test for g in chosen}), SECONDS * len(chosen))
+    chosen = [g for g in read_guards() if not words or any(word in f"{g.guard} {g.file} {g.test}" for word in words)]
+    status, output = run_tests(ROOT, sorted({g.test for g in chosen}), SECONDS * len(chosen))
     if status:
         print(f"some tests fail although no protection was removed:\n{output[-4000:]}")
         return 2
     missed = 0
     for guard in chosen:
-        wrong = noticed(guard)
+        wrong = find_problem(guard)
         missed += bool(wrong)
         print(wrong or f"noticed: {guard.guard}", flush=True)
     print(f"\nthe tests noticed the removal of {len(chosen) - missed} of {len(chosen)} protections")
