@@ -43,7 +43,7 @@ WARM_UP_STEPS, REPETITIONS = 20, 20
 LOCAL_WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
 """Functions for the local work of clients. In a synchronous round, they also check and sum the uploads."""
 ROW_ARITHMETIC = (
-    (Flight, "without"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
+    (Flight, "drop_landed"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
     (dispatch, "accept_uploads"), (Uploads, "add"), (Uploads, "aggregate"), (FedAvg, "server"),
 )  # fmt: skip
 """Functions for arithmetic on rows: they copy, discount, check and sum uploads, and update the model."""

@@ -315,7 +315,7 @@ def test_a_tracker_whose_server_is_away_costs_a_warning_and_catches_up(
     assert "continues. Run the same command again with --track mine" in warnings[-1]
     assert len(warnings) == (1 if returns else 2)
     if not returns:
-        assert "3 rounds of fedavg, seed 0, are not there" in warnings[-1]
+        assert "3 rounds of fedavg, seed 0, are missing" in warnings[-1]
         away[0] = False
         again = Plan(parse(document), tmp_path / "run")
         again.run(Tracker("mine", again.experiment, again.out), page=False)

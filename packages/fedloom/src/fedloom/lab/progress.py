@@ -271,7 +271,7 @@ def _latest_metrics(event: Event) -> str:
     """Return the latest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums contain weighted means only
+        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums have only weighted means
         by_metric = {name: figures.get(f"{at}/mean", figures.get(f"{at}/weighted")) for name, at in places.items()}
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:

@@ -220,7 +220,7 @@ class Advice(NamedTuple):
     @property
     def _choices(self) -> str:
         by_choice = {choice: [one.name for one in self.clients if one.choice is choice] for choice in Choice}
-        so_far = "no difference is certain, as predicted so far: " if self.verdict is Verdict.UNDECIDED else ""
+        so_far = "predictions so far, none of them certain: " if self.verdict is Verdict.UNDECIDED else ""
         return so_far + "; ".join(
             f"{len(names)} {choice} ({shorten_list(names, MAX_LISTED_CLIENTS)})"
             for choice, names in by_choice.items()
@@ -230,7 +230,7 @@ class Advice(NamedTuple):
     @property
     def _cost(self) -> str:
         hours = self.cost["hours"]
-        time = "give [devices] for the time" if hours is None else f"{duration(60 * hours)} on the devices"
+        time = "add [devices] to simulate the time" if hours is None else f"{duration(60 * hours)} on the devices"
         return (
             f"{write_total(self.cost['rounds'] or 0)} rounds, {write_total(self.cost['gradients'] or 0)} gradients, "
             f"{significant((self.cost['bytes'] or 0) / 1e6, 3)} MB; {time}"
@@ -262,7 +262,7 @@ def form_advice(
         first = next(iter(outcome.departures.values()))
         raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")
     shared = [label for label in outcome.racing if label != ALONE_METHOD]
-    method = shared[0] if shared else AVERAGE_METHOD  # which has trained to the end in any case
+    method = shared[0] if shared else AVERAGE_METHOD  # FedAvg always runs to the end
     gains = {
         label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
         for label in (ALONE_METHOD, AVERAGE_METHOD)

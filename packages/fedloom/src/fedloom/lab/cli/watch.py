@@ -192,7 +192,7 @@ def make_request_handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
             self.send_header("X-Content-Type-Options", "nosniff")
             self.send_header("X-Frame-Options", "DENY")
             self.end_headers()
-            with suppress(ConnectionError):  # the browser has gone on
+            with suppress(ConnectionError):  # the browser has closed the connection
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:

@@ -51,7 +51,7 @@ SECTION_ORDER = {
     "clients": ("Clients", "The results of every client. A mean hides clients that lose."),
     "devices": ("Classes of devices", DEVICES),
     "fairness": ("Fairness", "The best method has a good mean and a good result for the worst clients."),
-    "attacks": ("Robustness", "Results with different shares of attacking clients."),
+    "attacks": ("Robustness", "Results with different fractions of attacking clients."),
     "clusters": (
         "Clusters",
         "The groups of similar clients that the methods found, and their agreement with the true groups.",

@@ -59,7 +59,7 @@ def render_facts(runs: list[Run], rows: list[Row]) -> str:
 
     records = [record for run in runs for record in run.summary.runs]
     measured = {(row.run, row.method): row.measured for row in rows}
-    reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # of runs that go on
+    reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # for unfinished runs
 
     def counted(number: str, what: str) -> str:
         return f"{number} {what}{'s' * (number != '1')}"
@@ -123,7 +123,7 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     name = f"{other.name} {other.model}".strip()
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
     amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
-    behind = winner.lead < 0  # over the common seeds; over its own it is the best
+    behind = winner.lead < 0  # only over the common seeds: over all of its seeds, the winner is the best
     words = ("behind" if behind else "ahead of") if criterion.higher else ("above" if behind else "below")
     lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
     log = is_ratio(criterion.figure)

@@ -229,7 +229,7 @@ class Tuning:
                 check_case(self.out, [study.method.label for study in self.studies])
                 self._claim()
                 if (self.out / WORK_FOLDER).exists():
-                    self._adopt(Claims(self.out / WORK_FOLDER))
+                    self._take_over_trials(Claims(self.out / WORK_FOLDER))
 
                 def handle(_shared: None, k: int) -> None:
                     search(k, self.out)
@@ -253,7 +253,7 @@ class Tuning:
             check_case(self.out, [study.method.label for study in self.studies])
             self._claim()
             if (self.out / WORK_FOLDER).exists():
-                self._adopt(Claims(self.out / WORK_FOLDER))
+                self._take_over_trials(Claims(self.out / WORK_FOLDER))
             studies = [s for s in self.studies if not s.search.ended(self._journal(s, self.out).trials)]
             units = [json.dumps({"label": study.method.label, "rounds": study.goal.rounds}) for study in studies]
             for k, reply in compute_units(executor, luggage, units, interrupted, compute_search):
@@ -331,7 +331,7 @@ class Tuning:
         session.finish(write)
         return results or [self._result_of(study) for study in self.studies]
 
-    def _adopt(self, claims: Claims) -> None:
+    def _take_over_trials(self, claims: Claims) -> None:
         """Take over the trials of processes that joined the search and have since ended."""
         claims.check_ended()
         for study in self.studies:
@@ -383,10 +383,10 @@ class Tuning:
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
-            head += "# The rounds of every method make its sample gradients nearest to those of `rounds` plain ones.\n"
+            head += "# In its rounds, each method does about as much work as in `rounds` rounds of local training.\n"
             head += "".join(f"# {sentence}\n" for sentence in report_overspending(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
-        content = document if self._read is parse else experiment.settings()  # values have no form in TOML
+        content = document if self._read is parse else experiment.settings()  # TOML cannot represent objects
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
@@ -404,7 +404,7 @@ class Tuning:
             return {}
         wanted = self.experiment.common.rounds
         needed = best.rounds
-        if wanted != study.goal.rounds:  # a round of the best trial had its share of the trial's work
+        if wanted != study.goal.rounds:  # scale by the work per round of the best trial
             needed = max(1, round(best.rounds * wanted / study.goal.rounds / (finding.share or 1.0)))
         return {} if needed == wanted else {"rounds": needed}
 

@@ -90,7 +90,7 @@ class Budget(NamedTuple):
                     beside += after
                 spent = int(total) + beside
                 if total + after >= self.samples:
-                    return RoundPlan(self._nearest(totals, after), spent, after)
+                    return RoundPlan(self._closest_rounds(totals, after), spent, after)
                 before, ratio = ratio, (total - totals[-2]) / self._cost(round)
                 steady = abs(ratio - before) <= EQUAL_COST_TOLERANCE * max(ratio, before)
                 if not whole and steady:
@@ -108,7 +108,7 @@ class Budget(NamedTuple):
         """
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
-    def _nearest(self, totals: list[float], after: int) -> int:
+    def _closest_rounds(self, totals: list[float], after: int) -> int:
         """Return the number of rounds measured so far, or one less if that comes closer to the budget.
 
         In case of a tie, the smaller number is returned.
@@ -122,7 +122,7 @@ class Budget(NamedTuple):
             totals.append(totals[-1] + ratio * cost)
             if totals[-1] + after >= self.samples:
                 break
-        return self._nearest(totals, after)
+        return self._closest_rounds(totals, after)
 
 
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:

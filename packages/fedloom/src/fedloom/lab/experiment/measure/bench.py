@@ -170,12 +170,12 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
         row=row,
         chunk=job.chunk,
         cohort=cohort,
-        crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if crowded else 1.0,
+        crowd=max(1.0, _busy_seconds_per_client(setting, fed, rounds) / share) if crowded else 1.0,
         cores=usable_cores(),
     )
 
 
-def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
+def _busy_seconds_per_client(setting: Setting, fed: Federation, rounds: int) -> float:
     """Return the time in seconds of local work per client while every core computes the same rounds at once.
 
     In each round, the time of the slowest process is used.
