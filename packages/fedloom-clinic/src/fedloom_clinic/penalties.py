@@ -65,7 +65,7 @@ class Penalized(ModelAnalysis, ScriptedAnalysis):
 
     @property
     def most_questions(self) -> int:
-        return 24 if self.penalty != "firth" else 80  # a Firth step is two questions, and steps are shorter
+        return 24 if self.penalty != "firth" else 80  # Firth needs two questions per step, and more steps
 
     def start(self, terms: AnalysisTerms) -> Transcript:
         if self.strength == "cv":

@@ -19,7 +19,7 @@ MIN_SITE_ROWS = 5
 MAX_SHOWN_NAMES = 8
 """Maximum number of names listed in a sentence."""
 QUESTIONS_NOTE = (
-    "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
+    "The draft does not run until these questions are answered by the commands, or by hand (then delete them)."
 )
 MAX_LIST_CHARACTERS = 120
 """Minimum number of characters for which a list is split into several lines."""
@@ -205,7 +205,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text that was converted so that it fits into a comment."""
+    """Return a text in which a space replaces every character that a comment must not contain."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
