@@ -119,7 +119,7 @@ def _count_gradients(algorithm: object, local: LocalSGD, samples: int) -> float:
 
     The count is cached for equal arguments.
     """
-    key = repr((algorithm, local, samples))  # options of an optimiser have no hash
+    key = repr((algorithm, local, samples))  # optimizer options are not hashable
     if key not in _SECONDS_OF_ROUND:
         _SECONDS_OF_ROUND[key] = _try_gradients(algorithm, local, samples)
     return _SECONDS_OF_ROUND[key]
