@@ -294,7 +294,11 @@ def _diverged_notes(run_rows: list[Row]) -> str:
     if not odd:
         return ""
     lost = any(row.lost for row in run_rows)
-    end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
+    end = (
+        "Seeds that failed, or diverged before their end, have no result"
+        if lost
+        else "The report shows all metrics so far"
+    )
     return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 
@@ -306,7 +310,7 @@ def _attack_notes(run: Run) -> str:
     tables = [run.options, *run.options.get("method", [])]
     kinds = dict.fromkeys(table["attack"]["kind"] for table in tables if "attack" in table)
     share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({', '.join(kinds)})"
-    return f"{share}. All results are of the other, benign clients."
+    return f"{share}. All results describe the other, benign clients."
 
 
 def _work_notes(run_rows: list[Row]) -> str:
@@ -322,8 +326,8 @@ def _work_notes(run_rows: list[Row]) -> str:
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
-        f"The methods did not do the same work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
-        f"sample gradients{named}. Compare them at equal sample gradients too."
+        f"The methods did unequal work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
+        f"sample gradients{named}. Compare them at equal sample gradients, too."
     )
 
 
@@ -338,8 +342,8 @@ def _missing_client_notes(run: Run, run_rows: list[Row]) -> list[str]:
     listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
     who = f"; {listed}" if len(everyone) <= MAX_NAMED_MISSING else ""
     return [
-        f"Clients without {lowercase_title(metric(lead).title)}, which are not in the means: up to {most} "
-        f"of {run.clients}{who}."
+        f"Clients without {lowercase_title(metric(lead).title)}, which the means omit: up to {most} of {run.clients}"
+        f"{who}."
     ]
 
 
