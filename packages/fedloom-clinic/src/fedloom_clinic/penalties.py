@@ -50,7 +50,7 @@ class Penalized(ModelAnalysis, ScriptedAnalysis):
     )
 
     @model_validator(mode="after")
-    def _have_one_meaning(self) -> Penalized:
+    def _check_strength(self) -> Penalized:
         if (self.penalty == "ridge") != (self.strength is not None):
             raise ValueError(
                 "penalty = 'ridge' and strength must be set together, as in penalty = 'ridge', "

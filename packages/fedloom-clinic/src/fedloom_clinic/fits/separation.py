@@ -101,7 +101,7 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
     alone = [group[0] for group in groups if len(group) == 1]
     if alone:
         raise DataError(f"{', '.join(alone)} has the same value in every row at risk. Omit this column")
-    listed = "; so do ".join(_join_words(group) for group in groups)
+    listed = "; so do ".join(_join(group) for group in groups)
     raise DataError(f"columns {listed} depend on each other. Omit one of these columns")
 
 
@@ -221,7 +221,7 @@ def no_finite_fit_error(
         exact: True if no row contradicts the direction. If False, at least one row contradicts it, but by so little
             that the likelihood changes only by rounding.
     """
-    without = "without limit" if exact else "until rounding errors dominate, because only extreme values prevent it"
+    without = "without limit" if exact else "until rounding errors dominate: only extreme values contradict it"
     part = np.abs(direction)
     part = part / (part[free:].max(initial=0) or part.max())
     named = [k for k in range(free, len(names)) if part[k] > least] or [k for k in range(free) if part[k] > least]
@@ -231,8 +231,7 @@ def no_finite_fit_error(
         cure = "leave it out, merge its levels until each has rows of both outcomes, or choose the penalty 'ridge'"
     else:
         parts = [f"{names[k]} {ways[k]}" for k in named]
-        columns = _join_words([names[k] for k in named])
-        what = f"{columns} together separate the rows: the coefficient of {_join_words(parts)}"
+        what = f"{_join([names[k] for k in named])} together separate the rows: the coefficient of {_join(parts)}"
         what, cure = (
             f"{what} {without}",
             "leave one of them out, merge levels until each has rows of both outcomes, or choose the penalty 'ridge'",
@@ -240,6 +239,6 @@ def no_finite_fit_error(
     return DataError(f"no finite fit: {what}; {cure}")
 
 
-def _join_words(words: Sequence[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     """Return words as an English list."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -131,7 +131,7 @@ def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, be
     for table, group in groups.items():
         published, fair = _split_by_mode(group)
         counted = ", ".join(_count_verdicts(one, summaries[one.name]) for one in published)
-        verdicts = ", ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "none"
+        verdicts = ", ".join(_verdicts_text(one, summaries[one.name]) for one in fair) or "none"
         lines.append(f"| [{table}](#{_heading_anchor(table)}) | {counted} | {verdicts} |")
     lines.append("")
     for table, group in groups.items():
@@ -176,7 +176,7 @@ def _limit_text(recipe: Recipe) -> str:
     return unit(recipe.paper.figure).difference(recipe.paper.gap_limit).removeprefix("+")
 
 
-def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
+def _verdicts_text(recipe: Recipe, summary: RecipeSummary | None) -> str:
     done = _is_current(recipe, summary)
     if done is None:
         return _state_reason(recipe, summary)

@@ -196,10 +196,10 @@ class Advisor:
             check_executor(executor)
             if join:
                 raise ConfigError("an executor already distributes the work. Omit `join`")
-        do = self._train_here
+        do = self._train_locally
         if executor is not None:
             luggage = pack_experiment(self._entries.base, self._checksum)
-            do = partial(self._train_elsewhere, executor, luggage)
+            do = partial(self._train_on_executor, executor, luggage)
         with lock(self.out, joins=join):
             session = JoinedWork(self.out)
             if session.is_begun:
@@ -249,7 +249,7 @@ class Advisor:
         end = last_round(lap.depth, whole)
         return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_lap_key(lap)))
 
-    def _train_here(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
+    def _train_locally(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
         """Train laps in processes on this machine, and share them with other processes that have joined."""
 
         def do(k: int, claim: UnitClaim) -> None:
@@ -273,7 +273,7 @@ class Advisor:
         session.work([work.unit for work in works], do, share)
         return self._results_of(works)
 
-    def _train_elsewhere(
+    def _train_on_executor(
         self, executor: Executor, luggage: PackedExperiment, session: JoinedWork, works: Sequence[LapWork]
     ) -> list[LapResult]:
         """Let an executor perform the training of the laps."""

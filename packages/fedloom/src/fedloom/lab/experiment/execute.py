@@ -198,7 +198,7 @@ class Plan:
             interrupted, failures = False, dict[tuple[str, int], str]()
             share = ProcessShare(1, 1) if executor is not None else self.share
             if executor is not None:
-                interrupted, failures = self._run_elsewhere(executor)
+                interrupted, failures = self._run_on_executor(executor)
             elif share.runs > 1:
                 interrupted = self._run_side_by_side(share, listeners, ended, read)
             workers = None if share.runs == 1 else 1
@@ -220,7 +220,7 @@ class Plan:
     def _luggage(self) -> PackedExperiment:
         return pack_experiment(self.experiment, self._checksum())
 
-    def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
+    def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
         """Let an executor perform the runs that are missing.
 
         Return whether the user stopped it, and the failures keyed by run.

@@ -294,11 +294,7 @@ def _diverged_notes(run_rows: list[Row]) -> str:
     if not odd:
         return ""
     lost = any(row.lost for row in run_rows)
-    end = (
-        "Seeds that failed, or diverged before their end, have no result"
-        if lost
-        else "The report shows all metrics so far"
-    )
+    end = "Seeds that failed, or diverged before their end, have no result" if lost else "Metrics so far are shown"
     return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 

@@ -163,7 +163,7 @@ class Search:
         self.space = {key: _optuna_distribution(dimension) for key, dimension in space.items()}
         self.settings, self.higher = settings_of(space), higher
         self._tune, self._label, self._first = tune, label, first
-        self._grid = self._shuffled(space) if self.whole else None
+        self._grid = self._shuffle_settings(space) if self.whole else None
 
     @property
     def whole(self) -> bool:
@@ -205,7 +205,7 @@ class Search:
         tried = [t.params for t in trials]
         return next((params for params in self._grid if params not in tried), None)
 
-    def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
+    def _shuffle_settings(self, space: Mapping[str, Dimension]) -> list[Params]:
         """Return all settings of a space that consists of lists, in seeded random order after the file's setting."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
         study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))

@@ -208,7 +208,7 @@ class Tuning:
         """
         self._stopped = False
         if executor is not None:
-            return self._run_elsewhere(executor, on_trial, tuned=tuned, join=join)
+            return self._run_on_executor(executor, on_trial, tuned=tuned, join=join)
         with lock(self.out, joins=join), interruptible() as interrupted:
             share = decide_share(self.experiment, self.federations, range(len(self.studies)))
             line, beside = EventQueue(), share.runs > 1
@@ -237,9 +237,9 @@ class Tuning:
                 with WorkerPool([handle], share.runs, nested=share.workers > 1) as pool:
                     for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                         pass
-            return self._findings(tuned=tuned)
+            return self._write_findings(tuned=tuned)
 
-    def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
+    def _run_on_executor(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
         """Perform the work of `run` with an executor that computes the search for each method as one unit.
 
         If the search for a method is interrupted, it starts again from its first trial.
@@ -260,7 +260,7 @@ class Tuning:
                 write_atomic(self._log(studies[k], self.out), reply.files[LOG_FILE])
                 for trial in self._journal(studies[k], self.out).trials:
                     on_trial(studies[k].method.label, trial)
-            return self._findings(tuned=tuned)
+            return self._write_findings(tuned=tuned)
 
     def search_one(self) -> bytes | None:
         """Search for the settings of the experiment's only method.
@@ -274,7 +274,7 @@ class Tuning:
         ended = study.search.ended(self._journal(study, self.out).trials)
         return self._log(study, self.out).read_bytes() if ended else None
 
-    def _findings(self, *, tuned: bool) -> list[SearchResult]:
+    def _write_findings(self, *, tuned: bool) -> list[SearchResult]:
         """Write all files of the search, and return the result for each method."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
@@ -324,7 +324,7 @@ class Tuning:
         def write() -> None:
             for study, unit in zip(self.studies, units, strict=True):
                 write_atomic(self._log(study, self.out), self._log(study, unit.target).read_bytes())
-            results.extend(self._findings(tuned=tuned))
+            results.extend(self._write_findings(tuned=tuned))
 
         results = list[SearchResult]()
         session.work(units, do, share)

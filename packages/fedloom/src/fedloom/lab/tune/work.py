@@ -95,7 +95,7 @@ class Budget(NamedTuple):
                 steady = abs(ratio - before) <= EQUAL_COST_TOLERANCE * max(ratio, before)
                 if not whole and steady:
                     return RoundPlan(
-                        self._extrapolated(totals, ratio, after) if ratio else len(self.plain), spent, after
+                        self._extrapolate_rounds(totals, ratio, after) if ratio else len(self.plain), spent, after
                     )
                 if round >= MAX_ROUND_MULTIPLE * len(self.plain):
                     return RoundPlan(round, spent, after)
@@ -116,7 +116,7 @@ class Budget(NamedTuple):
         *_, before, last = totals
         return max(1, len(totals) - 1 - (last + after - self.samples >= self.samples - before - after))
 
-    def _extrapolated(self, totals: list[float], ratio: float, after: int) -> int:
+    def _extrapolate_rounds(self, totals: list[float], ratio: float, after: int) -> int:
         mean = self.samples / len(self.plain)
         for cost in chain(self.plain[len(totals) - 1 :], repeat(mean)):
             totals.append(totals[-1] + ratio * cost)
