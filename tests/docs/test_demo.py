@@ -42,7 +42,9 @@ def test_any_method_may_win(demo: ModuleType, winner: str) -> None:
     ]
     beside, worse = (row("a", "other", stands) for stands in ("inconclusive", "worse"))
     assert demo.verdict_sentence([rows[0], beside]) == f"{winner} 90.0 %, inconclusive against other"
-    assert demo.verdict_sentence([rows[0], worse]) == (f"{winner} 90.0 %, better than all others, worse: other (-2.0 ± 1.0)")
+    assert demo.verdict_sentence([rows[0], worse]) == (
+        f"{winner} 90.0 %, better than all others, worse: other (-2.0 ± 1.0)"
+    )
 
 
 def test_winners_that_differ(demo: ModuleType) -> None:
