@@ -48,7 +48,7 @@ def advise(
 
     Args:
         data: a federation, a data set, the name of a data set, arrays or clients, as in `fedloom.compare`.
-        model: model to train, as in `fedloom.simulate`. None: softmax regression.
+        model: model to train, as in `fedloom.simulate`. If None, softmax regression is used.
         partition: rule that splits a data set among clients.
         budget: compute budget of the race, in multiples of the gradients of one FedAvg run with all ``rounds``.
         margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage

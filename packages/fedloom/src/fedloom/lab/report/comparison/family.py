@@ -160,7 +160,7 @@ def run_family_tests(
     Args:
         members: differences per seed, grouped by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
-            same samples in a new way. 0: no correction is applied, and the verdicts apply to these samples.
+            same samples in a new way. If 0, no correction is applied, and the verdicts apply to these samples.
         moderate: True to shrink the variances of the members toward a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """

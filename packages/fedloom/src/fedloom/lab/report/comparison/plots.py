@@ -31,8 +31,8 @@ class MethodNames:
 
     Args:
         rows: rows of the results table that the figure may show.
-        labels: names to show, keyed by the label of the method. Only these methods are drawn, in the given order. None:
-            all methods are drawn.
+        labels: names to show, keyed by the label of the method. Only these methods are drawn, in the given order. If
+            None, all methods are drawn.
 
     Raises:
         ConfigError: a method does not exist.
