@@ -1,15 +1,18 @@
-"""An algorithm's own algebra as a share of a round: its functions without the oracle and the batch plans.
+"""Measure how much of a round each method spends on its own arithmetic, outside gradients and batch plans.
 
     OMP_NUM_THREADS=1 python benchmarks/algebra.py --rounds 5
     OMP_NUM_THREADS=1 python benchmarks/algebra.py --method fedavg --method flame
 
-The MLP 784-200-200-10 with 100 clients, all of which take part with one epoch of 200 samples in batches of 20, one
-thread. Own is the time in `down`, `client` and `server`, `descend` and `iterate` included, less what passes in the
-oracle's functions (gradients, losses, activations) and in the batch plans. The rest of the round is the engine's: the
-client store, the checks and sums of the uploads, the byte counts. Rounds of all methods are interleaved, the first of
-each is dropped; medians over rounds. A method is marked where the 15 % do not hold: `*`, or `svd`, `cluster`, `pairs`,
-`project` (onto a random subspace, in every step), `top-k` (a selection in every layer, and a mask in every step) where
-its paper asks for such a thing. The exit status is 1 if there is a `*`.
+Each method trains the MLP 784-200-200-10 on one thread. All 100 clients take part in every round, with one epoch of
+200 samples in batches of 20. The column `own` is the time that the method spends in `down`, `client` and `server`,
+including `descend` and `iterate`. It excludes the time spent in the oracle's functions (gradients, losses, activations)
+and in the batch plans. The engine uses the rest of the round, for the client store, for checking and summing the
+uploads, and for counting bytes. The rounds of all methods are interleaved, the first round of each method is dropped,
+and medians over the other rounds are printed.
+
+A method is marked if its own arithmetic takes more than 15 % of a round. The mark is `svd`, `cluster`, `pairs`,
+`project` (onto a random subspace in every step) or `top-k` (a selection in every layer and a mask in every step) if
+the method's paper requires this operation, and `*` otherwise. If a method is marked with `*`, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import initial_state
 from fedloom.local import LocalSGD, Work
 
-ALLOWED = 0.15
-EXCUSED = {
+MAX_SHARE = 0.15
+PAPER_MARKS = {
     "fedslr": "svd",
     "lpgd": "svd",
     "equitable-fl": "cluster",
@@ -51,14 +54,14 @@ EXCUSED = {
     "admm-lp-proj": "project",
     "fedspa": "top-k",
 }
-"""Methods whose papers have singular values, clustering, distances of all pairs, or work on each row in every step."""
-NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("fc2.bias",)}}  # the model has no normalisation layer
-TIMED = ("addgrad_", "batch_loss", "activations", "accuracy")
-OWN = ("down", "client", "server")
+"""Mark of each method whose paper requires expensive arithmetic, such as clustering or the distances of all pairs."""
+REQUIRED_OPTIONS: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("fc2.bias",)}}  # no normalization layer
+ORACLE_FUNCTIONS = ("addgrad_", "batch_loss", "activations", "accuracy")
+METHOD_FUNCTIONS = ("down", "client", "server")
 
 
-class Inside:
-    """Seconds spent in some functions of an object; nested calls count once."""
+class CallTimer:
+    """Timer that adds up the processor time spent in some functions of an object. Nested calls are counted once."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         self.seconds, self.depth = 0.0, 0
@@ -80,43 +83,43 @@ class Inside:
         return call
 
 
-FUNCTIONS = {kind: Inside(kind, OWN) for kind in {*ALGORITHMS.values()}}
-PLANS = Inside(Work, ("plan", "pieces"))
+METHOD_TIMERS = {kind: CallTimer(kind, METHOD_FUNCTIONS) for kind in {*ALGORITHMS.values()}}
+PLAN_TIMER = CallTimer(Work, ("plan", "pieces"))
 
 
-class Run:
-    """A method, round by round."""
+class MethodRun:
+    """Run of one method, which computes one round per call."""
 
     def __init__(self, name: str, workload: Workload, stack: ExitStack) -> None:
-        made: Any = REGISTRY[name](**NEEDED.get(name, {}))
+        method: Any = REGISTRY[name](**REQUIRED_OPTIONS.get(name, {}))
         local = LocalSGD(lr=0.01, epochs=1, batch_size=workload.batch)
-        composition = made if isinstance(made, PresetMethod) else PresetMethod(made)
+        composition = method if isinstance(method, PresetMethod) else PresetMethod(method)
         self.job, server = make_job(
             Setting.create(composition, model=workload.model, local=local), workload.federation()
         )
         self.state = initial_state(self.job, server)
         self.pool = stack.enter_context(running.clients_of(self.job))
-        self.inside = Inside(self.job.oracle, TIMED)
+        self.oracle_timer = CallTimer(self.job.oracle, ORACLE_FUNCTIONS)
 
     def round(self) -> tuple[float, float, float]:
-        """Seconds of a round, and of these in the algorithm's own algebra and in the engine; of this process alone."""
-        own, plan = FUNCTIONS[type(self.job.algorithm)], PLANS
-        before = (own.seconds, plan.seconds, self.inside.seconds)
+        """Compute a round, and return its time, the time in the method's own arithmetic, and the time in the engine."""
+        own, plan = METHOD_TIMERS[type(self.job.algorithm)], PLAN_TIMER
+        before = (own.seconds, plan.seconds, self.oracle_timer.seconds)
         start = time.process_time()
         self.state, _ = run_round(self.job, self.pool, self.state)
         whole = time.process_time() - start
         functions, plans, oracle = (
-            now - then for now, then in zip((own.seconds, plan.seconds, self.inside.seconds), before, strict=True)
+            now - then for now, then in zip((own.seconds, plan.seconds, self.oracle_timer.seconds), before, strict=True)
         )
         return whole, functions - plans - oracle, whole - functions
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", action="append", choices=sorted(REGISTRY), help="one of them; all by default")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each that count (default: 5)")
-    parser.add_argument("--samples", type=int, default=200, help="samples of a client (default: 200)")
-    parser.add_argument("--together", type=int, default=8, help="methods whose rounds are interleaved (default: 8)")
+    parser.add_argument("--method", action="append", choices=sorted(REGISTRY), help="method (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds (default: 5)")
+    parser.add_argument("--samples", type=int, default=200, help="number of samples per client (default: 200)")
+    parser.add_argument("--together", type=int, default=8, help="number of methods interleaved (default: 8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     workload = replace(WORKLOADS["W2"], samples=options.samples)
@@ -126,14 +129,14 @@ def main() -> int:
     print(f"{'method':20s} {'seconds':>8s} {'own':>8s} {'share':>7s} {'engine':>7s}")
     for group in groups:
         with ExitStack() as stack:
-            runs = {name: Run(name, workload, stack) for name in group}
+            runs = {name: MethodRun(name, workload, stack) for name in group}
             rounds = [{name: run.round() for name, run in runs.items()} for _ in range(1 + options.rounds)][1:]
         for name in group:
             whole = statistics.median(r[name][0] for r in rounds)
             own = statistics.median(r[name][1] for r in rounds)
             share = statistics.median(r[name][1] / r[name][0] for r in rounds)
             engine = statistics.median(r[name][2] / r[name][0] for r in rounds)
-            mark = EXCUSED.get(name, "*") if share > ALLOWED else ""
+            mark = PAPER_MARKS.get(name, "*") if share > MAX_SHARE else ""
             missed += [name] if mark == "*" else []
             print(f"{name:20s} {whole:8.3f} {own:8.3f} {share:7.1%} {engine:7.1%} {mark}", flush=True)
     return bool(missed)

@@ -1,11 +1,14 @@
-"""Print how far the analyses by sums are from the libraries on pooled rows, and what they ask and send.
+"""Compare analyses that are computed from sums with libraries that fit the pooled rows, and print their costs.
 
-    python benchmarks/analyses.py          # or words of some rows, as in: glm ridge
+    python benchmarks/analyses.py              # all analyses
+    python benchmarks/analyses.py glm ridge    # only analyses whose names contain all of these words
 
-Five sites in this process, no network. "simulation" is `fl.analyze`. "sites" and "masked" are deployments that read the
-same rows from a file, "returned" is a masked one in which a site is lost after some messages, and is back at the next
-start. "bits" has the most that any number of the sum of five sites takes. A number of more than 62 travels in parts.
-Cells of a table are float32 in a data set, so the columns here are multiples of 1/8.
+Five sites run in this process, without a network. The columns of the printed table show the largest difference from
+the library: "simulation" for `fl.analyze`, "sites" for a deployment that reads the same rows from a file, "masked" for
+the same deployment with secure aggregation, and "returned" for a masked deployment in which one site is lost after
+some messages and rejoins after a restart. The column "bits" is the largest number of bits that a number in the sum of
+five sites needs. A number that needs more than 62 bits is sent in several parts. Data sets store table cells as
+float32, so the columns in this benchmark are multiples of 1/8 and have no rounding error.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from statsmodels.discrete.discrete_model import Logit
 from statsmodels.genmod import families
 from statsmodels.genmod.generalized_linear_model import GLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # deployments of its tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # for the tests' helpers
 
 import fedloom as fl
 from fedloom.analyses import Analysis, AnalysisTerms, Rules, analysis_of, answer_question, run_questions, sum_answers
@@ -67,7 +70,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """One analysis: how far it is from a library in a simulation and at sites, and what it costs."""
+    """Line of the table: the distances of one analysis from a library, and the costs of the analysis."""
 
     analysis: str
     library: str
@@ -101,7 +104,7 @@ def measure(
     name: str, library: str, task: str, data: fl.Dataset, options: dict[str, object],
     gap: Callable[[pd.DataFrame], float],
 ) -> Row:  # fmt: skip
-    """Run an analysis in process and at sites, and compare the tables by ``gap``."""
+    """Run an analysis in a simulation and in deployments, and compare each result with a library by ``gap``."""
     analysis: Analysis = analysis_of(name, options)
     schema, rows, _ = clients_of(data, analysis)
     members = list(rows.values())
@@ -118,8 +121,8 @@ def measure(
     state, log = run_questions(analysis, terms, ask)
     simulated = gap(analysis.result(state).to_pandas())
     ends = [
-        deploy(task, {"kind": name, "rules": RULES, **options}, gap, masked=masked, loses=loses)
-        for masked, loses in ((False, False), (True, False), (True, True))
+        deploy(task, {"kind": name, "rules": RULES, **options}, gap, masked=masked, loses_site=loses_site)
+        for masked, loses_site in ((False, False), (True, False), (True, True))
     ]
     size, seconds = ends[1][1:]
     return Row(
@@ -128,9 +131,12 @@ def measure(
 
 
 def deploy(
-    task: str, choice: dict[str, object], gap: Callable[[pd.DataFrame], float], *, masked: bool, loses: bool
+    task: str, choice: dict[str, object], gap: Callable[[pd.DataFrame], float], *, masked: bool, loses_site: bool
 ) -> tuple[float, int, float]:
-    """Return the distance of a deployment's result, the bytes of its messages and replies, and its seconds."""
+    """Run a deployment, and return its distance from a library, its bytes sent and received, and its time in seconds.
+
+    If ``loses`` is true, one site stops replying, and the run is started again with all sites.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         patients().to_csv(folder / "all.csv", index=False)
@@ -155,10 +161,10 @@ def deploy(
             if asked:
                 began = began or time.perf_counter()
                 size += sum(map(len, arrays_of(message))) + sum(map(len, arrays_of(reply)))
-            return None if loses and asked > 4 and node == FIRST + 1 else reply
+            return None if loses_site and asked > 4 and node == FIRST + 1 else reply
 
         stop = here.serve(here.grid(count))
-        if loses:
+        if loses_site:
             assert stop is Stop.TOO_FEW or asked <= len(SIZES), stop
             stop = here.serve()
         seconds = time.perf_counter() - began
@@ -168,7 +174,7 @@ def deploy(
         return gap(table.to_pandas()), size, seconds
 
 
-def of(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
+def make_dataset(frame: pd.DataFrame, label: str, drop: tuple[str, ...], **more: object) -> fl.Dataset:
     return fl.Dataset.create(frame, label, client_column="site", categorical=("ward",), drop=drop, **more)  # type: ignore[arg-type]
 
 
@@ -179,7 +185,7 @@ def main() -> None:
     design = np.column_stack([frame.age, frame.marker, frame.ward == "ICU"]).astype(float)
     names, others = ["age", "marker", "icu"], {"days", "event", "died", "stay", "visits"}
     survival, binary, number, count = (
-        of(frame, label, tuple(others - {label, "event"} if label == "days" else others - {label}), **more)
+        make_dataset(frame, label, tuple(others - {label, "event"} if label == "days" else others - {label}), **more)
         for label, more in (
             ("days", {"event": "event"}), ("died", {}), ("stay", {"task": "regression"}), ("visits", {"task": "count"})
         )
@@ -225,7 +231,7 @@ def main() -> None:
         return max(gaps)
 
     def first_table(t: pd.DataFrame) -> float:
-        """Without p_clients, which is approximate at sites by design."""
+        """Return the largest difference in Table 1, without `p_clients`, which deployed sites only approximate."""
         gaps = []
         for column in ("age", "marker"):
             for ward in ("GEN", "ICU"):

@@ -1,20 +1,22 @@
-"""What grows with the number of clients: time and memory of rounds, evaluation, checkpoints, resuming and the report.
+"""Measure how time and memory grow with the number of clients: rounds, evaluation, checkpoints, resuming, the report.
 
     python benchmarks/clients.py --clients 10000 --clients 1000000 --method fedavg --method scaffold --method flame
     python benchmarks/clients.py --clients 100000 --method flame --evaluate-all    # everyone's personal model
     python benchmarks/clients.py --clients 10000 --clients 1000000 --report
     python benchmarks/clients.py --clients 170000 --features 3000 --method fedavg --cold --memory 4
 
-Softmax regression on 60 features (`--features`) and 10 classes, 10 samples a client, cohorts of 1,000; 1,000 clients
-are scored. The features are a file that stays on disk (`--in-memory` reads it), and so are the clients' rows beyond
-16 MiB. A line per method and number of
-clients: seconds to load and cut the data, to begin, of a round (median of all but the first), of an evaluation, of the
-last checkpoint and of resuming from it; and the peak of anonymous memory. Seconds are of the processor, so that other
-processes count little; `--wall` takes the clock's. A row during which other processes used more than 0.1 core ends
-with `disturbed`.
+The model is a softmax regression with 60 features (`--features`) and 10 classes. Every client has 10 samples, each
+cohort has 1,000 clients, and 1,000 clients are scored. The features stay in a file on disk unless `--in-memory` is
+given. Client rows beyond 16 MiB also stay on disk.
 
-`--report` measures the report of a run of FedAvg instead. `--memory` allows so many GB for data of the process's own,
-`--cold` takes the features out of the system's cache before they are read, so that they come from the disk.
+The output has a line for each method and number of clients. It shows the time to load and split the data, to start
+the run, and to compute a round (median without the first round), an evaluation and the last checkpoint, and the time to
+resume from this checkpoint. It also shows the disk space and the peak anonymous memory. Times are processor times,
+which other processes hardly affect, unless `--wall` selects wall-clock times. A line ends with `disturbed` if other
+processes used more than 0.1 core during its measurement.
+
+`--report` measures the report of a FedAvg run instead. `--memory` limits the private data of the process to this number
+of GB. `--cold` drops the features from the page cache before they are read, so that they are read from disk.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import numpy as np
-from memory import Peak
+from memory import PeakMemory
 
 from fedloom.algorithms import REGISTRY
 from fedloom.choose import Uniform
@@ -49,13 +51,13 @@ from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 
 CLASSES, SAMPLES = 10, 10
 BLOCK = 6_000_000
-"""Values that are made at a time."""
+"""Number of values that are generated at a time."""
 
 Clock = Callable[[], float]
 
 
-def make(folder: Path, samples: int, features: int) -> Path:
-    """A folder of ``x.npy`` and ``y.npy``: normal features, labels by a linear model with noise."""
+def make_data(folder: Path, samples: int, features: int) -> Path:
+    """Write ``x.npy`` and ``y.npy``: normally distributed features, and labels from a linear model with noise."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     w = rng.standard_normal((features, CLASSES), np.float32)
@@ -71,31 +73,31 @@ def make(folder: Path, samples: int, features: int) -> Path:
     return folder
 
 
-def read(folder: Path, in_memory: bool) -> Dataset:
-    """The features of `make`, on disk or in memory."""
+def read_data(folder: Path, in_memory: bool) -> Dataset:
+    """Return the data set that `make_data` wrote, with its features on disk or in memory."""
     return Dataset.create(np.load(folder / "x.npy"), np.load(folder / "y.npy")) if in_memory else load(folder)
 
 
-def forget(folder: Path) -> None:
-    """Take the features out of the system's cache."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Drop the features from the page cache of the operating system."""
     with (folder / "x.npy").open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Watch:
-    """A callback of `simulate` that keeps when rounds ended, by a clock."""
+class RoundTimes:
+    """Callback for `simulate` that records the time at the end of every round."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self.ends = clock, list[float]()
 
     def __call__(self, state: State) -> None:
-        """After a round."""
+        """Record the current time."""
         self.ends.append(self._clock())
 
 
 def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
-    """Seconds to begin, of a round, an evaluation, the last checkpoint and resuming; GB on disk and of memory."""
+    """Return the times of start, round, evaluation, last checkpoint and resuming, and the GB of disk and memory."""
     scored = None if given.evaluate_all else 1000
     settings = {
         "local": LocalSGD(lr=0.1, batch_size=10),
@@ -103,8 +105,8 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
         "evaluate": Evaluate(every=given.rounds, clients=scored, parts=("train", "test")),
         "engine": Engine(state_memory_mib=16, workers=given.workers),
     }
-    with Peak() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
-        watch, start = Watch(clock), clock()
+    with PeakMemory() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
+        watch, start = RoundTimes(clock), clock()
         simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, callbacks=[watch], **settings)
         ended, rounds = clock(), np.diff(watch.ends)
         simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, **settings)
@@ -115,8 +117,8 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
     return [begin, round, *last, disk / 1e9, peak.most / 1e9]
 
 
-def reported(data: Path, clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
-    """Seconds of the report of a run of FedAvg, MB of its page, kB of summary.json; GB of memory."""
+def measure_report(data: Path, clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
+    """Return the time to write the report of a FedAvg run, MB of its page, kB of summary.json, and GB of memory."""
     document = {
         "name": "clients",
         "rounds": 2,
@@ -129,55 +131,55 @@ def reported(data: Path, clients: int, given: argparse.Namespace, place: Path, c
     with tempfile.TemporaryDirectory(dir=place) as folder:
         out = Path(folder)
         Plan(parse(document), out).run(page=False)
-        with Peak() as peak:
+        with PeakMemory() as peak:
             start = clock()
             page = write_report([out], out / "report.html", charts=False)
             seconds = clock() - start
         return [seconds, page.stat().st_size / 1e6, (out / "summary.json").stat().st_size / 1e3, peak.most / 1e9]
 
 
-def lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> Iterator[str]:
-    """The rows of a number of clients."""
-    data = make(place / f"{clients}", clients * SAMPLES, given.features)
+def table_lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> Iterator[str]:
+    """Yield the lines of the table for a number of clients."""
+    data = make_data(place / f"{clients}", clients * SAMPLES, given.features)
     if given.report:
         with watch_others() as others:
-            found = reported(data, clients, given, place, clock)
-        yield row("fedavg", clients, found, others.cores)
+            found = measure_report(data, clients, given, place, clock)
+        yield format_row("fedavg", clients, found, others.cores)
         return
     if given.cold:
-        forget(data)
+        drop_from_page_cache(data)
     start = clock()
-    fed = Iid(clients=clients)(read(data, given.in_memory), seed=0)
+    fed = Iid(clients=clients)(read_data(data, given.in_memory), seed=0)
     loaded = clock() - start
     for method in given.method or ("fedavg", "scaffold", "flame"):
         if given.cold:
-            forget(data)
+            drop_from_page_cache(data)
         with watch_others() as others:
             found = [loaded, *measure(method, fed, given, place, clock)]
-        yield row(method, clients, found, others.cores)
+        yield format_row(method, clients, found, others.cores)
 
 
-def row(method: str, clients: int, found: list[float], others: float) -> str:
-    """A row of the table."""
+def format_row(method: str, clients: int, found: list[float], others: float) -> str:
+    """Format a line of the table."""
     cells = [method, f"{clients:,}", *(f"{value:.3g}" for value in found)]
     return f"| {' | '.join(cells)} |{' disturbed' if others > MAX_FOREIGN_CORES else ''}"
 
 
 def main() -> int:
-    """Measure and print a table."""
+    """Print the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--clients", type=int, action="append")
     options.add_argument("--method", action="append", choices=[*REGISTRY])
     options.add_argument("--features", type=int, default=60)
-    options.add_argument("--in-memory", action="store_true", help="read the features before the clients are cut")
+    options.add_argument("--in-memory", action="store_true", help="read the features into memory first")
     options.add_argument("--evaluate-all", action="store_true", help="score every client")
-    options.add_argument("--report", action="store_true", help="measure the report of a run instead")
-    options.add_argument("--memory", type=float, help="GB that the process may have for data of its own")
-    options.add_argument("--cold", action="store_true", help="features are read from the disk, not from its cache")
+    options.add_argument("--report", action="store_true", help="measure the report of a FedAvg run instead")
+    options.add_argument("--memory", type=float, help="limit on the process's private data, in GB")
+    options.add_argument("--cold", action="store_true", help="drop the features from the page cache first")
     options.add_argument("--rounds", type=int, default=8)
     options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--wall", action="store_true", help="seconds of the clock")
-    options.add_argument("--folder", type=Path, help="for data and rows; a temporary one by default")
+    options.add_argument("--wall", action="store_true", help="measure wall-clock time, not processor time")
+    options.add_argument("--folder", type=Path, help="folder for data and rows (default: a temporary one)")
     given = options.parse_args()
     if given.memory:
         resource.setrlimit(resource.RLIMIT_DATA, (int(given.memory * 1e9),) * 2)
@@ -187,7 +189,7 @@ def main() -> int:
     print(f"| {columns} |\n|{'---|' * len(columns.split('|'))}")
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         for clients in given.clients or (10_000, 1_000_000):
-            for line in lines(clients, given, Path(place), clock):
+            for line in table_lines(clients, given, Path(place), clock):
                 print(line, flush=True)
     return 0
 

@@ -1,12 +1,13 @@
-"""What virtual time costs: microseconds of an event of FedBuff beyond local work and arithmetic on rows.
+"""Measure what virtual time costs: the time per FedBuff event, without local work and arithmetic on rows.
 
     python benchmarks/clock.py --clients 100000 --in-flight 1000 --buffer 10
 
-Softmax regression on 8 features and 3 classes, 3 samples a client, FedAvg with one step of two samples. One line:
-microseconds per event of local work; of arithmetic on rows, which are copied from what is in flight, checked, summed up
-and stepped on; and of the rest, which is everything else. The rest of two buffers, the second ten times as large, has
-two parts: what one more event costs, and what a step of the server costs, whatever it takes. A synchronous round of as
-many clients stands beside them. Seconds are of the processor, the least of twenty repetitions.
+The method is FedAvg with one step on two samples. The model is a softmax regression with 8 features and 3 classes, and
+every client has 3 samples. The program prints a sentence with the microseconds per event that are spent on local work,
+on arithmetic on rows (copying, checking and summing uploads, and the server's step) and on everything else (the rest).
+The rest is measured with two buffers, the second ten times as large as the first. From both measurements, the program
+calculates the cost of one more event and the fixed cost of a server step. For comparison, it prints the rest of a
+synchronous round with as many clients. Times are processor times, the minimum over twenty repetitions.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from fedloom.engine.virtual.advance import advance_to_server_step
 from fedloom.engine.virtual.clock import Flight
 from fedloom.schedule import Buffered, LogNormal, Schedule, Synchronous
 
-WARM, REPETITIONS = 20, 20
+WARM_UP_STEPS, REPETITIONS = 20, 20
 
-WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
-"""What clients compute; in a round, their uploads are checked and summed up with it."""
-ROWS = (
-    (Flight, "without"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
+LOCAL_WORK = ((simulate, "compute_chunk"), (simulate, "train_chunk"))
+"""Functions for the local work of clients. In a synchronous round, they also check and sum the uploads."""
+ROW_ARITHMETIC = (
+    (Flight, "drop_landed"), (dispatch, "combine_pieces"), (dispatch, "convert_stale_uploads"),
     (dispatch, "accept_uploads"), (Uploads, "add"), (Uploads, "aggregate"), (FedAvg, "server"),
 )  # fmt: skip
-"""Arithmetic on rows: they are copied, discounted, checked and summed up, and the model steps."""
+"""Functions for arithmetic on rows: they copy, discount, check and sum uploads, and update the model."""
 
 
 @contextmanager
-def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
-    """Add up the seconds of the processor that calls, none within another, take meanwhile."""
+def time_calls(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
+    """Measure the processor time that some functions take during the block. None of them may call another."""
     spent, before = [0.0], [(owner, name, getattr(owner, name)) for owner, name in calls]
 
     def through(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,22 +73,29 @@ def timed(calls: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
             setattr(owner, name, call)
 
 
-def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, steps: int) -> dict[str, float]:
-    """Microseconds per upload: of local work, of arithmetic on rows, of the rest, and of all."""
+def microseconds_per_event(
+    fed: Federation, schedule: Schedule, clients: int, size: int, steps: int
+) -> dict[str, float]:
+    """Return the microseconds per upload for local work, for arithmetic on rows, for the rest, and in total."""
     setting = Setting.create(
         "fedavg", devices=LogNormal(), schedule=schedule, sampler={"kind": "uniform", "clients": clients},
         local={"steps": 1, "batch_size": 2}, rounds=10**6,
     )  # fmt: skip
     job, server = make_job(setting, fed)
     least: dict[str, float] = {}
-    with fix_arithmetic(job), timed(WORK) as work, timed(ROWS) as rows, clients_of(job) as those:
+    with (
+        fix_arithmetic(job),
+        time_calls(LOCAL_WORK) as work,
+        time_calls(ROW_ARITHMETIC) as rows,
+        clients_of(job) as pool,
+    ):
         state = initial_state(job, server)
-        for _ in range(WARM):
-            state, _ = advance_to_server_step(job, those, state)
+        for _ in range(WARM_UP_STEPS):
+            state, _ = advance_to_server_step(job, pool, state)
         for _ in range(REPETITIONS):
             work[0], rows[0], start = 0.0, 0.0, time.process_time()
             for _ in range(steps):
-                state, _ = advance_to_server_step(job, those, state)
+                state, _ = advance_to_server_step(job, pool, state)
             whole = time.process_time() - start
             parts = {"work": work[0], "rows": rows[0], "rest": whole - work[0] - rows[0], "all": whole}
             least = {k: min(v / steps / size * 1e6, least.get(k, np.inf)) for k, v in parts.items()}
@@ -105,9 +113,9 @@ def main() -> None:
     n = 4 * given.clients
     data = fl.Dataset.create((g.standard_normal((n, 8), dtype=np.float32), g.integers(0, 3, n)))
     fed = fl.partitions.iid(clients=given.clients, validation=0.0, test=0.25)(data, 0)
-    plain = per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)
+    plain = microseconds_per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)
     small, large = (
-        per_event(fed, Buffered(buffer=size), given.in_flight, size, given.steps)
+        microseconds_per_event(fed, Buffered(buffer=size), given.in_flight, size, given.steps)
         for size in (given.buffer, 10 * given.buffer)
     )
     each = (10 * large["rest"] - small["rest"]) / 9

@@ -1,12 +1,13 @@
-"""What a round of a deployment costs beyond Flower: real processes on this machine, beside apps that do nothing.
+"""Measure what a deployed round costs in addition to Flower, with real processes on this machine.
 
     python benchmarks/deploy.py [--sites 5] [--rounds 10] [--hidden 1333]
 
-The same SuperNodes answer all apps, over TLS: one that does nothing, one that sends back the bytes of a model, and
-FedAvg. A line per app: seconds per round (median, fastest), seconds from the start of the run to the end of the first
-round, and the processor seconds of all sites, until then and per message after it. Digits, one hidden layer: 75
-parameters per hidden unit. Run it on a quiet machine with a core for each site, or say that it was not; processor
-seconds hold on a busy machine too, but for what shared caches cost.
+The same SuperNodes run three apps over TLS: an app that does nothing, an app that sends back the bytes of a model, and
+FedAvg. For each app, the program prints the time per round (median and fastest), the time from the start of the run to
+the end of the first round, and the processor time of all sites up to that point and for each later message. FedAvg
+trains a network with one hidden layer on the digits, which has 75 parameters per hidden unit. Wall-clock times are
+valid only on an idle machine with one core per site. Processor times are also valid on a busy machine, except for the
+cost of shared caches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError
 from fedloom_sites.deploy.ops.status import lines_of, status_of
 
-SERVER = """
+SERVER_APP_CODE = """
 import json, time
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
@@ -58,7 +59,7 @@ def main(grid, context):
         ends.append(time.time())
     open(given["out"], "w").write(json.dumps({"ends": ends, "seconds": seconds}))
 """
-CLIENT = """
+CLIENT_APP_CODE = """
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 app = ClientApp()
@@ -71,7 +72,14 @@ def train(message, context):
 
 
 class Cost(NamedTuple):
-    """Seconds of an app's rounds, to the end of its first, and of the sites' processors until then and per message."""
+    """Cost of an app.
+
+    Attributes:
+        rounds: time of each round in seconds.
+        first: time from the start of the run to the end of the first round, in seconds.
+        begin: processor time of all sites up to the end of the first round, in seconds.
+        message: processor time per message after the first round, in seconds.
+    """
 
     rounds: Sequence[float]
     first: float
@@ -80,21 +88,21 @@ class Cost(NamedTuple):
 
 
 class Meter:
-    """The processor seconds of sites over time, while the block runs."""
+    """Context manager that records the processor time of all sites during the block."""
 
     def __init__(self, sites: Sequence[ManagedProcess]) -> None:
         self._sites, self._ended = sites, threading.Event()
         self._points: list[tuple[float, float]] = []
 
-    def at(self, when: float) -> float:
-        """Processor seconds at a wall-clock time."""
+    def seconds_at(self, when: float) -> float:
+        """Return the processor seconds that all sites had used at a wall-clock time."""
         return max((spent for now, spent in self._points if now <= when), default=self._points[0][1])
 
     def cost(self, start: float, ends: Sequence[float], rounds: Sequence[float]) -> Cost:
-        """What rounds cost that ended at these times."""
+        """Return the cost of an app whose rounds ended at the given times."""
         messages = len(self._sites) * max(1, len(ends) - 1)
-        after = (self.at(ends[-1]) - self.at(ends[0])) / messages
-        return Cost(rounds, ends[0] - start, self.at(ends[0]) - self._points[0][1], after)
+        after = (self.seconds_at(ends[-1]) - self.seconds_at(ends[0])) / messages
+        return Cost(rounds, ends[0] - start, self.seconds_at(ends[0]) - self._points[0][1], after)
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._watch)
@@ -107,13 +115,13 @@ class Meter:
 
     def _watch(self) -> None:
         while True:
-            self._points.append((time.time(), processor(self._sites)))
+            self._points.append((time.time(), processor_seconds(self._sites)))
             if self._ended.wait(0.25):
                 return
 
 
-def processor(sites: Sequence[ManagedProcess]) -> float:
-    """Seconds that all processes of the sites have computed so far, those that have ended too."""
+def processor_seconds(sites: Sequence[ManagedProcess]) -> float:
+    """Return the processor time that all processes of the sites have used so far, including ended processes."""
     groups, ticks = {site.pid for site in sites}, 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -125,8 +133,8 @@ def processor(sites: Sequence[ManagedProcess]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def run(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: Path) -> float:
-    """Run an app to its end; the wall-clock time at which it was started."""
+def run_app(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: Path) -> float:
+    """Run an app until it ends, and return the wall-clock time at which it was started."""
     start = time.time()
     variables, log = process_environment(here.work / "cli"), here.work / f"{app.parent.name}.log"
     process = processes.start("run", command_words("run", app=app, file=file), variables, log)
@@ -137,7 +145,7 @@ def run(here: LoopbackDeployment, processes: ManagedProcesses, app: Path, file: 
     return start
 
 
-def nothing(
+def measure_idle_app(
     here: LoopbackDeployment,
     processes: ManagedProcesses,
     folder: Path,
@@ -145,24 +153,24 @@ def nothing(
     sites: Sequence[ManagedProcess],
     size: int,
 ) -> Cost:
-    """What Flower itself costs, with so many bytes each way."""
+    """Measure an app that does nothing except send ``size`` bytes to each site and back."""
     app = folder / f"nothing-{size}" / APP_FOLDER
     (app / "fedloom_app").mkdir(parents=True)
     (app / "pyproject.toml").write_text((OPS_FOLDER / APP_FOLDER / "pyproject.toml").read_text())
-    for name, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
+    for name, text in (("__init__", ""), ("server_app", SERVER_APP_CODE), ("client_app", CLIENT_APP_CODE)):
         (app / "fedloom_app" / f"{name}.py").write_text(text)
-    told, out = folder / f"told-{size}.json", folder / f"out-{size}.json"
-    told.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out), "bytes": size}))
+    config_file, out = folder / f"told-{size}.json", folder / f"out-{size}.json"
+    config_file.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out), "bytes": size}))
     with Meter(sites) as meter:
-        start = run(here, processes, app, told)
+        start = run_app(here, processes, app, config_file)
     found = json.loads(out.read_text())
     return meter.cost(start, found["ends"], found["seconds"])
 
 
-def training(here: LoopbackDeployment, processes: ManagedProcesses, sites: Sequence[ManagedProcess]) -> Cost:
-    """What a deployment costs."""
+def measure_training(here: LoopbackDeployment, processes: ManagedProcesses, sites: Sequence[ManagedProcess]) -> Cost:
+    """Measure the deployed FedAvg run."""
     with Meter(sites) as meter:
-        start = run(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
+        start = run_app(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
     ends: dict[int, float] = {}
     for line in lines_of(here.server.audit):
         if line["what"] == "accepted" and line["kind"] == "train":
@@ -199,8 +207,8 @@ def main() -> None:
         here.register_all()
         sites = [here.start_site(site) for site in here.sites]
         size = 4 * (75 * given.hidden + 10)
-        idle, echo = (nothing(here, processes, folder, given.rounds, sites, n) for n in (0, size))
-        ours = training(here, processes, sites)
+        idle, echo = (measure_idle_app(here, processes, folder, given.rounds, sites, n) for n in (0, size))
+        ours = measure_training(here, processes, sites)
     print(f"{given.sites} sites, {given.rounds} rounds, {75 * given.hidden + 10:,} parameters, {os.cpu_count()} cores")
     print(f"{'app':>8} {'s a round':>10} {'fastest':>8} {'first':>7} {'processor s: begin':>19} {'a message':>10}")
     for what, cost in (("nothing", idle), ("echo", echo), ("fedavg", ours)):

@@ -1,4 +1,4 @@
-"""Rounds of an algorithm in this process: gather, `client` chunk by chunk, scatter, mean, `server`."""
+"""Rounds of an algorithm without the engine: they call `down`, `client` for each chunk, and `server` directly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.tasks import Classification
 
 
 class DirectRounds:
-    """The cohort's clients in equal chunks on one oracle; client states are kept as rows ``[n, d]``."""
+    """Rounds that divide the cohort into equal chunks for one oracle, and store client states as rows ``[n, d]``."""
 
     def __init__(self, workload: Workload, fed: Federation, method: str, oracle: str, chunk: int | None) -> None:
         self.workload, self.algorithm = workload, ALGORITHMS[method]()
@@ -35,7 +35,7 @@ class DirectRounds:
         self.rows = map_rows(lambda r: r.repeat(n, 1), template)
 
     def __call__(self, round: int) -> None:
-        """One round."""
+        """Compute one round."""
         ctx = self.ctx._replace(round=round, ids=self.workload.cohort_of(0))
         down = self.algorithm.down(self.server, None, ctx)
         total: Any = None

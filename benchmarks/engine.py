@@ -1,12 +1,13 @@
-"""Seconds per round of local training, against a plain loop in the same run.
+"""Measure the time per round of local training, and compare it with a plain PyTorch loop in the same run.
 
     OMP_NUM_THREADS=1 python benchmarks/engine.py --workload W1 --workload W2 --blocks 9
     OMP_NUM_THREADS=1 python benchmarks/engine.py --workload W1 --method ditto --variant plain --variant fused
 
-Variants are interleaved block by block, so that the noise of the machine falls on all alike; the first round of each
-is dropped. A block during which other processes used more than 0.1 core is set aside when there are others; a row
-without a quiet block is marked `disturbed`. Columns: median seconds per round, spread between quartiles, median ratio
-to the plain loop of the same block, ratio of the fastest blocks, and cores that other processes used.
+The blocks of all variants are interleaved, so that noise of the machine affects all variants equally. The first round
+of each variant is dropped. Blocks during which other processes used more than 0.1 core are ignored unless all blocks of
+a variant are affected. In that case, its row is marked `disturbed`. The columns show the median time per round in
+seconds, the distance between the quartiles, the median ratio to the plain loop in the same block, the ratio of the
+fastest blocks, and the number of cores that other processes used.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fedloom.models import MLP, Softmax
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, wait_for_quiet, watch_others
 
 WORKERS = {"auto": 1, "auto x2": 2, "bf16": 1, "bf16 x2": 2}
-"""Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes; bf16 where it can be had."""
+"""Number of processes of each variant that runs `fedloom.simulate`, in which the engine chooses the oracle."""
 
 VARIANTS = ("plain", "compiled", "vmap", "loop", *WORKERS)
 METHODS = ("fedavg", "ditto", "flame", "scaffold")
@@ -46,31 +47,31 @@ METHODS = ("fedavg", "ditto", "flame", "scaffold")
 
 Clock = Callable[[], float]
 Run = Callable[[int, int, Clock], float]
-"""(first round, rounds, clock) -> seconds per round."""
+"""Function that takes (number of the first round, number of rounds, clock) and returns the seconds per round."""
 
 
 class Block(NamedTuple):
-    """Seconds per round, and the cores that other processes used meanwhile."""
+    """Measured seconds per round, and the number of cores that other processes used during the measurement."""
 
     seconds: float
     others: float
 
 
 def measure(run: Run, first: int, rounds: int, clock: Clock) -> Block:
-    """One block of ``rounds`` rounds, numbered from ``first``."""
+    """Measure one block of ``rounds`` rounds, numbered from ``first``."""
     with watch_others() as others:
         seconds = run(first, rounds, clock)
     return Block(seconds, others.cores)
 
 
 class Rounds:
-    """Rounds computed in this process, one call each."""
+    """Rounds that are computed in this process, with one call for each round."""
 
     def __init__(self, play: Callable[[int], object]) -> None:
         self.play = play
 
     def __call__(self, first: int, rounds: int, clock: Clock) -> float:
-        """Seconds per round."""
+        """Compute the rounds, and return the seconds per round."""
         start = clock()
         for r in range(first, first + rounds):
             self.play(r)
@@ -78,7 +79,7 @@ class Rounds:
 
 
 class Simulation:
-    """A run of `fedloom.simulate` of its own for every block; its first round is dropped."""
+    """Separate run of `fedloom.simulate` for every block, whose first round is dropped."""
 
     def __init__(self, workload: Workload, fed: Federation, method: str, variant: str, chunk: int | None) -> None:
         precision = "bf16" if variant.startswith("bf16") else "full"
@@ -88,20 +89,21 @@ class Simulation:
             "model": workload.model,
             "local": LocalSGD(lr=RATE, batch_size=workload.batch),
             "sampler": Uniform(fraction=workload.cohort / workload.clients),
-            "evaluate": Evaluate(every=1_000_000, parts=("validation",)),  # the clients have none
+            "evaluate": Evaluate(every=1_000_000, parts=("validation",)),  # no client has such a part
             "engine": Engine(workers=WORKERS[variant], clients_per_batch=chunk, precision=precision),
         }
 
     def __call__(self, first: int, rounds: int, clock: Clock) -> float:
-        """Seconds per round, of the wall clock."""
+        """Run the rounds, and return the wall-clock seconds per round."""
         result = simulate(**self.arguments, rounds=rounds + 1, seed=first)
         return statistics.fmean(result.seconds[1:])
 
 
 def matrix_rate(seconds: float = 0.5) -> float:
-    """Multiply-adds per second of a large float32 matrix product, the best of several by either of PyTorch's libraries.
+    """Return the highest measured number of multiply-adds per second in a large float32 matrix product.
 
-    On some processors the product of tensors takes twice as long as that of oneDNN, which computes convolutions.
+    Both of PyTorch's libraries are tried, because on some processors the product of two tensors takes twice as long as
+    the product by oneDNN, which PyTorch uses for convolutions.
     """
     a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
     ways: list[Callable[[], Tensor]] = [lambda: a @ b]
@@ -116,16 +118,16 @@ def matrix_rate(seconds: float = 0.5) -> float:
     return best
 
 
-def applies(variant: str, workload: Workload) -> bool:
-    """Whether the oracle can compute the model, and the processor in this precision."""
+def is_supported(variant: str, workload: Workload) -> bool:
+    """Return True if the oracle supports the model, and the processor supports the precision."""
     convolves = not isinstance(workload.model, MLP | Softmax)
     if variant.startswith("bf16"):
         return convolves and has_bf16(torch.device("cpu"))
     return variant != "compiled" or not convolves
 
 
-def make(variant: str, workload: Workload, fed: Federation, method: str, chunk: int | None) -> Run:
-    """The rounds of a variant."""
+def make_run(variant: str, workload: Workload, fed: Federation, method: str, chunk: int | None) -> Run:
+    """Return the function that runs the rounds of a variant."""
     if variant == "plain":
         return Rounds(PlainLoop(workload, fed, method))
     if variant in WORKERS:
@@ -137,7 +139,7 @@ def compare(name: str, variants: list[str], given: argparse.Namespace) -> None:
     """Measure the variants on one workload and print the table."""
     workload, method, blocks = WORKLOADS[name], given.method, given.blocks
     fed = workload.federation()
-    runs = {v: make(v, workload, fed, method, given.chunk) for v in variants if applies(v, workload)}
+    runs = {v: make_run(v, workload, fed, method, given.chunk) for v in variants if is_supported(v, workload)}
     found: dict[str, list[Block]] = {v: [] for v in runs}
     clock = time.perf_counter if given.clock == "wall" else time.process_time
     for run in runs.values():
@@ -170,16 +172,16 @@ def compare(name: str, variants: list[str], given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Compare the variants on the workloads that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", action="append", choices=[*WORKLOADS], help="default: all")
     parser.add_argument("--method", default="fedavg", choices=METHODS)
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all; plain is always measured")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all (plain is always measured)")
     parser.add_argument("--blocks", type=int, default=7)
-    parser.add_argument("--chunk", type=int, help="clients of a chunk; default: the engine's rule")
-    parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per block")
+    parser.add_argument("--chunk", type=int, help="clients per chunk (default: as the engine chooses)")
+    parser.add_argument("--patience", type=float, default=0, help="maximum wait for an idle machine, in seconds")
     parser.add_argument(
-        "--clock", default="wall", choices=("wall", "cpu"), help="cpu: for variants in this process, on a busy machine"
+        "--clock", default="wall", choices=("wall", "cpu"), help="cpu: processor time, for a busy machine"
     )
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,8 +1,9 @@
-"""Latency of factorised inference against rank (the form of FedSLR's Table 9).
+"""Measure the latency of a low-rank model for several ranks, as in FedSLR's Table 9.
 
     python benchmarks/factorised.py [--model resnet18] [--batch 20] [--ranks 4,16,64]
 
-One line per rank: parameters, and the median and fastest milliseconds of a forward pass on one thread.
+For each rank, the program prints the number of parameters, and the median and minimum time of a forward pass on one
+thread in milliseconds.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from fedloom.models import factorise, spec_of
 
 
-def milliseconds(module: nn.Module, x: Tensor, repeats: int) -> list[float]:
-    """Times of single forward passes, the first ones left out."""
+def time_forward_passes(module: nn.Module, x: Tensor, repeats: int) -> list[float]:
+    """Return the times of forward passes in milliseconds, after three passes that are not measured."""
     times = []
     with torch.inference_mode():
         for k in range(repeats + 3):
@@ -48,7 +49,7 @@ def main() -> None:
         if rank is not None:
             thin = factorise(module, rank=rank)
             found, count = thin.module, thin.parameters
-        times = milliseconds(found, x, given.repeats)
+        times = time_forward_passes(found, x, given.repeats)
         print(f"{rank or 'dense':>6} {count:12,} {statistics.median(times):10.2f} {min(times):10.2f}", flush=True)
 
 

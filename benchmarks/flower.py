@@ -1,7 +1,8 @@
-"""FedAvg of fedloom beside Flower's own, on the same app in this process: time per round and bytes per message.
+"""Compare fedloom's FedAvg strategy with Flower's: time per round and bytes per message for the same app.
 
-Nodes answer in turn, and every message is written to bytes and read back. Blocks of rounds of both strategies
-alternate. A round is from one call for training to the next, so it has all that a strategy does in its `start`.
+All nodes run in this process, one after another. Every message is serialized and parsed again. Blocks of rounds of both
+strategies alternate. A round lasts from one request for training to the next, so it includes everything that a
+strategy does in `start`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from fedloom_sites.flower import Local, Strategy, client
 NODES, SAMPLES, CLASSES, LR, BLOCK = 2, 32, 10, 0.1, 6
 
 
-class Nodes:
-    """A grid of nodes in this process."""
+class LocalGrid:
+    """Flower grid whose nodes run in this process."""
 
     run = None
 
@@ -63,22 +64,22 @@ class Nodes:
         return replies
 
 
-def network(width: int) -> nn.Module:
+def make_network(width: int) -> nn.Module:
     return nn.Linear(width, width)
 
 
-def samples(k: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_samples(k: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(k)
     return torch.randn(SAMPLES, width, generator=g), torch.randint(CLASSES, (SAMPLES,), generator=g)
 
 
 def plain_app(width: int) -> ClientApp:
-    """Flower's quickstart: one step of SGD on all samples."""
-    app, data = ClientApp(), {k: samples(k, width) for k in range(1, 1 + NODES)}
+    """Return a client app like the app in Flower's quickstart, which takes one SGD step on all samples."""
+    app, data = ClientApp(), {k: make_samples(k, width) for k in range(1, 1 + NODES)}
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        model = network(width)
+        model = make_network(width)
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         x, y = data[context.node_id]
         nn.functional.cross_entropy(model(x), y).backward()
@@ -95,13 +96,13 @@ def loom_app(width: int) -> ClientApp:
 
     @client(app)
     def local(context: Context) -> Local:
-        return Local(network(width), samples(context.node_id, width), nn.CrossEntropyLoss())
+        return Local(make_network(width), make_samples(context.node_id, width), nn.CrossEntropyLoss())
 
     return app
 
 
-def block(strategy: Any, arrays: ArrayRecord, grid: Nodes) -> tuple[ArrayRecord, list[tuple[float, float]]]:
-    """The new model, and seconds of the clock and of the processor of every round but the first."""
+def run_block(strategy: Any, arrays: ArrayRecord, grid: LocalGrid) -> tuple[ArrayRecord, list[tuple[float, float]]]:
+    """Run a block of rounds, and return the new model, and the wall-clock and processor time of each measured round."""
     grid.times.clear()
     new = strategy.start(grid, arrays, num_rounds=BLOCK).arrays
     return new, [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(grid.times[1:])]
@@ -113,23 +114,28 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, nargs="+", default=[10**4, 10**7])
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    with suppress(ImportError):  # of older releases
+    with suppress(ImportError):  # older releases do not have this module
         identity = import_module("flwr.supercore.task_identity").TaskIdentity
         identity.run_id = identity.task_id = identity.node_id = 1
     for d in options.parameters:
         width = math.isqrt(d)
-        start = ArrayRecord(network(width).state_dict())
+        start = ArrayRecord(make_network(width).state_dict())
         local = {"lr": LR, "batch_size": "full", "steps": 1}
         sides: list[list[Any]] = [
-            [FedAvg(fraction_evaluate=0.0), start, Nodes(plain_app(width)), []],
-            [Strategy("fedavg", network(width), local=local, evaluate_every=0), start, Nodes(loom_app(width)), []],
+            [FedAvg(fraction_evaluate=0.0), start, LocalGrid(plain_app(width)), []],
+            [
+                Strategy("fedavg", make_network(width), local=local, evaluate_every=0),
+                start,
+                LocalGrid(loom_app(width)),
+                [],
+            ],
         ]
         for number in range(1 + options.blocks):
             for side in sides:
-                if number == 1:  # warm
+                if number == 1:  # drop the measurements of the warm-up block
                     side[2].bytes.clear()
                     side[3].clear()
-                side[1], rounds = block(side[0], side[1], side[2])
+                side[1], rounds = run_block(side[0], side[1], side[2])
                 side[3].append([median(column) for column in zip(*rounds, strict=True)])
         apart = max(
             float((a - b).abs().max())

@@ -1,14 +1,14 @@
-"""Seconds per step of local SGD on a GPU: stacked against looped clients, captured graphs, and lower precision.
+"""Measure the time per step of local SGD on a GPU: stacked or looped clients, captured graphs, and lower precision.
 
     python benchmarks/gpu.py                                  # everything, in float32
     python benchmarks/gpu.py --precision float32 --precision tf32 --precision bf16
     python benchmarks/gpu.py --workload cnn --clients 100 --chunk 25
 
-The lines are those of a Markdown table. A cell of the column looped / stacked above 1 says that stacking is faster.
-`captured` is a stacked step as a CUDA graph, which the engine does not use; a graph that cannot be captured is refused
-with a sentence. float32, tf32 and bf16 are `precision = "full"`, "tf32" and "bf16" of the engine. A row
-during which other processes used more than 0.1 core ends with `disturbed`. `--device cpu` shows that the program runs,
-no more.
+The output is a Markdown table. A value above 1 in the column looped / stacked means that stacking is faster. The column
+`captured` shows a stacked step as a CUDA graph, which the engine does not use. If a graph cannot be captured, the
+program prints the reason. The precisions float32, tf32 and bf16 are the values "full", "tf32" and "bf16" of the
+engine's option `precision`. A row ends with `disturbed` if other processes used more than 0.1 core during its
+measurement. With `--device cpu`, the program only shows that it runs.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from fedloom.models import CNN, MLP, ResNet18, Softmax
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 from fedloom.tasks import Classification
 
-IMAGE, COLOUR = (1, 28, 28), (3, 32, 32)
+IMAGE, COLOR = (1, 28, 28), (3, 32, 32)
 BATCH, STEPS = 20, 5
 
 MODELS = {
     "softmax": (Softmax(), IMAGE),
     "mlp": (MLP(hidden=(200, 200)), IMAGE),
     "cnn": (CNN(), IMAGE),
-    "resnet18-gn": (ResNet18(), COLOUR),
+    "resnet18-gn": (ResNet18(), COLOR),
 }
 PRECISIONS: dict[str, Precision] = {"float32": "full", "tf32": "tf32", "bf16": "bf16"}
 CLIENTS = (10, 100, 1000)
 
 
-class Measured:
-    """Local SGD of all clients on one oracle."""
+class LocalTraining:
+    """Local SGD of all clients with one oracle."""
 
     def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
         spec, shape = MODELS[name]
@@ -65,7 +65,7 @@ class Measured:
         self.cuda, self.steps = self.oracle.device.type == "cuda", given.steps
 
     def __call__(self, round: int) -> float:
-        """Seconds per step of all clients."""
+        """Run the steps of a round, and return the seconds per step of all clients."""
         self._settle()
         start = time.perf_counter()
         for k, ids in enumerate(self.chunks):
@@ -74,7 +74,7 @@ class Measured:
         return (time.perf_counter() - start) / self.steps
 
     def train(self, k: int, work: Work) -> None:
-        """The steps of chunk ``k``."""
+        """Run the steps of chunk ``k``."""
         descend(self.row.repeat(work.m, 1), work)
 
     def _settle(self) -> None:
@@ -82,8 +82,8 @@ class Measured:
             torch.cuda.synchronize()
 
 
-class Captured(Measured):
-    """The same, each step of a chunk a graph that was captured once."""
+class CapturedTraining(LocalTraining):
+    """Local SGD in which every step of a chunk replays a graph that was captured once."""
 
     def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
         super().__init__(name, clients, oracle, precision, given)
@@ -92,11 +92,11 @@ class Captured(Measured):
         self.graphs = [self._capture(ids) for ids in self.chunks]
 
     def _capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """A graph, the rows that it changes, and the places of its samples."""
+        """Capture a step, and return the graph, the rows that it changes, and the indices of its samples."""
         work = Work(self.oracle, ids, self.share[ids], self.local)
         drawn = work.plan("local", work.counted_steps()).batch(0)
         rows, where = self.row.repeat(len(ids), 1), drawn.where.to(self.oracle.device, copy=True)
-        total, there = drawn.total.to(self.oracle.device), ids.to(self.oracle.device)  # nothing may be copied there
+        total, there = drawn.total.to(self.oracle.device), ids.to(self.oracle.device)  # a capture allows no copies
         batch = drawn._replace(where=where, total=total, ids=there)
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -120,17 +120,17 @@ class Captured(Measured):
             graph.replay()
 
 
-WAYS = {"compiled": Measured, "vmap": Measured, "captured": Captured, "loop": Measured}
+VARIANTS = {"compiled": LocalTraining, "vmap": LocalTraining, "captured": CapturedTraining, "loop": LocalTraining}
 
 
-def seconds(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
-    """Median seconds per step of all clients, and the most memory in GB; not a number where it does not fit or run."""
+def measure(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
+    """Return the median seconds per step of all clients, and the peak memory in GB. Both are NaN if the step fails."""
     if given.device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         with make_repeatable(torch.device(given.device), PRECISIONS[precision]):
-            measured = WAYS[way](name, clients, "vmap" if way == "captured" else way, precision, given)
+            measured = VARIANTS[way](name, clients, "vmap" if way == "captured" else way, precision, given)
             found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
         print(f"{name}, {clients} clients, {way}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -139,30 +139,30 @@ def seconds(name: str, clients: int, way: str, precision: str, given: argparse.N
 
 
 def main() -> str | int:
-    """Command line."""
+    """Print the table for the workloads that the command line names."""
     options: dict[str, Any] = {"action": "append", "help": "default: all"}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*MODELS], **options)
     parser.add_argument("--clients", type=int, action="append", help="default: 10, 100 and 1,000")
     parser.add_argument("--precision", choices=[*PRECISIONS], action="append", help="default: float32")
-    parser.add_argument("--chunk", type=int, help="clients stacked together; default: the engine's rule")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds measured, after one that is not")
+    parser.add_argument("--chunk", type=int, help="clients per stack (default: as the engine chooses)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one unmeasured round")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     if given.device != "cpu" and not torch.cuda.is_available():
         return "benchmarks/gpu.py needs a CUDA device, and torch finds none; nothing was measured"
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if given.device != 'cpu' else 'cpu'}\n")
-    columns = ("model", "clients", "precision", *(f"{way} ms" for way in WAYS), "stacked GB", "looped / stacked")
+    columns = ("model", "clients", "precision", *(f"{way} ms" for way in VARIANTS), "stacked GB", "looped / stacked")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in given.workload or MODELS:
         for clients in given.clients or CLIENTS:
             for precision in given.precision or ("float32",):
-                ways = [way for way in WAYS if way != "compiled" or name in ("softmax", "mlp")]
+                ways = [way for way in VARIANTS if way != "compiled" or name in ("softmax", "mlp")]
                 with watch_others() as others:
-                    found = {way: seconds(name, clients, way, precision, given) for way in ways}
-                cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]
+                    found = {way: measure(name, clients, way, precision, given) for way in ways}
+                cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in VARIANTS]
                 cells += [f"{found['vmap'][1]:.2f}", f"{found['loop'][0] / found['vmap'][0]:.2f}"]
                 mark = " disturbed" if others.cores > MAX_FOREIGN_CORES else ""
                 print(f"| {name} | {clients} | {precision} | {' | '.join(cells)} |{mark}", flush=True)

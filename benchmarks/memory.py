@@ -1,11 +1,11 @@
-"""Anonymous memory of large federations whose client state is on disk.
+"""Measure the anonymous memory of large federations whose client state is on disk.
 
     python benchmarks/memory.py               # 1,000 clients, MLP 784-200-200-10
     python benchmarks/memory.py --case softmax  # 10,000 clients
     python benchmarks/memory.py --case cnn      # 1,000 clients, CNN 5x5 32-64-512
 
-FLAME keeps three state rows and a row at the server for every client. Prints the peak of anonymous memory over all
-processes of the run, and fails when it is above 4 GB.
+The method is FLAME, which stores three state rows and one row at the server for every client. The program prints the
+peak of the anonymous memory of all processes of the run. If the peak is above 4 GB, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 
 
-def anonymous(pid: int) -> int:
-    """Bytes of anonymous memory of a process and its children; 0 when it has ended."""
+def anonymous_bytes(pid: int) -> int:
+    """Return the anonymous memory of a process and its children in bytes, or 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         own = next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (OSError, StopIteration):
         return 0
-    return own + sum(anonymous(int(child)) for child in children)
+    return own + sum(anonymous_bytes(int(child)) for child in children)
 
 
-LIMIT = 4e9
-"""Bytes of anonymous memory that are too many."""
+MAX_BYTES = 4e9
+"""Maximum anonymous memory in bytes."""
 
 
 class Case(NamedTuple):
-    """A federation: as many clients as are worth measuring, with few samples each."""
+    """Federation with many clients, each of which has few samples."""
 
     model: ModelSpec
     clients: int
@@ -64,19 +64,19 @@ CASES = {
 }
 
 
-class Peak:
-    """The most anonymous memory of this process and its children, looked at often while the context lasts."""
+class PeakMemory:
+    """Context manager that measures the peak anonymous memory of this process and its children."""
 
     def __init__(self) -> None:
-        self.before = self.most = anonymous(os.getpid())
+        self.before = self.most = anonymous_bytes(os.getpid())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
     def _look(self) -> None:
         while not self._over.wait(0.05):
-            self.most = max(self.most, anonymous(os.getpid()))
+            self.most = max(self.most, anonymous_bytes(os.getpid()))
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakMemory:
         self._thread.start()
         return self
 
@@ -85,8 +85,8 @@ class Peak:
         self._thread.join()
 
 
-def federation(clients: int, samples: int) -> Federation:
-    """Bytes at random, as many per client."""
+def make_federation(clients: int, samples: int) -> Federation:
+    """Return clients with random images, each with the same number of samples."""
     generator = torch.Generator().manual_seed(0)
     count = clients * samples
     x = torch.randint(0, 256, (count, 1, 28, 28), generator=generator, dtype=torch.uint8)
@@ -96,19 +96,19 @@ def federation(clients: int, samples: int) -> Federation:
 
 
 def main() -> int:
-    """Run it and print what it took; 1 when that is too much."""
+    """Run the case, print its memory, and return 1 if the peak is above the limit."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--case", choices=[*CASES], default="mlp")
     options.add_argument("--clients", type=int)
     options.add_argument("--samples", type=int)
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--workers", type=int, default=1)
-    options.add_argument("--folder", type=Path, help="for the rows; a temporary one by default")
+    options.add_argument("--folder", type=Path, help="folder for the rows (default: a temporary one)")
     given = options.parse_args()
     case = CASES[given.case]
     clients, samples = given.clients or case.clients, given.samples or case.samples
-    fed, begin = federation(clients, samples), time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder, Peak() as peak:
+    fed, begin = make_federation(clients, samples), time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder, PeakMemory() as peak:
         result = simulate(
             FLAME(),
             fed,
@@ -125,9 +125,11 @@ def main() -> int:
         result.models.save(Path(folder) / "models")
     seconds, d = time.perf_counter() - begin, result.job.oracle.layout.d
     print(f"{given.case}: {clients} clients, {d} parameters, {given.rounds} rounds, {given.workers} workers")
-    print(f"{seconds:.0f} s; client rows on disk {size / 1e9:.2f} GB; limit of anonymous memory {LIMIT / 1e9:.0f} GB")
+    print(
+        f"{seconds:.0f} s; client rows on disk {size / 1e9:.2f} GB; limit of anonymous memory {MAX_BYTES / 1e9:.0f} GB"
+    )
     print(f"anonymous memory {peak.before / 1e9:.2f} GB before, {peak.most / 1e9:.2f} GB at its peak")
-    return int(peak.most > LIMIT)
+    return int(peak.most > MAX_BYTES)
 
 
 if __name__ == "__main__":

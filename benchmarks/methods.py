@@ -1,11 +1,11 @@
-"""Time per gradient of every method, relative to FedAvg in the same run, for three models.
+"""Measure the time per gradient of every method, relative to FedAvg in the same run, for three models.
 
-    python benchmarks/methods.py          # a few minutes of one processor, into studies/data/method-costs.json
-    python benchmarks/methods.py --page   # studies/pages/method-costs.md of what was measured
+    python benchmarks/methods.py          # write studies/data/method-costs.json (takes a few minutes on one processor)
+    python benchmarks/methods.py --page   # write studies/pages/method-costs.md from the stored measurements
 
-Every block of rounds of a method follows a block of FedAvg. The clock counts processor time, and the pair with the
-median ratio counts, so other processes disturb little. Samples are random: the cost of a gradient does not depend on
-their values.
+Every block of rounds of a method follows a block of FedAvg. The result is the pair of blocks with the median ratio of
+processor times, so other processes affect it little. Samples are random, because their values do not affect the cost of
+a gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
 from fedloom_studies.map.setups import POOLED_METHOD, parts_of_networks
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
-KEPT, PAGE = STUDIES / "data" / "method-costs.json", STUDIES / "pages" / "method-costs.md"
+RESULTS_FILE, PAGE_FILE = STUDIES / "data" / "method-costs.json", STUDIES / "pages" / "method-costs.md"
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "digits, MLP 64": ((64,), 10, {"kind": "mlp", "hidden": [64]}),
     "images, CNN 8-16": ((1, 14, 14), 10, {"kind": "cnn", "channels": [8, 16], "kernel": 3, "hidden": [32]}),
@@ -69,16 +69,16 @@ TERMS = {
     "power-of-choice": "losses of candidates before every round: a forward pass per sample",
     "q-ffl": "the loss of the received model on the training part: a forward pass per sample",
 }
-"""What costs in the methods above the limit, by their papers: floating-point operations per client, where the term has
-a simple count. d parameters, k features, c classes, m clients of a cohort."""
+"""Term that explains the time of each method above the limit, according to its paper. If there is a simple formula, it
+gives the floating-point operations per client, with d parameters, k features, c classes, and m clients in a cohort."""
 NOISE_TERM = "none that is known: within the noise"
-"""Cell of a method above the limit whose paper needs no more arithmetic."""
+"""Text for a method above the limit whose paper does not require additional arithmetic."""
 LIMIT = 1.3
-"""Ratio above which a method must name the term that costs."""
+"""Ratio above which the page explains the time of a method."""
 
 
 def measure(rounds: int, titles: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Measure workloads."""
+    """Measure all methods on the workloads with the given titles, and return the measurements, keyed by title."""
     found = {}
     for title in titles:
         shape, classes, model = WORKLOADS[title]
@@ -103,10 +103,10 @@ def measure(rounds: int, titles: Sequence[str]) -> dict[str, list[dict[str, Any]
     return found
 
 
-def page(found: dict[str, list[dict[str, Any]]]) -> str:
-    """The page."""
+def render_page(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Render the page about the measurements in Markdown."""
     rows = {title: {row["method"]: row for row in each} for title, each in found.items()}
-    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest(rows, name), name))
+    names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest_ratio(rows, name), name))
     lines = [
         "# What a method costs beside its gradients",
         "",
@@ -143,7 +143,7 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
     ]
     over = set[str]()
     for title, each in rows.items():
-        above = [name for name in names if excess(each.get(name)) > LIMIT]
+        above = [name for name in names if ratio_without_forward(each.get(name)) > LIMIT]
         lines.append(f"- **{title}**, {len(above)} methods: {', '.join(above) or 'none'}")
         over |= {*above}
     lines += ["", "| method | arithmetic beside the gradients |", "|---|---|"]
@@ -154,19 +154,19 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def largest(rows: dict[str, dict[str, dict[str, Any]]], name: str) -> float:
-    """The largest ratio of a method over models. 0 without one."""
+def largest_ratio(rows: dict[str, dict[str, dict[str, Any]]], name: str) -> float:
+    """Return the largest ratio of a method over all models, or 0 if the method was not measured."""
     ratios = [each[name].get("ratio", math.nan) for each in rows.values() if name in each]
     return max((ratio for ratio in ratios if math.isfinite(ratio)), default=0.0)
 
 
-def excess(row: dict[str, Any] | None) -> float:
-    """Time per gradient relative to FedAvg without the forward passes. 0 without a figure."""
+def ratio_without_forward(row: dict[str, Any] | None) -> float:
+    """Return the time per gradient relative to FedAvg without the forward passes, or 0 if it was not measured."""
     return 0.0 if row is None or row.get("reason") else row["ratio"] - FORWARD_SHARE * row["forward"]
 
 
 def cells_of(row: dict[str, Any] | None) -> list[str]:
-    """The cells of a method with a model."""
+    """Return the cells of the table for one method and one model."""
     if row is None or row.get("reason"):
         return [UNKNOWN_DASH] * 4
     return [fixed(row["ratio"], 2), fixed(row["server"], 2), fixed(row["forward"], 1), row["oracle"]]
@@ -175,16 +175,16 @@ def cells_of(row: dict[str, Any] | None) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--only", choices=[*WORKLOADS], nargs="+", default=[*WORKLOADS], help="measure these again")
+    parser.add_argument("--only", choices=[*WORKLOADS], nargs="+", default=[*WORKLOADS], help="workloads to measure")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     if asked.page:
-        PAGE.write_text(page(json.loads(KEPT.read_text())))
-        print(PAGE)
+        PAGE_FILE.write_text(render_page(json.loads(RESULTS_FILE.read_text())))
+        print(PAGE_FILE)
         return
-    found = {**json.loads(KEPT.read_text()), **measure(asked.rounds, asked.only)}
-    KEPT.write_text(json.dumps(found, indent=1) + "\n")
-    print(KEPT)
+    found = {**json.loads(RESULTS_FILE.read_text()), **measure(asked.rounds, asked.only)}
+    RESULTS_FILE.write_text(json.dumps(found, indent=1) + "\n")
+    print(RESULTS_FILE)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Seconds and bytes of a round when the ranks are on two machines with a slow link between them.
+"""Measure the time and the bytes of a round if the ranks are on two machines that are connected by a slow link.
 
-    python benchmarks/network.py                          # as root; 1 Gb/s, 50 ms there and back
+    python benchmarks/network.py                          # as root; 1 Gb/s, round-trip time 50 ms
     python benchmarks/network.py --rate 100 --trip 10 --method fedavg --workload W1
 
-The machines are two network namespaces of this one. The link is a pair of TUN devices and a process between them that
-holds every packet until its bits would have arrived: it needs no `netem` in the kernel, and counts the bytes. Packets
-have up to 64 KiB, so that Python keeps up. All ranks share the cores of this machine: with fewer cores than ranks,
-seconds contain what they take from each other.
+Two network namespaces represent the machines. The link is a pair of TUN devices and a process between them. This
+process delays every packet until its bits would have arrived, and counts the bytes. The kernel therefore does not need
+`netem`. Packets have up to 64 KiB, so that the Python process is fast enough. All ranks share the cores of this
+machine. If there are fewer cores than ranks, the ranks slow each other down.
 
-A row per method and place of the ranks: median seconds of a round without the first, quartiles, the bytes that crossed
-the link in a round, both directions together, and the seconds that `fedloom bench` calculates from one process (ranks
-beyond the cores of this machine share them). A row during which other processes used more than 0.1 core ends with
-`disturbed`; so does the calculation if its constants were measured then.
+The output has a row for each method and each placement of the ranks. It shows the median time of a round without the
+first round, the quartiles, the bytes that crossed the link in both directions in a round, and the time that
+`fedloom bench` would calculate from one process, for ranks that share the cores of this machine. A row ends with
+`disturbed` if other processes used more than 0.1 core during its measurement. The calculated time has the same mark if
+its constants were measured under such conditions.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ MTU = 65_000
 MACHINES = (f"fedloom-{os.getpid()}a", f"fedloom-{os.getpid()}b")
 ADDRESS = "10.77.0.{}"
 METHODS = ("fedavg", "scaffold", "flame", "fedacs")
-PLACES = ((1,), (2,), (1, 1), (4,), (2, 2))
-"""Ranks of each machine."""
+PLACEMENTS = ((1,), (2,), (1, 1), (4,), (2, 2))
+"""Number of ranks on each machine."""
 
 
-def tun(name: str) -> int:
-    """A file that gives and takes the packets of a new device."""
+def open_tun_device(name: str) -> int:
+    """Create a TUN device, and return the file from which its packets are read and to which they are written."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, 0x400454CA, struct.pack("16sH22s", name.encode(), 0x0001 | 0x1000, b""))  # TUNSETIFF: TUN, NO_PI
     return file
 
 
-def relay(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -> None:
-    """Carry packets from each end to the other: `rate` bytes a second in each direction, `delay` seconds on the way."""
+def forward_packets(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -> None:
+    """Forward packets between both ends, with `rate` bytes per second in each direction and a delay in seconds."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     waiting: tuple[deque[tuple[float, bytes]], deque[tuple[float, bytes]]] = (deque(), deque())
@@ -85,12 +86,12 @@ def relay(ends: tuple[int, int], rate: float, delay: float, counts: mmap.mmap) -
 
 
 @contextmanager
-def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
-    """Two machines and what connects them, until the block ends."""
+def connect_machines(rate: float, delay: float, counts: Path) -> Iterator[None]:
+    """Create two machines and the link between them, and remove them at the end of the block."""
     counts.write_bytes(bytes(16))
     with counts.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 16)
-    ends = (tun("fedloom0"), tun("fedloom1"))
+    ends = (open_tun_device("fedloom0"), open_tun_device("fedloom1"))
     try:
         for k, machine in enumerate(MACHINES):
             for command in (
@@ -103,7 +104,7 @@ def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
                 subprocess.run(command.split(), check=True)
         carrier = os.fork()
         if carrier == 0:
-            relay(ends, rate, delay, shared)
+            forward_packets(ends, rate, delay, shared)
         try:
             yield
         finally:
@@ -115,7 +116,7 @@ def link(rate: float, delay: float, counts: Path) -> Iterator[None]:
 
 
 def measure(method: str, workload: str, rounds: int, place: tuple[int, ...], counts: Path) -> dict[str, list[float]]:
-    """What rank 0 found, the ranks placed on one machine or two."""
+    """Run a method with ranks on one or two machines, and return the measurements of rank 0."""
     started = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
@@ -129,17 +130,17 @@ def measure(method: str, workload: str, rounds: int, place: tuple[int, ...], cou
             started.append(subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True))
         try:
             for process in started:
-                said = process.communicate(timeout=900)[1]
+                errors = process.communicate(timeout=900)[1]
                 if process.returncode:
-                    sys.exit(said)
+                    sys.exit(errors)
         finally:
             for process in started:
                 process.terminate()
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def setting(method: str, workload: str, rounds: int) -> Setting:
-    """A run without evaluation: the clients have no validation parts."""
+def make_setting(method: str, workload: str, rounds: int) -> Setting:
+    """Return the setting of a run in which nothing is evaluated, because the clients have no validation parts."""
     from workloads import WORKLOADS
 
     from fedloom.algorithms import REGISTRY
@@ -158,8 +159,8 @@ def setting(method: str, workload: str, rounds: int) -> Setting:
     )
 
 
-def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: MachineLink) -> float:
-    """Seconds of a round on this machine."""
+def calculate_seconds(costs: MethodCosts, workload: str, place: tuple[int, ...], link: MachineLink) -> float:
+    """Return the calculated time of a round in seconds, if all ranks share the cores of this machine."""
     from workloads import WORKLOADS
 
     from fedloom.processes.costs import ClusterShape
@@ -170,8 +171,8 @@ def calculated(costs: MethodCosts, workload: str, place: tuple[int, ...], link: 
     return parts._replace(work=work, results=results).seconds
 
 
-def rank(method: str, workload: str, rounds: int, out: Path) -> None:
-    """One rank: when rounds ended, and what the link had carried then."""
+def run_rank(method: str, workload: str, rounds: int, out: Path) -> None:
+    """Run one rank. Rank 0 writes the time of every round, and the bytes on the link by the end of the round."""
     from workloads import WORKLOADS
 
     from fedloom.engine.simulate import simulate
@@ -179,22 +180,25 @@ def rank(method: str, workload: str, rounds: int, out: Path) -> None:
 
     carried = []
 
-    def look(_state: object) -> None:
+    def record_bytes(_state: object) -> None:
         carried.append(struct.unpack("QQ", Path(os.environ["COUNTS"]).read_bytes()))
 
     with join_ranks() as ranks:
         result = simulate(
-            setting(method, workload, rounds), WORKLOADS[workload].federation(), callbacks=[look], ranks=ranks
+            make_setting(method, workload, rounds),
+            WORKLOADS[workload].federation(),
+            callbacks=[record_bytes],
+            ranks=ranks,
         )
         if ranks.rank == 0:
             out.write_text(json.dumps({"seconds": list(result.seconds), "carried": carried}))
 
 
 def main() -> int:
-    """Command line."""
+    """Print the table, or run one rank if the command line says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=1000, help="megabits per second")
-    parser.add_argument("--trip", type=float, default=50, help="milliseconds there and back")
+    parser.add_argument("--trip", type=float, default=50, help="round-trip time in milliseconds")
     parser.add_argument("--method", action="append", choices=METHODS)
     parser.add_argument("--workload", default="W2")
     parser.add_argument("--rounds", type=int, default=10)
@@ -202,7 +206,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
-        rank(given.rank_of, given.workload, given.rounds, given.out)
+        run_rank(given.rank_of, given.workload, given.rounds, given.out)
         return 0
     from workloads import WORKLOADS
 
@@ -216,19 +220,19 @@ def main() -> int:
         connection = MachineLink(given.rate * 1e6 / 8, given.trip / 1000)
         for method in given.method or METHODS:
             with watch_others() as before:
-                costs = costs_of(setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
-            for place in PLACES:
+                costs = costs_of(make_setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
+            for place in PLACEMENTS:
                 with (
                     watch_others() as others,
-                    link(connection.rate, connection.trip / 2, counts),
-                ):  # its process is not one
+                    connect_machines(connection.rate, connection.trip / 2, counts),
+                ):  # the process of the link does not count as another process
                     found = measure(method, given.workload, given.rounds, place, counts)
                 seconds = found["seconds"][1:]
                 both = [sum(c) for c in found["carried"]]
                 crossed = statistics.median(b - a for a, b in pairwise(both)) / 1e6
                 low, middle, high = statistics.quantiles(seconds, n=4)
                 where = " + ".join(map(str, place))
-                model = calculated(costs, given.workload, place, connection)
+                model = calculate_seconds(costs, given.workload, place, connection)
                 marks = ["  disturbed" if w.cores > MAX_FOREIGN_CORES else "" for w in (before, others)]
                 row = f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB{marks[1]}"
                 print(f"{row} {model:7.3f} s calculated{marks[0]}", flush=True)

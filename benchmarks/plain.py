@@ -1,6 +1,6 @@
-"""The reference of the engine benchmark: one nn.Module and one torch.optim.SGD per client, as most code is written.
+"""Plain PyTorch loop to which the engine benchmark compares fedloom: one nn.Module and one SGD optimizer per client.
 
-The clients' batches are sliced and normalised before the clock starts. Methods work on lists of parameters.
+The clients' batches are sliced and normalized before the measurement starts. Methods operate on lists of parameters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fedloom.models import Dropout
 Batches = list[tuple[Tensor, Tensor]]
 Parameters = list[Tensor]
 Extra = Callable[[Tensor, int], Tensor]
-"""What a method adds to the gradient of a parameter: (parameter, its number) -> tensor."""
+"""Function that takes (parameter, index of the parameter) and returns the term to add to the parameter's gradient."""
 
 RATE, LAM, RHO = 0.01, 1.0, 0.1
 
 
 def with_torch_dropout(module: nn.Module) -> nn.Module:
-    """The module with `torch.nn.Dropout` for fedloom's own."""
+    """Replace fedloom's dropout layers in a module by `torch.nn.Dropout`, and return the module."""
     for name, child in module.named_children():
         if isinstance(child, Dropout):
             setattr(module, name, nn.Dropout(child.p))
@@ -35,7 +35,7 @@ def with_torch_dropout(module: nn.Module) -> nn.Module:
 
 
 def train(module: nn.Module, batches: Batches, extra: Extra | None = None) -> None:
-    """One epoch of SGD."""
+    """Train a module for one epoch of SGD."""
     optimiser = torch.optim.SGD(module.parameters(), lr=RATE)
     module.train()
     for x, y in batches:
@@ -49,7 +49,7 @@ def train(module: nn.Module, batches: Batches, extra: Extra | None = None) -> No
 
 
 class PlainLoop:
-    """Rounds of a method over ``workload``, client after client."""
+    """Rounds of a method on a workload, in which the clients are trained one after another."""
 
     def __init__(self, workload: Workload, fed: Federation, method: str) -> None:
         module = with_torch_dropout(workload.model.build(workload.shape, CLASSES))
@@ -69,7 +69,7 @@ class PlainLoop:
             self.batches[i] = [(x.clone(), y.clone()) for x, y in pieces]
 
     def __call__(self, round: int) -> None:
-        """One round; the cohort stays the same."""
+        """Compute one round. All rounds have the same cohort."""
         client = getattr(self, self.method)
         mean = [torch.zeros_like(p) for p in self.x]
         for i in self.cohort:

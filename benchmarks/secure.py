@@ -1,22 +1,24 @@
-"""Secure aggregation: what a round costs more than a plain one, and the bytes and seconds of the protocol alone.
+"""Measure secure aggregation: the additional cost of a masked round, and the cost of the protocol alone.
 
     python benchmarks/secure.py [--sites 5 9] [--d 10000 1000000] [--pairs 5] [--rounds 4]
     python benchmarks/secure.py --verify [--sites 5] [--d 10000 1000000] [--pairs 3]
     python benchmarks/secure.py --protocol [--sites 5 20 100] [--d 100000] [--lost 0.1]
     python benchmarks/secure.py --protections [--sites 5 9] [--d 10000 1000000]
 
-The first form plays whole deployments in this process, the server and every site, plain and under masks in turn, over
-messages that are written to bytes and read back. Processor seconds of a round are those of the server and all sites;
-the first round, which has the greetings, is left out. A figure is the median over pairs, with the least and the most.
+The first command runs whole deployments in this process, including the server and all sites, alternately without and
+with masks. Every message is serialized and parsed again. The printed times are the processor times of the server and
+all sites in a round, without the first round, in which the sites register. Each value is the median over pairs of
+deployments, followed by the minimum and the maximum.
 
-With --verify, the pairs are runs under masks whose sites do not verify the server and runs whose sites do. The last
-column is the time in which one site opens the sum of a round and replays the server's step.
+With --verify, all runs are masked, and the runs in which sites verify the server are compared with runs in which they
+do not. The last column shows the time in which one site computes the sum of a round and repeats the server's step.
 
-The next has neither training nor messages. The threshold is the default one; a share of the sites drop out after the
-shares, so that the server restores their masking keys. A site's seconds are the mean over sites.
+With --protocol, neither training nor messages are included. The threshold is the default one. A fraction of the sites
+drops out after the shares were sent, so the server restores the masking keys of these sites. The time of a site is the
+mean over sites.
 
-The last times each operation of the protections against a dishonest server and bad sites alone, and multiplies by how
-many there are in a round.
+With --protections, every operation that protects against a dishonest server or dishonest sites is timed individually.
+The time is multiplied by the number of such operations in a round.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # deployments of its tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # for the tests' helpers
 
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
@@ -52,20 +54,20 @@ from tests.deploy import grid
 from tests.deploy.scene import scene
 from tests.deploy.sessions import secured
 
-MLP = 75
-"""Parameters of a hidden unit on digits; the output has ten more."""
+UNIT_PARAMETERS = 75
+"""Number of parameters per hidden unit of a model for the digits. The output layer has ten additional parameters."""
 
 
 class Round(NamedTuple):
-    """Processor seconds and bytes of a round of a deployment, of the server and all sites, and seconds of a replay."""
+    """Cost of a round in a deployment: processor seconds and bytes of the server and all sites, and replay seconds."""
 
     seconds: float
     bytes: float
     replay: float = 0.0
 
 
-def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = False) -> Round:
-    """Median of the rounds of one deployment."""
+def measure_deployment(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = False) -> Round:
+    """Run one deployment, and return the median cost of its rounds."""
     sent, ends, wire = [0], list[tuple[float, int]](), grid.wire
     replays, add = list[float](), ModelReplay.add
 
@@ -86,7 +88,7 @@ def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = Fa
     changes: dict[str, Any] = {
         "rounds": rounds,
         "partition": {"kind": "iid", "clients": sites, "max_train_per_client": 24},
-        "model": {"kind": "mlp", "hidden": [round(d / MLP)]},
+        "model": {"kind": "mlp", "hidden": [round(d / UNIT_PARAMETERS)]},
         "engine": {"dtype": "float32"},
         "evaluate": {"every": 10 * rounds},
     }
@@ -103,10 +105,11 @@ def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = Fa
     return Round(*(median(numbers) for numbers in zip(*costs, strict=True)), median(replays or [0.0]))
 
 
-def compared(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = False) -> str:
-    """A line of rounds with and without masks, or under masks with and without sites that verify the server."""
+def compare_rounds(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = False) -> str:
+    """Format a line that compares rounds with and without masks, or masked rounds with and without verification."""
     plain, masked = [list(both) for both in zip(*(
-        (deployed(verify, sites, d, rounds), deployed(True, sites, d, rounds, verify=verify)) for _ in range(pairs)
+        (measure_deployment(verify, sites, d, rounds), measure_deployment(True, sites, d, rounds, verify=verify))
+        for _ in range(pairs)
     ), strict=True)]  # fmt: skip
 
     def spread(numbers: list[float], digits: int = 3) -> str:
@@ -122,25 +125,25 @@ def compared(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = Fals
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, nargs="+")
-    parser.add_argument("--d", type=int, nargs="+", help="numbers of an upload")
-    parser.add_argument("--pairs", type=int, default=5, help="deployments of each kind")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of a deployment, with the first")
-    parser.add_argument("--verify", action="store_true", help="masked rounds, without and with sites that verify")
-    parser.add_argument("--protocol", action="store_true", help="the protocol alone, without training and messages")
-    parser.add_argument("--protections", action="store_true", help="operations of the protections, each timed alone")
-    parser.add_argument("--lost", type=float, default=0.1, help="share of the sites that drop out after the shares")
+    parser.add_argument("--d", type=int, nargs="+", help="number of values in an upload")
+    parser.add_argument("--pairs", type=int, default=5, help="number of deployments of each kind")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds per deployment, including the first")
+    parser.add_argument("--verify", action="store_true", help="compare masked rounds with and without verification")
+    parser.add_argument("--protocol", action="store_true", help="measure the protocol alone")
+    parser.add_argument("--protections", action="store_true", help="measure the operations of the protections")
+    parser.add_argument("--lost", type=float, default=0.1, help="fraction of the sites that drops out")
     given = parser.parse_args()
     if given.protocol:
         print("sites         d lost threshold | MB up per site  MB down per site | site s  server s")
         for d in given.d or [100_000]:
             for n in given.sites or [5, 20, 100]:
-                print(f"{n:5} {d:9,} " + row(n, d, int(given.lost * n)), flush=True)
+                print(f"{n:5} {d:9,} " + measure_protocol(n, d, int(given.lost * n)), flush=True)
         return
     if given.protections:
         for d in given.d or [10_000, 1_000_000]:
             for n in given.sites or [5, 9]:
                 print(f"{n} sites, {d:,} parameters: processor ms of a round")
-                for what, seconds in prices(n, d).items():
+                for what, seconds in measure_protections(n, d).items():
                     print(f"{1e3 * seconds:7.1f}  {what}", flush=True)
         return
     print(f"a round of the server and all sites: median of {given.pairs} pairs (least-most)")
@@ -149,11 +152,11 @@ def main() -> None:
     print(f"sites {'d':>9} | {f'MB {one}':>9} {f'MB {other}':>9} | {seconds}{' | replay s' if given.verify else ''}")
     for d in given.d or [10_000, 1_000_000]:
         for n in given.sites or [5, 9]:
-            print(compared(n, d, given.pairs, given.rounds, verify=given.verify), flush=True)
+            print(compare_rounds(n, d, given.pairs, given.rounds, verify=given.verify), flush=True)
 
 
-def row(n: int, d: int, lost: int) -> str:
-    """One line of figures."""
+def measure_protocol(n: int, d: int, lost: int) -> str:
+    """Run the protocol once among ``n`` sites, and format a line with its bytes and times."""
     name, threshold, rng = bytes(32), secure.safe_threshold(n), np.random.default_rng(0)
     signing = [Ed25519PrivateKey.generate() for _ in range(n)]
     public = {c: key.public_key() for c, key in enumerate(signing)}
@@ -195,8 +198,8 @@ def row(n: int, d: int, lost: int) -> str:
     return f"{lost:4} {threshold:9} | {up / 1e6:14.3f} {down / 1e6:17.3f} | {at_sites:6.2f} {at_server:9.2f}"
 
 
-def prices(n: int, d: int) -> dict[str, float]:
-    """Processor seconds of a round by protection, of the server and all sites."""
+def measure_protections(n: int, d: int) -> dict[str, float]:
+    """Return the processor seconds that each protection takes in a round at the server and all sites."""
 
     def timed(call: Callable[[], object], times: int = 200) -> float:
         call()

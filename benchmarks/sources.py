@@ -1,8 +1,11 @@
-"""Memory and time of the sources, and the time of every partition: `python benchmarks/sources.py --data-dir ~/data`.
+"""Measure the memory and the time for reading every data source, and the time for computing every partition.
 
-Every source is read in processes of its own. Peak is what the process grows by while it loads, over the bytes of the
-features; a second process only unpacks the same files and throws the bytes away, which is what the decompressor itself
-needs (xz keeps as much of what it unpacked as the file's dictionary is long). Times are process time, medians.
+    python benchmarks/sources.py --data-dir ~/data
+
+Every source is read in separate processes. The column `peak` is the largest growth of the process while it reads the
+data, and `peak / raw` is its ratio to the size of the features. A second process only unpacks the same files and
+discards the bytes. Its growth is the memory that the decompressor needs (xz keeps as many unpacked bytes as the
+dictionary of the file is long). Times are medians of processor times.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from PIL import Image
 from fedloom.data import PARTITIONS, Dataset, Partition, load
 from fedloom.data.sources.archive import iterate_entries
 
-FILES = {  # where a source's files lie in the data folder
+FILES = {  # path of each source's files in the data folder
     "mnist": "mnist",
     "fashion-mnist": "fashion-mnist",
     "cifar-10": "cifar-10-batches-bin",
@@ -35,7 +38,7 @@ FILES = {  # where a source's files lie in the data folder
     "femnist": "femnist",
     "adult": "tabular/adult.tar.xz",
 }
-MADE = ("made.npz", "made.csv", "made.parquet")
+TEST_FILES = ("made.npz", "made.csv", "made.parquet")
 SAMPLES, CLIENTS = 60_000, 1_000
 SPLITS: dict[str, dict[str, object]] = {
     "iid": {},
@@ -62,76 +65,78 @@ SPLITS: dict[str, dict[str, object]] = {
 }
 
 
-def resident(key: str) -> float:
-    """MiB of this process: VmRSS now, VmHWM at most since the last reset."""
+def memory_mib(key: str) -> float:
+    """Return the memory of this process in MiB: VmRSS is the current value, VmHWM the peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
-def peak(work: Callable[[], object]) -> tuple[float, object]:
-    """MiB that this process grows by, at most, while it works; and what it made."""
+def measure_growth(work: Callable[[], object]) -> tuple[float, object]:
+    """Call a function, and return the peak growth of this process in MiB, and the result of the function."""
     Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmHWM")
+    before = memory_mib("VmHWM")
     made = work()
-    return resident("VmHWM") - before, made
+    return memory_mib("VmHWM") - before, made
 
 
 def unpack(place: Path) -> None:
-    """Every file in blocks, thrown away."""
+    """Unpack every file block by block, and discard the bytes."""
     for entry in iterate_entries(place):
         while entry.stream.read(2**18):
             pass
 
 
-def child(what: str, name: str, root: Path) -> None:
-    """Prints peak, bytes of the features and seconds; run in a fresh process."""
+def measure_here(what: str, name: str, root: Path) -> None:
+    """Print the peak growth, the size of the features and the time. The function must run in a new process."""
     Image.init()
     import pyarrow.parquet  # noqa: F401  (imports are not counted)
 
     load("digits")
     place = root / FILES.get(name, name)
     if what == "unpack":
-        print(peak(lambda: unpack(place))[0])
+        print(measure_growth(lambda: unpack(place))[0])
         return
     start = time.process_time()
-    grown, data = peak(lambda: load(place) if name in MADE else load(name, root))
+    grown, data = measure_growth(lambda: load(place) if name in TEST_FILES else load(name, root))
     seconds = time.process_time() - start
     assert isinstance(data, Dataset)
     print(grown, data.x.untyped_storage().nbytes() / 2**20, seconds)
 
 
-def in_child(what: str, name: str, root: Path) -> list[float]:
-    """What `child` prints."""
+def measure_in_new_process(what: str, name: str, root: Path) -> list[float]:
+    """Run the measurement in a new process, and return the numbers that it prints."""
     command = [sys.executable, __file__, "--child", what, name, "--data-dir", str(root)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [float(value) for value in done.stdout.split()]
 
 
-def make(folder: Path) -> None:
-    """Tables and arrays of numbers."""
+def write_test_files(folder: Path) -> None:
+    """Write files with random numbers: an archive of arrays, a CSV table and a Parquet table."""
     import pyarrow as pa
     from pyarrow import parquet
 
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((400_000, 20)), rng.integers(0, 10, 400_000)
-    np.savez_compressed(folder / MADE[0], x=x, y=y)
+    np.savez_compressed(folder / TEST_FILES[0], x=x, y=y)
     columns = {f"c{k}": x[:, k] for k in range(20)} | {"y": y}
-    parquet.write_table(pa.table(columns), folder / MADE[2])
+    parquet.write_table(pa.table(columns), folder / TEST_FILES[2])
     header = ",".join(columns)
-    np.savetxt(folder / MADE[1], np.column_stack([x, y]), "%.6f," * 20 + "%d", header=header, comments="")
+    np.savetxt(folder / TEST_FILES[1], np.column_stack([x, y]), "%.6f," * 20 + "%d", header=header, comments="")
 
 
-def sources(root: Path, repeats: int) -> None:
-    """A line of a table per source."""
+def print_sources(root: Path, repeats: int) -> None:
+    """Print a table with one row for each source."""
     print("| source | raw MiB | peak MiB | of it unpacking | peak / raw | without unpacking | seconds |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder))
-        for name in (*FILES, *MADE):
-            place = Path(folder) if name in MADE else root
-            runs = [in_child("load", name, place) for _ in range(repeats)]
+        write_test_files(Path(folder))
+        for name in (*FILES, *TEST_FILES):
+            place = Path(folder) if name in TEST_FILES else root
+            runs = [measure_in_new_process("load", name, place) for _ in range(repeats)]
             grown, raw, seconds = (statistics.median(column) for column in zip(*runs, strict=True))
-            packed = 0.0 if name.endswith(("npz", "csv", "parquet")) else in_child("unpack", name, place)[0]
+            packed = (
+                0.0 if name.endswith(("npz", "csv", "parquet")) else measure_in_new_process("unpack", name, place)[0]
+            )
             rest = (grown - packed) / raw
             print(
                 f"| {name} | {raw:.1f} | {grown:.1f} | {packed:.1f} | {grown / raw:.2f} | {rest:.2f} | {seconds:.2f} |",
@@ -139,8 +144,8 @@ def sources(root: Path, repeats: int) -> None:
             )
 
 
-def partitions(repeats: int) -> None:
-    """A line per way to split 60,000 samples of 10 classes, and 10,000 official test samples, over 1,000 clients."""
+def print_partitions(repeats: int) -> None:
+    """Print the time of each way to split 60,000 samples and 10,000 official test samples among 1,000 clients."""
     rng = np.random.default_rng(0)
     total = SAMPLES + 10_000
     writer = torch.from_numpy(rng.permutation(np.arange(total) % 3_500))
@@ -169,7 +174,7 @@ def partitions(repeats: int) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Print the tables, or measure one source if this is a new process."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--data-dir", type=Path, default=os.environ.get("FEDLOOM_DATA", "."))
     options.add_argument("--repeats", type=int, default=5)
@@ -177,10 +182,10 @@ def main() -> None:
     given = options.parse_args()
     torch.set_num_threads(1)
     if given.child:
-        child(*given.child, given.data_dir)
+        measure_here(*given.child, given.data_dir)
         return
-    sources(given.data_dir, given.repeats)
-    partitions(given.repeats)
+    print_sources(given.data_dir, given.repeats)
+    print_partitions(given.repeats)
 
 
 if __name__ == "__main__":

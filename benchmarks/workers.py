@@ -1,16 +1,16 @@
-"""Rounds per second of one and of two workers, with the same bits.
+"""Measure the speed of two workers relative to one worker, and check that both compute the same bits.
 
-    python benchmarks/workers.py                      # forked workers; at least 1.7 times one worker on a quiet machine
-    torchrun --nproc-per-node 2 benchmarks/workers.py # the same with the ranks of torchrun, against one process before
-    python benchmarks/workers.py --units readme       # README's comparison: at most 0.56 of the time of one worker
-    python benchmarks/workers.py --units map          # 24 cells of the map: at most 0.55
+    python benchmarks/workers.py                      # forked workers: must be at least 1.7 times as fast
+    torchrun --nproc-per-node 2 benchmarks/workers.py # the ranks of torchrun, compared with one process
+    python benchmarks/workers.py --units readme       # README's comparison: must take at most 0.56 of the time
+    python benchmarks/workers.py --units map          # 24 cells of the map: must take at most 0.55 of the time
 
-FedAvg on the MLP workload of the engine benchmark (W2). Blocks of one and of several processes take turns, so that the
-noise of the machine falls on both; a block during which other processes used more than 0.1 core is set aside when there
-are others, and the line says `disturbed` when there is no quiet one.
+The method is FedAvg on the MLP workload of the engine benchmark (W2). Blocks with one process and blocks with several
+processes alternate, so that noise of the machine affects both. Blocks during which other processes used more than 0.1
+core are ignored unless all blocks are affected. In that case, the last line ends with `disturbed`.
 
-With ``--units``, whole runs or cells share two cores. Pairs of one and two workers take turns, imports and compiled
-loops are paid before, and the files must be equal.
+With ``--units``, two workers share whole runs or cells. Runs with one worker and with two workers alternate. The first
+pair is not counted, because it includes imports and compilation. The files of both runs must be equal.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from fedloom.processes.distributed import join_ranks
 from fedloom.processes.machine_load import MAX_FOREIGN_CORES, machine_seconds, process_seconds, wait_for_quiet
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 
-WANTED = 1.7
-"""Times the rounds per second of one worker."""
+MIN_SPEEDUP = 1.7
+"""Minimum speed of two workers, relative to one worker."""
 
 
-def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
-    """Median seconds per round, the first round dropped, and the model that came of it."""
+def run_block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
+    """Run a block, and return the median seconds per round without the first round, and the trained model."""
     workload = WORKLOADS[name]
     before, mine = machine_seconds(), process_seconds()
     result = simulate(
@@ -60,7 +60,7 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
         rounds=rounds + 1,
         local=LocalSGD(lr=RATE, batch_size=workload.batch),
         sampler=Uniform(fraction=workload.cohort / workload.clients),
-        evaluate=Evaluate(every=rounds + 1, parts=("validation",)),  # the clients have none
+        evaluate=Evaluate(every=rounds + 1, parts=("validation",)),  # no client has such a part
         engine=Engine(workers=workers),
         ranks=ranks,
     )
@@ -70,7 +70,7 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
 
 
 def compare_readme(workers: int, folder: Path) -> None:
-    """Run README's comparison."""
+    """Run the comparison in the README."""
     clients = fl.partitions.label_swap(clients=10, groups=2, max_train_per_client=60)
     methods = ["local", "fedavg", "fedavg-ft", "pfedme", "fedslr"]
     choices = {"rounds": 30, "local": {"lr": 0.4}, "compare_model": "personal", "engine": {"workers": workers}}
@@ -80,7 +80,7 @@ def compare_readme(workers: int, folder: Path) -> None:
 
 
 def measure_cells(workers: int, folder: Path) -> None:
-    """Measure cells of the map's two small setups."""
+    """Measure the cells of `CELL_METHODS` in the two setups of the map's smoke scale."""
     methods = [part for name in CELL_METHODS for part in ("--method", name)]
     places = ("--out", str(folder / "runs"), "--results", str(folder / "records"))
     result = CliRunner().invoke(app, ["map", "--scale", "smoke", "--workers", str(workers), *methods, *places])
@@ -92,16 +92,16 @@ CELL_METHODS = [
     "local", "fedavg", "fedavg-ft", "fedprox", "ditto", "fedopt", "scaffold", "fednova", "apfl", "fedslr", "pfedme",
     "cfl",
 ]  # fmt: skip
-"""Methods of 24 cells in two setups."""
+"""Methods that are measured in two setups, which gives 24 cells."""
 UNITS: dict[str, tuple[Callable[[int, Path], None], float]] = {
     "readme": (compare_readme, 0.56),
     "map": (measure_cells, 0.55),
 }
-"""Work that units share, and the largest time of two workers relative to one."""
+"""Function that does the work, and maximum time with two workers relative to one worker."""
 
 
 def measure_units(name: str, pairs: int) -> int:
-    """Time pairs of one and two workers, and return 1 if two take too long."""
+    """Measure pairs of runs with one and with two workers, and return 1 if two workers take too long."""
     play, wanted = UNITS[name]
     ratios, least = list[float](), list[list[float]]()
     for pair in range(pairs + 1):
@@ -117,7 +117,7 @@ def measure_units(name: str, pairs: int) -> int:
             raise SystemExit(
                 f"two workers give other models than one: {digests[0].keys() ^ digests[1].keys() or 'bytes'}"
             )
-        if pair:  # the first one pays for imports and compiled loops
+        if pair:  # the first pair includes imports and compilation
             ratios.append(seconds[1] / seconds[0])
             least.append(seconds)
             print(f"pair {pair}: {seconds[0]:.2f} s, {seconds[1]:.2f} s, ratio {ratios[-1]:.3f}", flush=True)
@@ -136,15 +136,15 @@ def digest_models(folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Command line; 1 when two workers are not fast enough on a quiet machine, or their bits differ."""
+    """Print the comparison, and return 1 if two workers are too slow on an idle machine or their results differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="W2", choices=[*WORKLOADS])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of a block")
-    parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per block")
-    parser.add_argument("--units", choices=[*UNITS], help="runs or cells side by side, in place of clients")
-    parser.add_argument("--pairs", type=int, default=7, help="pairs with --units, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds per block")
+    parser.add_argument("--patience", type=float, default=0, help="maximum wait for an idle machine, in seconds")
+    parser.add_argument("--units", choices=[*UNITS], help="compute runs or cells in parallel instead")
+    parser.add_argument("--pairs", type=int, default=7, help="with --units: number of counted pairs")
     given = parser.parse_args()
     if given.units:
         return measure_units(given.units, given.pairs)
@@ -156,9 +156,11 @@ def main() -> int:
         same = True
         for _ in range(given.blocks):
             wait_for_quiet(given.patience if ranks.size == 1 else 0)
-            alone, model = block(fed, given.workload, given.rounds, 1, SINGLE_RANK) if ranks.rank == 0 else (None, None)
+            alone, model = (
+                run_block(fed, given.workload, given.rounds, 1, SINGLE_RANK) if ranks.rank == 0 else (None, None)
+            )
             ranks.combine_flags()
-            together, other = block(fed, given.workload, given.rounds, several, ranks)
+            together, other = run_block(fed, given.workload, given.rounds, several, ranks)
             if alone is not None and model is not None:
                 found[1].append(alone)
                 found[count].append(together)
@@ -167,7 +169,7 @@ def main() -> int:
 
 
 def report(name: str, found: dict[int, list[Block]], same: bool) -> int:
-    """Print what was measured."""
+    """Print the speeds and their ratio, and return 1 if the results differ or two workers are too slow."""
     one, several = found.values()
     quiet = [k for k in range(len(one)) if max(one[k].others, several[k].others) <= MAX_FOREIGN_CORES]
     used = quiet or range(len(one))
@@ -178,8 +180,8 @@ def report(name: str, found: dict[int, list[Block]], same: bool) -> int:
     ratio = statistics.median(one[k].seconds / several[k].seconds for k in used)
     best = min(b.seconds for b in one) / min(b.seconds for b in several)
     mark = "" if quiet else "  disturbed"
-    print(f"ratio {ratio:.2f} (of the fastest blocks {best:.2f}), wanted {WANTED}; same bits: {same}{mark}")
-    return int(not same or bool(quiet and ratio < WANTED))
+    print(f"ratio {ratio:.2f} (of the fastest blocks {best:.2f}), wanted {MIN_SPEEDUP}; same bits: {same}{mark}")
+    return int(not same or bool(quiet and ratio < MIN_SPEEDUP))
 
 
 if __name__ == "__main__":

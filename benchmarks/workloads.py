@@ -1,4 +1,4 @@
-"""The workloads of the engine benchmark: a model, and clients with random data of the right size."""
+"""Workloads of the engine benchmark: models, and clients that have random data of the appropriate size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """A model trained by SGD for one epoch at every client of a cohort."""
+    """Model that every client of a cohort trains by SGD for one epoch."""
 
     title: str
     model: ModelSpec
@@ -27,10 +27,10 @@ class Workload:
     samples: int
     batch: int
     rounds: int
-    """Rounds of one block, so that a block takes a good part of a second."""
+    """Number of rounds per block, chosen so that a block takes a large part of a second."""
 
     def federation(self) -> Federation:
-        """Bytes at random, as the image sources store them; every client has its own samples."""
+        """Return clients with random images, stored as bytes like the images of data sources. No sample is shared."""
         total = self.clients * self.samples
         g = torch.Generator().manual_seed(0)
         x = torch.randint(0, 256, (total, prod(self.shape)), dtype=torch.uint8, generator=g)
@@ -47,12 +47,16 @@ class Workload:
         )
 
     def cohort_of(self, round: int) -> Tensor:
-        """Ids ``[m]`` of the clients of a round."""
+        """Return the ids ``[m]`` of the clients in a round."""
         g = torch.Generator().manual_seed(round)
         return torch.randperm(self.clients, generator=g)[: self.cohort].sort().values
 
     def multiply_adds(self) -> int:
-        """Multiply-adds of a round: forward, gradients of weights, and of the inputs of every layer but the first."""
+        """Return the number of multiply-adds in a round.
+
+        They compute the forward passes, the gradients of all weights, and the gradients of the inputs of every layer
+        except the first one.
+        """
         module = self.model.build(self.shape, CLASSES)
         per_layer: list[int] = []
 

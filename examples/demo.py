@@ -1,10 +1,11 @@
-"""Find the best of five methods in three federations of handwritten digits, with ten seeds each.
+"""Compare five methods on handwritten digits in three federations, with ten seeds each.
 
     python examples/demo.py [FOLDER]
 
-The demo prints the leading method of each federation with its verdicts, and writes a report of each federation and the
-picture demo.svg (also for phones and dark pages). Federations and settings are fixed: every method has its defaults
-and the best of five learning rates, chosen on validation data with seeds 100 to 103.
+The demo prints the leading method in each federation with the verdicts on the other methods. It writes a report on
+each federation, and the chart demo.svg with versions for phones and for dark pages. The federations and settings are
+fixed. Every method uses its default options and the best of five learning rates, which was chosen on validation data
+with seeds 100 to 103.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PARTS: dict[str, Any] = {
         clients=10, groups=2, min_size=30, max_train_per_client=60
     ),
 }
-"""Federations by the difference between their clients. Every client has at least 20 training samples."""
+"""Partitions, keyed by the way in which clients differ. Every client has at least 20 training samples."""
 RATES = {
     "local": (0.8, 0.1, 0.8),
     "fedavg": (0.8, 0.8, 1.6),
@@ -36,13 +37,13 @@ RATES = {
     "pfedme": (0.4, 0.4, 0.8),
     "fedslr": (0.2, 0.2, 0.8),
 }
-"""Learning rates of every method, in the order of the federations."""
+"""Learning rates of each method, in the order of the federations."""
 SEEDS = range(10)
 PANEL_WIDTHS = {"": 96, "-phone": 190}
-"""Pixels of a panel beside the others, and of a panel above the others on a phone, by the end of the file's name."""
+"""Width of a panel in pixels, side by side or (on a phone) one below another, keyed by the end of the file name."""
 
 
-def compared(place: int, what: str, folder: Path) -> Any:
+def compare_methods(place: int, what: str, folder: Path) -> Any:
     """Compare all methods in one federation."""
     methods: dict[str, Any] = {}
     for name, rates in RATES.items():
@@ -56,7 +57,7 @@ def compared(place: int, what: str, folder: Path) -> Any:
 
 
 def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
-    """Return a row per method of a federation: its mean accuracy in percent, its interval, and its verdict."""
+    """Return a row for each method in a federation: its mean accuracy in percent, its interval and its verdict."""
     table = comparison.table().to_pylist()
     best = max(table, key=lambda row: row["accuracy"])["method"]
     tests = {row["method"]: row for row in comparison.significance(baseline=best).to_pylist()}
@@ -65,19 +66,19 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
         mean, half = 100 * row["accuracy"], 100 * (row["accuracy_ci95"] or 0.0)
         test = tests.get(row["method"])
         stands = "best mean" if test is None else test["verdict"]
-        behind = "" if test is None else gap(100 * test["difference"], 100 * test["half_width"])
+        behind = "" if test is None else format_gap(100 * test["difference"], 100 * test["half_width"])
         rows.append({"federation": what, "method": row["method"], "value": mean, "low": mean - half,
                      "high": mean + half, "stands": stands, "behind": behind})  # fmt: skip
     return sorted(rows, key=lambda row: -row["value"])
 
 
-def gap(difference: float, half: float) -> str:
-    """Render a difference in points with its interval."""
+def format_gap(difference: float, half: float) -> str:
+    """Format a difference in percentage points with its interval."""
     return pair(*interval(difference, half, (1, 1), signed=True))
 
 
-def sentence(rows: list[dict[str, Any]]) -> str:
-    """Render the leading method of a federation, with the verdicts on the others."""
+def verdict_sentence(rows: list[dict[str, Any]]) -> str:
+    """Return a sentence with the leading method in a federation and the verdicts on the other methods."""
     best, *others = rows
     beside = [row["method"] for row in others if row["stands"] != "worse"]
     worse = [row for row in others if row["stands"] == "worse"]
@@ -88,12 +89,12 @@ def sentence(rows: list[dict[str, Any]]) -> str:
     return said
 
 
-def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
-    """Return sentences on the number of wins, and on one shared model against local training.
+def summary_sentences(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
+    """Return sentences about the number of wins, and about one shared model compared with local training.
 
     Args:
-        rows: of all federations.
-        sharing: by federation, the verdict on FedAvg against local training.
+        rows: rows of all federations.
+        sharing: verdict on FedAvg compared with local training, keyed by federation.
     """
     wins: dict[str, int] = {}
     for row in rows:
@@ -109,12 +110,12 @@ def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
     return said
 
 
-def picture(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
-    """Return a chart with a panel per federation and a line per method: the mean over ten seeds and its 95 % interval.
+def make_chart(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
+    """Return a chart of the means over ten seeds and their 95 % intervals, with a panel for each federation.
 
     Args:
         rows: rows of all federations.
-        end: end of the file's name, a key of `PANEL_WIDTHS`.
+        end: end of the file name, which is a key of `PANEL_WIDTHS`.
     """
     stands = ["best mean", "inconclusive", "worse"]
     tint = {
@@ -137,20 +138,20 @@ def picture(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Compare the methods, print the results and draw the picture."""
+    """Compare the methods, print the results and write the charts."""
     rows, sharing = list[dict[str, Any]](), dict[str, str]()
     for place, what in enumerate(PARTS):
-        comparison = compared(place, what, folder)
+        comparison = compare_methods(place, what, folder)
         found = rows_of(what, comparison)
-        print(f"{what}: {sentence(found)}", flush=True)
+        print(f"{what}: {verdict_sentence(found)}", flush=True)
         print(f"  report: {comparison.report()}", flush=True)
         rows += found
         beside = {row["method"]: row["verdict"] for row in comparison.significance(baseline="local").to_pylist()}
         sharing[what] = beside["fedavg"]
-    title = overall(rows, sharing)
+    title = summary_sentences(rows, sharing)
     for end in PANEL_WIDTHS:
         for look_end, dark in (("", False), ("-dark", True)):
-            (folder / f"demo{end}{look_end}.svg").write_text(look.render_svg(picture(rows, end), dark=dark))
+            (folder / f"demo{end}{look_end}.svg").write_text(look.render_svg(make_chart(rows, end), dark=dark))
     print(*(f"{line}." for line in title), f"  picture: {folder / 'demo.svg'}", sep="\n")
 
 

@@ -1,9 +1,9 @@
-"""Five hospitals whose tables differ as real ones do: sizes, markers of gaps, units, levels, separators, one leak.
+"""Write tables of five synthetic hospitals that differ like real tables: in size, units, levels and missing values.
 
     python examples/five_hospitals.py hospitals
 
-writes ``all.csv``, the rows of all five as a registry has them, and of each hospital a file as its own system writes
-it, with another one of new patients.
+The file ``all.csv`` contains the rows of all five hospitals, as in a registry. Each hospital also has a file in the
+format of its own system, and a file with new patients. One column, `LEAK`, reveals the outcome.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import Any
 import numpy as np
 
 SITES = {"Amsel": (1200, 44), "Birke": (600, 26), "Celle": (400, 25), "Dorn": (150, 6), "Esche": (20, 1)}
-"""Patients and deaths of every hospital: 102 deaths of 2,370."""
+"""Number of patients and number of deaths at each hospital, in total 102 deaths among 2,370 patients."""
 UNITS = {"glucose": 1 / 18.0, "creatinine": 88.4}
-"""Factors from mg/dL to mmol/L and to µmol/L."""
+"""Factors that convert mg/dL to mmol/L and to µmol/L."""
 SI = ("Celle", "Dorn")
-"""Hospitals that measure in SI units."""
+"""Hospitals that use SI units."""
 WARDS = {"Dorn": ("GEN", "ICU", "NEURO")}
-"""The wards of a hospital that lacks one; the others have all four."""
+"""Wards of a hospital that does not have all four wards."""
 ALL_WARDS = ("CARD", "GEN", "ICU", "NEURO")
 LEAK = "hours_to_death"
 COLUMNS = (
     "patient_id", "hospital", "age", "sex", "ward", "systolic", "glucose", "creatinine", "troponin_hs", LEAK, "died",
 )  # fmt: skip
 OUTCOMES = ("followup_days", "readmissions")
-"""Further outcomes: days until death or the last visit, and how often a patient came back."""
+"""Additional outcomes: days until death or the last visit, and number of readmissions."""
 
 Row = dict[str, Any]
 
 
 def patients(site: str, seed: int = 0, si: bool | None = None) -> list[Row]:
-    """The rows of a hospital as values, None where a cell is empty; deaths are as many as `SITES` has.
+    """Return the rows of a hospital as values, in which None represents an empty cell.
 
     Args:
         site: name of the hospital.
-        seed: of the draw.
-        si: whether glucose and creatinine are in SI units; None: as `SI` has it.
+        seed: seed of the random draw.
+        si: True if glucose and creatinine are given in SI units. If None, `SI` determines the units.
     """
     count, deaths = SITES[site]
     rng = np.random.default_rng([seed, [*SITES].index(site)])
@@ -80,14 +80,14 @@ def patients(site: str, seed: int = 0, si: bool | None = None) -> list[Row]:
         if site != "Esche" and empty[k]:
             row["glucose"] = None
         rows.append(row)
-    if site == "Esche":  # this hospital has no gap at all in systolic, and its one in age
+    if site == "Esche":  # its only missing value is in the column age
         rows = [{**row, "systolic": 130.0 if row["systolic"] == -9.0 else row["systolic"]} for row in rows]
         rows[3]["age"] = None
     return rows
 
 
 def cell(value: Any, comma: bool = False) -> str:
-    """A value as a file has it: an empty one as NA, numbers with a decimal comma where asked for."""
+    """Format a value for a file: NA for a missing value, and a decimal comma if ``comma`` is true."""
     text = "NA" if value is None else str(value)
     return text.replace(".", ",") if comma and isinstance(value, float) else text
 
@@ -100,7 +100,7 @@ def write(
     drop: tuple[str, ...] = (),
     names: tuple[str, ...] = COLUMNS,
 ) -> Path:
-    """A CSV file of the named columns, without those in `drop`."""
+    """Write the named columns, except the columns in ``drop``, to a CSV file and return its path."""
     names = tuple(name for name in names if name not in drop)
     with path.open("w", newline="") as file:
         table = csv.writer(file, delimiter=separator)
@@ -116,19 +116,22 @@ def everyone(
     drop: tuple[str, ...] = (),
     names: tuple[str, ...] = COLUMNS,
 ) -> Path:
-    """One file with the rows of several hospitals."""
+    """Write the rows of several hospitals to one file and return its path."""
     return write(path, [row for site in sites for row in patients(site, seed)], drop=drop, names=names)
 
 
 def own_table(path: Path, site: str, rows: list[Row]) -> Path:
-    """A hospital's table as its own system writes it: Birke with semicolons and commas, Celle in another order."""
+    """Write a hospital's table in the format of its own system, and return its path.
+
+    Birke uses semicolons and decimal commas, and Celle has a different order of columns.
+    """
     drop = ("hospital",) if site == "Amsel" else ("hospital", "troponin_hs")
     names = (*COLUMNS, *OUTCOMES)[:: -1 if site == "Celle" else 1]
     return write(path, rows, ";" if site == "Birke" else ",", site == "Birke", drop, names)
 
 
 def main(folder: Path) -> None:
-    """All tables, in a folder."""
+    """Write all tables to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     everyone(folder / "all.csv", names=(*COLUMNS, *OUTCOMES))
     for site in SITES:

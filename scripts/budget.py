@@ -1,11 +1,11 @@
-"""Hold the source to its budget, and print what an import of the library loads.
+"""Check that no folder of the source has more lines of code than budget.toml allows, and print the size of imports.
 
-    python scripts/budget.py           # lines of code by room, against budget.toml; exit code 1 above it
-    python scripts/budget.py --write   # write the lines of code of today as the budget
+    python scripts/budget.py           # compare the lines of code with budget.toml; exit code 1 if there are too many
+    python scripts/budget.py --write   # write the current numbers of lines to budget.toml
 
-A line of code is a line that holds a token; docstrings, comments and blank lines do not count. A room is a folder of a
-package, or its top modules. To exceed the budget, remove code, or raise the figure in a commit that states what users
-get for it.
+Docstrings, comments and blank lines do not count as lines of code. Each subfolder of a package has a limit, and so do
+the modules at the top of the package. If a limit is exceeded, remove code, or raise the limit in a commit that states
+what users get in return.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = ROOT / "budget.toml"
 LAB = "lab"
-"""The folder of the library whose rooms are counted one by one, as those of a package."""
+"""Folder of the library whose subfolders have separate limits, like the subfolders of a package."""
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-"""Tokens that make no line a line of code."""
+"""Types of tokens that do not count as code."""
 CLOSURES = {
     "fl.simulate": "import fedloom as fl; fl.simulate",
     "fl.compare": "import fedloom as fl; fl.compare",
     "a site": "import fedloom_sites.deploy.site.client",
 }
-"""What CI prints the size of: the modules that these lines load."""
-HEAD = """# Lines of code per package and room, at most; scripts/check holds it. To exceed it, remove code, or raise the
-# figure in a commit that states what users get for it. python scripts/budget.py --write counts again.
+"""Imports whose size is printed: the modules that they load, and the lines of code in these modules."""
+HEAD = """# Maximum lines of code in each folder of a package, checked by scripts/check. If a limit is exceeded, remove
+# code, or raise the limit in a commit that states what users get. python scripts/budget.py --write writes this file.
 """
 
 
 @cache
 def count_lines(text: str) -> int:
-    """Return the lines of code of a Python file."""
+    """Return the number of lines of code in the text of a Python file."""
     strings = set[int]()
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
@@ -55,7 +55,7 @@ def count_lines(text: str) -> int:
 
 
 def room_of(file: Path, source: Path) -> tuple[str, str]:
-    """Return the package and the room of a file; the lab counts as a package of its own."""
+    """Return the package and the subfolder that contain a file. The lab is treated as a separate package."""
     package, *parts = file.relative_to(source).parts
     if parts[0] == LAB and len(parts) > 1:
         package, parts = f"{package}.{LAB}", parts[1:]
@@ -63,7 +63,7 @@ def room_of(file: Path, source: Path) -> tuple[str, str]:
 
 
 def count_rooms() -> dict[str, Counter[str]]:
-    """Return the lines of code of every room, by package."""
+    """Return the number of lines of code in every subfolder, keyed by package."""
     rooms: dict[str, Counter[str]] = {}
     for source in sorted(ROOT.glob("packages/*/src")):
         for file in sorted(source.rglob("*.py")):
@@ -73,10 +73,10 @@ def count_rooms() -> dict[str, Counter[str]]:
 
 
 def find_excess(rooms: dict[str, Counter[str]], budget: dict[str, dict[str, int]]) -> list[str]:
-    """Return a sentence for every room above its budget, and for every room that the budget does not name."""
+    """Return a sentence for every subfolder that exceeds its limit, and for every subfolder without a limit."""
     return [
-        f"{package}/{room}: {lines} lines of code, the budget is {budget.get(package, {}).get(room, 'missing')}; "
-        "remove code, or raise the figure in budget.toml in a commit that states what users get"
+        f"{package}/{room}: {lines} lines of code, but the limit is {budget.get(package, {}).get(room, 'missing')}. "
+        "Remove code, or raise the limit in budget.toml in a commit that states what users get in return"
         for package, counts in rooms.items()
         for room, lines in sorted(counts.items())
         if lines > budget.get(package, {}).get(room, -1)
@@ -84,7 +84,7 @@ def find_excess(rooms: dict[str, Counter[str]], budget: dict[str, dict[str, int]
 
 
 def print_closures() -> None:
-    """Print the modules and lines of code that an import loads, from a fresh interpreter."""
+    """Print the number of modules and lines of code that each import loads in a new interpreter."""
     for name, code in CLOSURES.items():
         listing = (
             "import sys; print(*{m.__file__ for n, m in sys.modules.items() if n.startswith('fedloom')}, sep='\\n')"
@@ -95,7 +95,7 @@ def print_closures() -> None:
 
 
 def main(words: list[str]) -> int:
-    """Compare with the budget; 1 above it."""
+    """Compare the source with the budget, and return 1 if a limit is exceeded."""
     rooms = count_rooms()
     if words == ["--write"]:
         tables = (

@@ -1,7 +1,8 @@
-"""Take protections out of the code one at a time, in a copy of it, and see whether their tests notice.
+"""Remove protections from a copy of the code, one at a time, and check that their tests fail.
 
-`tests/guards.toml` has a row per protection: ``guard`` says what it is, ``file`` has it, ``change`` is a text of the
-file and what takes its place, and ``test`` is the test, as pytest names it, that must fail then.
+`tests/guards.toml` contains an entry for each protection. ``guard`` describes the protection, ``file`` is the file that
+implements it, ``change`` contains a text in this file and the text that replaces it, and ``test`` is the pytest id of
+the test that must then fail.
 """
 
 from __future__ import annotations
@@ -18,45 +19,45 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "guards.toml"
 PACKAGES = sorted(folder.relative_to(ROOT) for folder in ROOT.glob("packages/*"))
-"""Folders of the packages; each has ``src`` and ``tests``."""
+"""Folders of the packages, each of which contains ``src`` and ``tests``."""
 SECONDS = 300
-"""Of a test; one that hangs without its guard has noticed."""
+"""Time limit of a test. A test that exceeds this limit without its protection is regarded as failed."""
 FAILED = 1
-"""Exit status of pytest where a test failed, and nothing else went wrong."""
+"""Exit code with which pytest reports failed tests, as opposed to other problems."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A row of `LIST`."""
+    """Protection that `LIST` describes."""
 
     guard: str
     file: str
     change: tuple[str, str]
     test: str
 
-    def changed(self) -> str:
-        """The file without the guard.
+    def remove_guard(self) -> str:
+        """Return the text of the file without the protection.
 
         Raises:
-            ValueError: it does not hold the text to change exactly once.
+            ValueError: the file does not contain the text to be replaced exactly once.
         """
         text = (ROOT / self.file).read_text(encoding="utf-8")
         count = text.count(self.change[0])
         if count != 1:
-            raise ValueError(f"{self.guard}: {self.file} holds {self.change[0]!r} {count} times, wanted is once")
+            raise ValueError(f"{self.guard}: {self.file} must contain {self.change[0]!r} once, got {count} times")
         return text.replace(*self.change)
 
 
-def guards() -> list[Guard]:
-    """The rows of `LIST`."""
+def read_guards() -> list[Guard]:
+    """Return the protections that `LIST` describes."""
     rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["guard"]
     return [Guard(row["guard"], row["file"], tuple(row["change"]), row["test"]) for row in rows]
 
 
-def run(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
-    """Exit status and output of tests on the sources below a root; the status is 1 where they hang or crash."""
+def run_tests(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
+    """Run tests on the sources in a folder, and return pytest's exit code (1 if they hang or crash) and output."""
     sources = [str(root / folder / "src") for folder in PACKAGES]
-    helpers = [str(ROOT / folder) for folder in PACKAGES]  # the tests import each other's as tests.NAME
+    helpers = [str(ROOT / folder) for folder in PACKAGES]  # tests import modules of other tests as tests.NAME
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -65,37 +66,37 @@ def run(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
             cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return FAILED, f"no end within {seconds:g} s"
+        return FAILED, f"the tests did not end within {seconds:g} s"
     return (FAILED if done.returncode < 0 else done.returncode), done.stdout + done.stderr
 
 
-def noticed(guard: Guard) -> str:
-    """What is wrong with a guard's test: empty where it fails without the guard."""
+def find_problem(guard: Guard) -> str:
+    """Run the test without the protection, and return the problem, or "" if the test fails as it should."""
     with tempfile.TemporaryDirectory(prefix="fedloom-guard-") as folder:
         for package in PACKAGES:
             shutil.copytree(ROOT / package / "src", Path(folder) / package / "src")
         place = Path(folder) / guard.file
-        place.write_text(guard.changed(), encoding="utf-8")
+        place.write_text(guard.remove_guard(), encoding="utf-8")
         for compiled in place.parent.glob(f"__pycache__/{place.stem}.*"):
             compiled.unlink()
-        status, output = run(Path(folder), [guard.test], SECONDS)
+        status, output = run_tests(Path(folder), [guard.test], SECONDS)
     if status == FAILED:
         return ""
-    what = "passes without it" if status == 0 else f"does not run without it (pytest ends with {status})"
+    what = "passes without it" if status == 0 else f"does not run without it (exit code of pytest: {status})"
     return f"{guard.guard}: {guard.test} {what}\n{output[-2000:]}"
 
 
 def main(words: list[str]) -> int:
-    """Tries the guards whose text has one of the words, or all; 1 where one is not noticed."""
-    chosen = [g for g in guards() if not words or any(word in f"{g.guard} {g.file} {g.test}" for word in words)]
-    status, output = run(ROOT, sorted({g.test for g in chosen}), SECONDS * len(chosen))
+    """Try the protections that contain one of the words, or all of them, and return 1 if a test does not fail."""
+    chosen = [g for g in read_guards() if not words or any(word in f"{g.guard} {g.file} {g.test}" for word in words)]
+    status, output = run_tests(ROOT, sorted({g.test for g in chosen}), SECONDS * len(chosen))
     if status:
-        print(f"tests fail with every guard in its place:\n{output[-4000:]}")
+        print(f"some tests fail although no protection was removed:\n{output[-4000:]}")
         return 2
     missed = 0
     for guard in chosen:
-        wrong = noticed(guard)
+        wrong = find_problem(guard)
         missed += bool(wrong)
         print(wrong or f"noticed: {guard.guard}", flush=True)
-    print(f"\n{len(chosen) - missed}/{len(chosen)} protections are noticed when they are gone")
+    print(f"\nthe tests noticed the removal of {len(chosen) - missed} of {len(chosen)} protections")
     return int(missed > 0)

@@ -1,4 +1,4 @@
-"""Mutants of a Python file: one operator, index, comparison or number changed; the file itself is left alone."""
+"""Mutants of a Python file: copies of its syntax tree in which one operator, index, comparison or number is changed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
 }
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-SHORT = 16  # an expression shorter than this is shown with what surrounds it
+SHORT = 16  # an expression with fewer characters is shown as part of the expression that contains it
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one expression; a test that reaches none of the `lines` cannot notice it."""
+    """One change of one expression. Only tests that run at least one of the `lines` can notice the change."""
 
     file: Path
     function: str
@@ -58,35 +58,35 @@ class Mutant:
     tree: ast.Module
 
 
-def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What can stand in the place of a node."""
+def replacement_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that may replace a node in a mutant."""
     match node:
         case ast.BinOp(left=ast.Constant(value=str())):
             return
         case ast.BinOp(op=ast.MatMult()):
-            yield altered(node, left=node.right, right=node.left)
+            yield copy_with(node, left=node.right, right=node.left)
         case ast.BinOp() | ast.AugAssign() if type(node.op) in OPERATOR:
-            yield altered(node, op=OPERATOR[type(node.op)]())
+            yield copy_with(node, op=OPERATOR[type(node.op)]())
         case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
             yield node.operand
         case ast.BoolOp():
-            yield altered(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+            yield copy_with(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
         case ast.Compare():
             for i, op in enumerate(node.ops):
                 for other in COMPARISON[type(op)]:
-                    yield altered(node, ops=[*node.ops[:i], other(), *node.ops[i + 1 :]])
+                    yield copy_with(node, ops=[*node.ops[:i], other(), *node.ops[i + 1 :]])
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             yield ast.Constant(node.value + 1)
         case ast.Slice():
             for bound in ("lower", "upper", "step"):
                 if getattr(node, bound):
-                    yield altered(node, **{bound: None})
+                    yield copy_with(node, **{bound: None})
         case ast.Subscript(ctx=ast.Load(), slice=ast.Name() | ast.Attribute() | ast.Call()):
-            yield altered(node, slice=ast.BinOp(node.slice, ast.Sub(), ast.Constant(1)))
+            yield copy_with(node, slice=ast.BinOp(node.slice, ast.Sub(), ast.Constant(1)))
 
 
-def parts(node: ast.AST) -> Iterable[ast.AST]:
-    """Children that run when the function runs: no decorators, defaults, annotations or texts of messages."""
+def executed_children(node: ast.AST) -> Iterable[ast.AST]:
+    """Return the children that run when the function is called, without decorators, defaults, annotations and texts."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             return node.body
@@ -102,22 +102,22 @@ def parts(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def mutants(file: Path) -> list[Mutant]:
-    """Every mutant of the functions of a file, in the order of its lines."""
+    """Return all mutants of the functions in a file, sorted by line."""
     tree = ast.parse(file.read_text())
 
     def walk(node: ast.AST, path: tuple[ast.AST, ...]) -> Iterator[Mutant]:
         if any(isinstance(p, FUNCTION) for p in path):
-            for new in changes(node):
-                yield mutant(file, tree, path, node, new)
-        for child in parts(node):
+            for new in replacement_nodes(node):
+                yield make_mutant(file, tree, path, node, new)
+        for child in executed_children(node):
             yield from walk(child, (*path, node))
 
     return sorted(walk(tree, ()), key=lambda m: m.line)
 
 
-def mutant(file: Path, tree: ast.Module, path: tuple[ast.AST, ...], node: ast.AST, new: ast.AST) -> Mutant:
-    """The mutant in which `new` stands for `node`, which `path` leads to."""
-    whole = shown = node  # the whole expression, and as much of it as tells where we are
+def make_mutant(file: Path, tree: ast.Module, path: tuple[ast.AST, ...], node: ast.AST, new: ast.AST) -> Mutant:
+    """Return the mutant in which `new` replaces `node`. The ancestors of `node` are given by `path`."""
+    whole = shown = node  # the whole expression, and the part of it that is shown to users
     for parent in reversed(path):
         if isinstance(parent, ast.stmt):
             if not hasattr(parent, "body") and len(ast.unparse(shown)) < SHORT:
@@ -133,50 +133,52 @@ def mutant(file: Path, tree: ast.Module, path: tuple[ast.AST, ...], node: ast.AS
         line=node.lineno,
         lines=range(whole.lineno, whole.end_lineno + 1),
         before=ast.unparse(shown),
-        after=ast.unparse(replaced(shown, node, new)),
-        tree=replaced(tree, node, new),
+        after=ast.unparse(replace_node(shown, node, new)),
+        tree=replace_node(tree, node, new),
     )
 
 
-def altered(node: Node, **fields: object) -> Node:
-    """A copy of a node with other fields."""
+def copy_with(node: Node, **fields: object) -> Node:
+    """Return a copy of a node with some fields replaced."""
     out = copy.copy(node)
     vars(out).update(fields)
     return out
 
 
-def replaced(tree: Node, node: ast.AST, new: ast.AST) -> Node:
-    """The tree with a node replaced; everything off the way to it is shared with the original."""
+def replace_node(tree: Node, node: ast.AST, new: ast.AST) -> Node:
+    """Return a tree in which a node is replaced. Subtrees that do not contain the node are shared with the original."""
     if tree is node:
         return ast.fix_missing_locations(ast.copy_location(new, node))
     fields: dict[str, object] = {}
     for name, value in ast.iter_fields(tree):
         if isinstance(value, ast.AST):
-            out = replaced(value, node, new)
+            out = replace_node(value, node, new)
             if out is not value:
                 fields[name] = out
         elif isinstance(value, list):
-            outs = [replaced(v, node, new) if isinstance(v, ast.AST) else v for v in value]
+            outs = [replace_node(v, node, new) if isinstance(v, ast.AST) else v for v in value]
             if any(a is not b for a, b in zip(outs, value, strict=True)):
                 fields[name] = outs
-    return altered(tree, **fields) if fields else tree
+    return copy_with(tree, **fields) if fields else tree
 
 
 def exchange(file: Path, tree: ast.Module) -> dict[CodeType, CodeType]:
-    """For every function of a file, the code it has and the code it would have if the file were `tree`."""
-    old, new = (codes(compile(t, str(file), "exec", dont_inherit=True)) for t in (ast.parse(file.read_text()), tree))
+    """Map the code of every function in a file to the code that the function has in `tree`."""
+    old, new = (
+        code_objects(compile(t, str(file), "exec", dont_inherit=True)) for t in (ast.parse(file.read_text()), tree)
+    )
     return dict(zip(old, new, strict=True))
 
 
 def install(table: dict[CodeType, CodeType], live: Iterable[FunctionType]) -> None:
-    """Gives live functions their new code, as far as they still close over the same variables."""
+    """Replace the code of functions, except functions that would close over other variables."""
     for function in live:
         code = table.get(function.__code__)
         if code and code.co_freevars == function.__code__.co_freevars:
             function.__code__ = code
 
 
-def codes(code: CodeType) -> list[CodeType]:
-    """The code and every code inside it, in order."""
+def code_objects(code: CodeType) -> list[CodeType]:
+    """Return a code object and all code objects inside it, in order."""
     inner = [c for c in code.co_consts if isinstance(c, type(code))]
-    return [code, *(c for i in inner for c in codes(i))]
+    return [code, *(c for i in inner for c in code_objects(i))]

@@ -1,9 +1,9 @@
-"""Complete the bill of materials of a deployment: fedloom's own packages, and the license of every package.
+"""Complete the bill of materials of a deployment: add fedloom's own packages, and the license of every package.
 
-    python scripts/sbom.py build/sbom.json    # what 'make sbom' wrote from requirements-deploy.txt
+    python scripts/sbom.py build/sbom.json    # the file that 'make sbom' wrote from requirements-deploy.txt
 
-Licenses are those that the packages installed beside this Python state; a package that is not installed in the listed
-version, or states none, is printed and has no license in the file.
+Licenses are read from the metadata of the installed packages. If a package is not installed in the listed version, or
+does not state a license, its name is printed, and the file contains no license for it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fedloom", "fedloom-clinic", "fedloom-sites")
 """The packages of this repository in the image of a deployment's machines."""
 BASE_FILE = ROOT / "base-image.txt"
-"""The base image of the container with its digest, once `make image` has resolved it."""
+"""File with the base image of the container and its digest, which `make image` writes."""
 
 
 def complete(bill: dict[str, Any]) -> list[str]:
-    """Add the packages of this repository and all licenses to a bill of materials; the packages without a license.
+    """Add the packages of this repository and all licenses to a bill of materials.
 
     Args:
-        bill: a document of CycloneDX, changed in place.
+        bill: CycloneDX document, which is changed in place.
+
+    Returns:
+        The names and versions of the packages without a license.
     """
     own = [_own(name) for name in PACKAGES]
     others = [c for c in bill.get("components", []) if c["name"] not in PACKAGES]
@@ -42,7 +45,7 @@ def complete(bill: dict[str, Any]) -> list[str]:
 
 
 def stated_license(name: str, version: str) -> str:
-    """The license that an installed package states; empty if it states none, or another version is installed."""
+    """Return the license of an installed package, or "" if it states no license or a different version is installed."""
     try:
         facts = metadata(name)
     except PackageNotFoundError:
@@ -55,7 +58,7 @@ def stated_license(name: str, version: str) -> str:
 
 
 def base_image(text: str) -> dict[str, Any]:
-    """The component of a base image, ``NAME:TAG@sha256:DIGEST``."""
+    """Return the component that describes a base image, given as ``NAME:TAG@sha256:DIGEST``."""
     image, _, digest = text.strip().partition("@")
     name, _, tag = image.partition(":")
     reference = f"pkg:oci/{name}@{digest.replace(':', '%3A')}?tag={tag}"
@@ -81,17 +84,17 @@ def _own(name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Complete the file that the command names."""
+    """Complete the bill of materials that is named on the command line."""
     path = Path(sys.argv[1])
     bill = json.loads(path.read_text())
     lacking = complete(bill)
     if BASE_FILE.exists():
         bill["components"].append(base_image(BASE_FILE.read_text()))
     else:
-        sys.stdout.write(f"the base image has no digest yet: make image writes {BASE_FILE.name}\n")
+        sys.stdout.write(f"the digest of the base image is unknown. Run 'make image', which writes {BASE_FILE.name}\n")
     path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n")
     for name in lacking:
-        sys.stdout.write(f"no license is known of {name}\n")
+        sys.stdout.write(f"the license of {name} is unknown\n")
     return 0
 
 

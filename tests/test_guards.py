@@ -32,7 +32,7 @@ def load_guards() -> ModuleType:
 
 
 guards = load_guards()
-ROWS = guards.guards()
+ROWS = guards.read_guards()
 Claim = dict[str, Any] | str
 """The attack that tests play, and these tests; or a reason why the sentence is no promise."""
 CLAIMS: dict[str, dict[str, Claim]] = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())
@@ -111,7 +111,7 @@ def test_no_two_rows_are_of_one_guard() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.guard)
 def test_a_row_names_code_and_a_test_that_are_there(row: guards.Guard) -> None:
-    text = row.changed()
+    text = row.remove_guard()
     if row.file.endswith(".py"):
         ast.parse(text)
     file, _, name = row.test.partition("::")
@@ -123,13 +123,13 @@ def test_a_row_names_code_and_a_test_that_are_there(row: guards.Guard) -> None:
 @pytest.mark.timeout(2 * guards.SECONDS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.guard)
 def test_a_protection_that_is_gone_is_noticed(row: guards.Guard) -> None:
-    assert not guards.noticed(row)
+    assert not guards.find_problem(row)
 
 
 @pytest.mark.slow
 def test_a_change_that_takes_nothing_out_is_not_noticed() -> None:
     row = ROWS[0]
     same = guards.Guard("nothing", row.file, (row.change[0], row.change[0]), row.test)
-    assert "passes without it" in guards.noticed(same)
+    assert "passes without it" in guards.find_problem(same)
     gone = guards.Guard("nothing", row.file, row.change, row.test + "_that_is_not_there")
-    assert "does not run" in guards.noticed(gone)
+    assert "does not run" in guards.find_problem(gone)

@@ -744,9 +744,9 @@ def test_a_room_above_its_budget_is_reported() -> None:
     rooms, limits = {"fedloom": Counter(engine=10, local=5)}, {"fedloom": {"engine": 10, "local": 5}}
     assert budget.find_excess(rooms, limits) == []
     (above,) = budget.find_excess({"fedloom": Counter(engine=11, local=5)}, limits)
-    assert above.startswith("fedloom/engine: 11 lines of code, the budget is 10; ")
+    assert above.startswith("fedloom/engine: 11 lines of code, but the limit is 10. ")
     (new,) = budget.find_excess(rooms | {"fedloom_new": Counter(top=1)}, limits)
-    assert "the budget is missing" in new
+    assert "the limit is missing" in new
 
 
 def test_the_library_runs_without_other_packages_and_charts() -> None:

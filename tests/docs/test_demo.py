@@ -37,17 +37,19 @@ def row(what: str, method: str, stands: str) -> dict[str, Any]:
 @pytest.mark.parametrize("winner", ["local", "fedavg", "fedavg-ft", "pfedme", "fedslr"])
 def test_any_method_may_win(demo: ModuleType, winner: str) -> None:
     rows = [row(what, winner, "best mean") for what in "abc"]
-    assert demo.overall(rows, dict.fromkeys("abc", "inconclusive")) == [
+    assert demo.summary_sentences(rows, dict.fromkeys("abc", "inconclusive")) == [
         f"{winner} has the best mean in 3 of 3 federations"
     ]
     beside, worse = (row("a", "other", stands) for stands in ("inconclusive", "worse"))
-    assert demo.sentence([rows[0], beside]) == f"{winner} 90.0 %, inconclusive against other"
-    assert demo.sentence([rows[0], worse]) == (f"{winner} 90.0 %, better than all others, worse: other (-2.0 ± 1.0)")
+    assert demo.verdict_sentence([rows[0], beside]) == f"{winner} 90.0 %, inconclusive against other"
+    assert demo.verdict_sentence([rows[0], worse]) == (
+        f"{winner} 90.0 %, better than all others, worse: other (-2.0 ± 1.0)"
+    )
 
 
 def test_winners_that_differ(demo: ModuleType) -> None:
     rows = [row(what, winner, "best mean") for what, winner in zip("abc", ("local", "fedavg", "ditto"), strict=True)]
-    first, *others = demo.overall(rows, {"a": "worse", "b": "better", "c": "inconclusive"})
+    first, *others = demo.summary_sentences(rows, {"a": "worse", "b": "better", "c": "inconclusive"})
     assert first == "A different method has the best mean in each of the 3 federations"
     assert [line.split("(fedavg) is ")[1] for line in others] == [
         "better than local training with b",
@@ -59,14 +61,14 @@ def test_a_short_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(demo, "SEEDS", range(5))
     monkeypatch.setattr(demo, "RATES", {name: demo.RATES[name] for name in ("local", "fedavg")})
     drawn, comparisons = list[dict[str, Any]](), dict[str, Any]()
-    compared, picture = demo.compared, demo.picture
+    compared, picture = demo.compare_methods, demo.make_chart
 
     def keep(place: int, what: str, folder: Path) -> Any:
         comparisons[what] = compared(place, what, folder)
         return comparisons[what]
 
-    monkeypatch.setattr(demo, "compared", keep)
-    monkeypatch.setattr(demo, "picture", lambda rows, end: drawn.extend(rows) or picture(rows, end))
+    monkeypatch.setattr(demo, "compare_methods", keep)
+    monkeypatch.setattr(demo, "make_chart", lambda rows, end: drawn.extend(rows) or picture(rows, end))
     demo.main(tmp_path)
     printed = capfd.readouterr()
     for what, comparison in comparisons.items():
@@ -82,7 +84,7 @@ def test_a_short_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.Monk
         split = pq.read_table(comparison.folder / "partition.parquet").to_pandas()
         error = stats.sem(gaps) * (1 + 5 * split["tested"].sum() / split["size"].sum()) ** 0.5
         half = stats.t.ppf(0.975, 4) * error
-        assert other["behind"] == demo.gap(gaps.mean(), half)
+        assert other["behind"] == demo.format_gap(gaps.mean(), half)
         assert (other["stands"] == "worse") == (abs(gaps.mean()) > half)
     assert printed.err == ""
     assert [what for what in demo.PARTS if f"{what}: " in printed.out] == [*demo.PARTS]

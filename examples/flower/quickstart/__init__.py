@@ -1,1 +1,1 @@
-"""A personalised method in a Flower app."""
+"""Flower app that uses a personalized method of fedloom."""

@@ -1,4 +1,4 @@
-"""The node: the user's model and samples."""
+"""Client app: the model and the samples of a node."""
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -12,7 +12,7 @@ app = ClientApp()
 
 @client(app)
 def local(context: Context) -> Local:
-    """The model and the samples of this node."""
+    """Return the model and the samples of this node."""
     trainset, testset = load_data(int(context.node_config["partition-id"]))
     return Local(
         Net(),

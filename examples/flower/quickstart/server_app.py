@@ -1,4 +1,4 @@
-"""The server: a strategy of fedloom in the place of Flower's FedAvg."""
+"""Server app: a strategy of fedloom instead of Flower's FedAvg."""
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -11,7 +11,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train, and say how well the nodes' models do."""
+    """Train the models, and print the metrics of the nodes' models."""
     config, model = context.run_config, Net()
     local = {"lr": 0.1, "batch_size": 16, "epochs": 5}
     strategy = Strategy(str(config["method"]), model, min_nodes=int(config["min-nodes"]), local=local)

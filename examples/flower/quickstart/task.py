@@ -1,4 +1,4 @@
-"""The model and the samples: nothing of it knows fedloom."""
+"""The model and the samples. This module does not use fedloom."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 LABELS = 4
-"""Labels that a node has."""
+"""Number of different labels at each node."""
 
 
 class Net(nn.Module):
-    """A small network for images of 8 by 8 pixels."""
+    """Small network for images with 8 by 8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,12 +18,12 @@ class Net(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the ten digits."""
+        """Return the scores of the ten digits."""
         return self.head(self.body(x))
 
 
 def load_data(partition: int) -> tuple[Dataset, Dataset]:
-    """Training and test samples of a node, which has four of the ten labels."""
+    """Return the training and the test samples of a node, which has four of the ten labels."""
     digits = load_digits()
     x, y = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
     labels = (torch.arange(LABELS) + 3 * partition) % 10

@@ -1,4 +1,4 @@
-"""Calibration over all clients' test rows, computed from sums: how often what the models predict occurs.
+"""Calibration over all clients' test rows, computed from sums: how well predicted probabilities match outcomes.
 
 References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (calibration error by bins). G. W. Brier, Monthly
 Weather Review 1950 (Brier score).
@@ -78,7 +78,7 @@ class Calibration(Analysis):
         if question.name == "reached":
             flags = (
                 flag_ranges(fine[some], test.subjects[some], self._ranges, terms.rules.min_subjects)
-                for some in (came, ~came)  # so that neither outcomes nor their absence are a small cell
+                for some in (came, ~came)  # both outcomes need enough subjects
             )
             return torch.stack([*flags]).amin(0)
         ends = self._ends(question.values["reached"], terms)

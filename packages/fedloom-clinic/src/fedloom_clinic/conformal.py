@@ -159,7 +159,7 @@ class Conformal(Analysis):
             return Question("reached")
         if state.thresholds is None:
             return Question("scores", {"reached": state.reached})
-        if state.covered is None:  # a message contains finite numbers only
+        if state.covered is None:  # messages must not contain infinite numbers
             return Question("coverage", {"thresholds": state.thresholds.clamp(max=torch.finfo(torch.float64).max)})
         return None
 
@@ -291,7 +291,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
     """Return ranges of bins, from the range of all bins to single bins. Each range is listed before its two halves."""
     ranges = [(0, bins)]
-    for low, high in ranges:  # grows while it is read
+    for low, high in ranges:  # the list grows during the loop
         if high - low > 1:
             ranges += [(low, (low + high) // 2), ((low + high) // 2, high)]
     return ranges
@@ -307,7 +307,7 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
     """
     possible = (reached >= 0) & (reached <= clients) & (reached == reached.round())
     whole = [place for place, (low, high) in enumerate(ranges) if high - low > 1]
-    halves = reached[1:].view(-1, 2)  # of the same ranges in the same order
+    halves = reached[1:].view(-1, 2)  # halves of the ranges in `whole`, in the same order
     wrong = [whole[k] for k in (halves > reached[whole, None]).any(1).nonzero()[:, 0].tolist()]
     if not bool(possible.all()) or wrong:
         low, high = ranges[wrong[0] if possible.all() else 0]
@@ -353,7 +353,7 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
             fix="agree on a smaller minimum count, or set a larger test fraction in the partition",
         )
     starts, top = list[int](), ranges[0][1]
-    for low, high in sorted(ranges, reverse=True):  # from the largest scores, where thresholds are
+    for low, high in sorted(ranges, reverse=True):  # start at large scores, near thresholds
         if high <= top and count[low, high] >= needed:
             starts, top = [low, *starts], low
     return [0, *starts[1:], ranges[0][1]]

@@ -204,7 +204,7 @@ class Cox(Penalized):
             vector, info = ask(Question(name, {"beta": torch.from_numpy(beta), "ends": ends, **more}))
             start_silent[:] = start_silent or [info.neutral]
             if info.neutral > start_silent[0]:
-                return None  # a client declines here, as where one of its rows outweighs all others
+                return None  # a client declines, for example because one of its rows dominates the sums
             multiples = np.rint(vector.numpy()[:-VECTOR_COUNTS] / agreed.step)
             return np.concatenate([multiples, vector.numpy()[-VECTOR_COUNTS:]]).astype(np.int64).view(np.uint64)
 
@@ -261,7 +261,7 @@ class Cox(Penalized):
                 fits += [of_values, _symmetric_bounds(moments - 1, 2 * most)]
             return Bounds.join([Bounds.counts(CV_FOLDS + 1, most), *fits])
         tilt = list[Bounds]()
-        if "metric" in values:  # rows in [-1, 1] have lengths up to the sum of the metric's sizes
+        if "metric" in values:  # a row in [-1, 1] has at most this length in the metric
             longest = 8 * most * max(float(values["metric"].abs().sum()), agreed.step)
             tilt = [_symmetric_bounds(p if self.stratify else len(agreed.ends) * 2 * (1 + p), longest, agreed.step)]
         if self.stratify:
@@ -309,7 +309,7 @@ class Cox(Penalized):
             return paths if bool(paths.isfinite().all()) else None
         try:
             vector = vectors.encode(values["beta"], values.get("metric")).view(np.int64)
-        except DataError:  # a sum that has no room: Newton's step is too long
+        except DataError:  # a sum is too large, because Newton's step is too long
             return None
         return to_vector(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
 

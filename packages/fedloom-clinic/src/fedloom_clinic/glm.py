@@ -176,7 +176,7 @@ class Glm(Penalized):
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        numbers = len(ranges_of(terms)[0]) + 1  # columns and the target
+        numbers = len(ranges_of(terms)[0]) + 1  # one per column, and one for the target
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric_bounds(torch.full((numbers,), most))])
         if question.name == "spreads":
@@ -345,7 +345,7 @@ class Glm(Penalized):
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
         scale, degrees = 1.0, None
-        if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
+        if family == "linear":  # squared residuals: y'y - 2 value, with value = y'eta - eta^2/2
             exact = exact or evaluate(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
@@ -353,9 +353,9 @@ class Glm(Penalized):
                     f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. Omit columns"
                 )
             degrees = count - spent
-            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # rounding may leave a perfect fit below 0
+            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # a perfect fit may be rounded below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
-        back = np.eye(size)  # coefficients as they are measured are linear in these
+        back = np.eye(size)  # matrix that converts beta to the original units
         back[first:, first:] = np.diag(1 / unit_of)
         back[:first, first:] = -(centre_of / unit_of)
         scaled_beta = beta
@@ -365,7 +365,7 @@ class Glm(Penalized):
         sites = len(terms.sizes)
         relative = (
             sites * ANSWER_STEP / (2 * count * float(spread.min()) ** 2)
-        )  # error of a spread, which the ridge scales with
+        )  # relative error of a spread, which affects the ridge
         reach = np.concatenate([np.ones(first), ((1 + np.abs(centre)) / spread)[:-1]])
         error = sites * ANSWER_STEP / 2
         moved = self._error_of_rounding(here, weights * scaled_beta * 2 * relative, error, reach, family)

@@ -98,7 +98,7 @@ class KaplanMeier(Analysis):
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))
-        code, place, event = self._places(client, terms)
+        code, place, event = self._groups_and_bins(client, terms)
         bins = len(self._ends(terms))
         some = client.select(event)
         events = count_subjects((code * bins + place)[event], some.subjects, groups * bins)
@@ -145,7 +145,7 @@ class KaplanMeier(Analysis):
             before, below = np.append(1.0, curve.survival[:-1]), np.append(1.0, curve.lowest[:-1])
             mean = float((widths * before).sum())
             error = float((widths * (before - np.minimum(below, curve.lowest))).sum())
-            later = np.append((widths * before)[::-1].cumsum()[::-1][1:], 0.0)  # area to the right of every end
+            later = np.append((widths * before)[::-1].cumsum()[::-1][1:], 0.0)  # area to the right of each bin
             left = curve.at_risk - curve.events
             hazard = np.divide(curve.events, curve.at_risk * left, out=np.zeros_like(left), where=left > 0)
             se = float(np.sqrt((later**2 * hazard).sum()))
@@ -169,11 +169,11 @@ class KaplanMeier(Analysis):
     def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         """Return the numbers of events and of censored rows for the agreed bins and groups, ``[G, 2, J]``."""
         bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, len(terms.sizes)))
-        code, place, event = self._places(client, terms)
+        code, place, event = self._groups_and_bins(client, terms)
         at = (code * 2 + (~event).long()) * bins + place
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
 
-    def _places(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
+    def _groups_and_bins(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
         """Return each row's group and bin, and whether its time ends with an event, all ``[N]``."""
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())

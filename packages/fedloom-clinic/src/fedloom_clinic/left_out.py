@@ -45,21 +45,21 @@ class LeftOut(Analysis):
         if setting is None:
             return
         problem, start = make_problem(setting, fed, finds=False)
-        if "global" not in problem.model_kinds(start.server):  # there are no runs without a client
+        if "global" not in problem.model_kinds(start.server):  # no global model could be scored at a new client
             return
         for client in range(fed.n):
             try:
-                check(_remove_from_setting(setting, client), remove_client(fed, client))
+                check(_setting_without(setting, client), remove_client(fed, client))
             except ConfigError as error:
                 raise error.placed(f"left-out trains without client {fed.names[client]!r}") from None
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
         for client in range(fed.n) if "global" in result.models.kinds() else ():
             score = partial(scores_of_new, fed=fed, client=client)
-            yield FurtherRun(_remove_from_setting(setting, client), remove_client(fed, client), score)
+            yield FurtherRun(_setting_without(setting, client), remove_client(fed, client), score)
 
 
-def _remove_from_setting(setting: Setting, client: int) -> Setting:
+def _setting_without(setting: Setting, client: int) -> Setting:
     """Return the setting of a run without the given client. The other clients keep the values that belong to them.
 
     Raises:
@@ -96,7 +96,7 @@ def remove_client(fed: Federation, client: int) -> Federation:
         data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
-    cut = {**fed.partition, "test": 0.0}  # the client that is left out is the test part
+    cut = {**fed.partition, "test": 0.0}  # the omitted client is the test part
     return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
 
 
@@ -113,7 +113,7 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()
-    if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
+    if (subjects := subjects_of(fed.data)) is not None:  # other clients may have trained on them
         trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
         index = index[~torch.isin(subjects[index], subjects[trained])]
     raw = fed.data.x.cpu() if fed.data.fitted is None else fed.data.fitted.raw

@@ -50,7 +50,7 @@ class Penalized(ModelAnalysis, ScriptedAnalysis):
     )
 
     @model_validator(mode="after")
-    def _have_one_meaning(self) -> Penalized:
+    def _check_strength(self) -> Penalized:
         if (self.penalty == "ridge") != (self.strength is not None):
             raise ValueError(
                 "penalty = 'ridge' and strength must be set together, as in penalty = 'ridge', "
@@ -65,7 +65,7 @@ class Penalized(ModelAnalysis, ScriptedAnalysis):
 
     @property
     def most_questions(self) -> int:
-        return 24 if self.penalty != "firth" else 80  # a Firth step is two questions, and steps are shorter
+        return 24 if self.penalty != "firth" else 80  # Firth needs two questions per step, and more steps
 
     def start(self, terms: AnalysisTerms) -> Transcript:
         if self.strength == "cv":

@@ -115,13 +115,13 @@ class RidgeRegression(ModelAnalysis, ScriptedAnalysis):
             raise DataError("no training row is complete. Impute missing cells, or add training rows")
         centre = total[1:] / rows
         spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
-        still = spread[:p] <= MIN_RELATIVE_SPREAD * centre[:p].abs()  # of a varying input, float64 leaves more
+        still = spread[:p] <= MIN_RELATIVE_SPREAD * centre[:p].abs()  # constant inputs
         spread = torch.where(torch.cat([still, spread[p:] <= 0]), torch.ones_like(spread), spread)
         gram, _ = ask(Question("gram", {"centre": centre, "spread": spread}))
         upper, half = torch.triu_indices(p, p), p * (p + 1) // 2
         system = gram.new_zeros(p, p)
         system[upper[0], upper[1]] = system[upper[1], upper[0]] = gram[:half]
-        system += torch.diag(rows * self.strength + still.double())  # an input that is the same everywhere has 0
+        system += torch.diag(rows * self.strength + still.double())  # a constant input gets the coefficient 0
         beta = torch.linalg.pinv(system, hermitian=True) @ gram[half:].view(p, c)
         weight = (beta * spread[p:] / spread[:p, None]).T
         bias = centre[p:] - weight @ centre[:p]

@@ -107,14 +107,14 @@ def describe_number(
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
     deviation = np.sqrt(of.squares / np.maximum(n - 1, 1)) * of.half
-    tested = [g for g in some if n[g] > 0 and g < groups.named]  # rows without a group are in no test
+    tested = [g for g in some if n[g] > 0 and g < groups.named]  # rows without a group are not tested
     full = [g for g in tested if n[g] > 1]
     pairs = list(combinations(full, 2))
     gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
             if deviation[a] + deviation[b] > 0]  # fmt: skip
     squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
     p = None
-    if len(tested) > 2:  # a group of one row has no deviation, but a mean
+    if len(tested) > 2:  # a group with one row has a mean, but no deviation
         counts, centre = n[tested], of.centre[tested]
         apart = float(counts @ (centre - counts @ centre / counts.sum()) ** 2)
         p = _f_test(apart, apart + float(of.squares[tested].sum()), len(tested), counts.sum())
@@ -144,7 +144,7 @@ def _rounding_bound(of: GroupMoments, group: int) -> float | None:
         return None
     mean = of.error / n
     spread = np.sqrt(squares / (n - 1))
-    wrong = (of.error + n * mean**2) / (n - 1)  # squares are about a mean that is rounded too
+    wrong = (of.error + n * mean**2) / (n - 1)  # includes the rounding of the mean
     deviation = wrong / spread if spread**2 > 2 * wrong else np.sqrt(2 * wrong) + spread
     return float(of.half * max(mean, deviation))
 
@@ -155,7 +155,7 @@ def describe_code(
     """Yield the rows of the table for a coded column, one for each level and each group that has rows."""
     shown = counted[:, : column.shown]
     some = [g for g in range(len(counted)) if counted[g].any()]
-    full = [g for g in some if shown[g].any() and g < groups.named]  # rows without a group are in no test
+    full = [g for g in some if shown[g].any() and g < groups.named]  # rows without a group are not tested
     used, levels = shown[full][:, shown[full].any(0)], int(shown.any(0).sum())
     p = stats.chi2_contingency(used).pvalue if min(used.shape) > 1 else None
     between = stats.chi2.sf(statistic, (clients - 1) * (levels - 1)) if clients > 1 < levels else None
@@ -163,7 +163,7 @@ def describe_code(
     for g in some:
         for k, level in enumerate(column.cells.names):
             if k >= column.shown and not counted[:, k].any():
-                continue  # no cell is missing
+                continue  # there are no missing cells
             yield {
                 "column": column.name, "level": level, "group": groups.names[g], "rows": counted[g, k],
                 "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
@@ -226,7 +226,7 @@ def note_clients(rows: list[dict[str, object]]) -> None:
         note = (
             f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"
         )
-        if row["median"] is None:  # as of a single bin
+        if row["median"] is None:  # for example, because all rows are in one bin
             row["note"] = note
             continue
         here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))

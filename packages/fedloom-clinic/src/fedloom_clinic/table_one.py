@@ -107,7 +107,7 @@ class TableOne(ScriptedAnalysis):
                 f"clients are compared only if there are at least {MIN_COMPARED_CLIENTS}, because "
                 "otherwise their counts would be revealed"
             )
-        groups, columns = self._cells(terms)
+        groups, columns = self._merged_cells(terms)
         numbers = sum(column.edges is not None for column in columns)
         lowest = {"centres": -1.0, "means": -1.0, "variances": self._min_variance, "shares": 0.0}
         rows = {"centres": len(groups.names), "means": numbers, "variances": numbers, "shares": len(columns) - numbers}
@@ -116,7 +116,7 @@ class TableOne(ScriptedAnalysis):
                 raise Refused(f"{name} of a question must be {rows[name]} rows of numbers from {lowest[name]:.3g} to 1")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        columns, groups = self._agreed(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
+        columns, groups = self._agreed_columns(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
         code = group_codes(client, terms, self.group)
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
@@ -126,7 +126,7 @@ class TableOne(ScriptedAnalysis):
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most = float(terms.most_rows)
-        groups, columns = self._cells(terms)
+        groups, columns = self._merged_cells(terms)
         numbers = [column for column in columns if column.edges is not None]
         if question.name == "spreads":
             squares = Bounds.counts(len(groups.names) * len(numbers), 4 * most)
@@ -151,9 +151,9 @@ class TableOne(ScriptedAnalysis):
         return Bounds.join([rows, Bounds(*sides)])
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        groups, columns = self._cells(terms)
+        groups, columns = self._merged_cells(terms)
         filled = self._fill_rare_gaps(client, terms, groups, columns)
-        return [  # rows as they are, so that other groups, which fill other cells, leave a subject the same
+        return [  # rows without filled cells, so that a subject's rows do not depend on the groups
             client.select(
                 ~filled.x[:, column.place].isnan() if column.edges is None else _scale_column(filled, column)[1]
             )
@@ -161,7 +161,7 @@ class TableOne(ScriptedAnalysis):
         ]
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        groups, columns = self._cells(terms)
+        groups, columns = self._merged_cells(terms)
         client = self._fill_rare_gaps(client, terms, groups, columns)
         code = groups.of[group_codes(client, terms, self.group)]
         if question.name == "counts":
@@ -187,7 +187,7 @@ class TableOne(ScriptedAnalysis):
         return torch.cat([torch.stack(part) for part in (between, chi, present) if part])
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
-        groups, columns = self._cells(terms)
+        groups, columns = self._merged_cells(terms)
         count = len(groups.names)
         total, _ = ask(Question("counts"))
         if not total[:count].any():
@@ -242,7 +242,7 @@ class TableOne(ScriptedAnalysis):
         table = pa.Table.from_pylist(rows, schema=TABLE_SCHEMA)
         return table, None
 
-    def _agreed(self, schema: Schema) -> list[SummaryColumn]:
+    def _agreed_columns(self, schema: Schema) -> list[SummaryColumn]:
         """Return every column with its agreed bins and all its levels."""
         columns = list[SummaryColumn]()
         for place, column in enumerate(schema.columns):
@@ -257,9 +257,9 @@ class TableOne(ScriptedAnalysis):
             columns.append(SummaryColumn(column.name, place, edges, unmerged_cells(()), 0, torch.arange(self.bins)))
         return columns
 
-    def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
+    def _merged_cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
         """Return the groups, and the columns with only those cells in which enough clients have enough rows."""
-        names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
+        names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed_columns(terms.schema)
         flags = torch.stack(terms.published)
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
@@ -267,7 +267,7 @@ class TableOne(ScriptedAnalysis):
         kept = list[SummaryColumn]()
         for column, cells in zip(columns, filled.double().split([c.flags for c in columns], 2), strict=True):
             if column.edges is None:
-                every = cells.amin(1)  # in every group
+                every = cells.amin(1)  # cells with enough subjects in every group
                 gaps = bool(cells[:, :, -1].any())
                 kept.append(replace(column, cells=merge_small_cells(column.cells.names, every, terms.rules, gaps)))
                 continue

@@ -16,7 +16,7 @@ LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
 """Folders that contain the code that produces a listing."""
 
 
-def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
+def read_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
     """Return the rows of a listing from the cache.
 
     The rows are computed and cached again after changes to the code, the files or the question.

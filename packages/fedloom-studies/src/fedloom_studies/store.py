@@ -40,7 +40,7 @@ def choose_folder(results: Path | None) -> Path:
             make_folder(draft)
             for file in RECORDS_FOLDER.iterdir():
                 write_atomic(draft / file.name, file.read_bytes())
-            with suppress(OSError):  # another process was the first
+            with suppress(OSError):  # another process has created the folder
                 draft.rename(NEW_RESULTS)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -125,5 +125,5 @@ def lock_folder(folder: Path) -> Iterator[None]:
         take_lock(descriptor, folder, wait=True)
         yield
     finally:
-        release_lock(descriptor)  # a process that was forked meanwhile has it open too
+        release_lock(descriptor)  # closing is not enough: a forked process may share it
         os.close(descriptor)

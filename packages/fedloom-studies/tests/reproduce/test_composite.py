@@ -74,9 +74,9 @@ def test_the_sentences_of_the_page_are_true_of_its_tables() -> None:
 
 def test_the_page_of_costs_names_the_operations_of_exactly_the_methods_above_the_limit() -> None:
     methods = load_module(ROOT / "benchmarks" / "methods.py")
-    found = json.loads(methods.KEPT.read_text())
-    text = methods.PAGE.read_text()
-    assert text == methods.page(found)
+    found = json.loads(methods.RESULTS_FILE.read_text())
+    text = methods.PAGE_FILE.read_text()
+    assert text == methods.render_page(found)
     ratios = {
         name: max(row["ratio"] - row["forward"] / 3 for rows in found.values() for row in rows if row["method"] == name)
         for name in {row["method"] for rows in found.values() for row in rows if not row.get("reason")}

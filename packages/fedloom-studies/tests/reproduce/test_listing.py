@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedloom import cache
-from fedloom_studies.listing import keep_listing
+from fedloom_studies.listing import read_listing
 from fedloom_studies.reproduce.recipe import read_recipes
 
 
@@ -21,7 +21,7 @@ def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, mon
         return [["a", len(made)]]
 
     def ask(question: str = "full") -> list[object]:
-        return keep_listing("table", question, rows, records, None)
+        return read_listing("table", question, rows, records, None)
 
     assert ask() == ask() == [["a", 1]]
     records.mkdir()

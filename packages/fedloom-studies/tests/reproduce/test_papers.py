@@ -73,7 +73,7 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
     assert "verdict |\n|---|---|---|---|---|---|\n" in recipe_page(tiny(), done)
     unknown = recipe_page(tiny(), replace(done, samples={}))
     assert "The record does not contain the size of the data, so no value is compared." in unknown
-    assert not tiny().as_the_paper("full", {"digits": 1796})
+    assert not tiny().follows_paper("full", {"digits": 1796})
 
 
 def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

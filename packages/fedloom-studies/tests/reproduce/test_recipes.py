@@ -56,7 +56,7 @@ def test_what_a_recipe_promises(name: str) -> None:
     assert one.paper.columns
     budget = one.budget("laptop")
     assert budget is None or 0 < budget <= 480  # a night
-    assert not one.as_the_paper("laptop", FULL) or one.paper.reduced is None
+    assert not one.follows_paper("laptop", FULL) or one.paper.reduced is None
     for variant, cells in one.paper.cells.items():
         assert len(cells) in (0, len(one.paper.columns)), variant
 
@@ -151,8 +151,8 @@ def test_variants_scales_seeds_and_only_change_the_experiment() -> None:
     assert [label_of(m) for m in laptop["few"]["method"]] == ["fedavg"]
     assert tiny().make_documents("full", seeds=[9])["few"]["seeds"] == [9]
     assert list(tiny().make_documents("smoke")) == ["few"]
-    assert tiny().as_the_paper("laptop", FULL)
-    assert not tiny().as_the_paper("smoke", FULL)
+    assert tiny().follows_paper("laptop", FULL)
+    assert not tiny().follows_paper("smoke", FULL)
 
 
 def test_what_a_recipe_does_not_have_is_refused() -> None:

@@ -103,7 +103,7 @@ def cox(
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
-        with np.errstate(over="ignore"):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
+        with np.errstate(over="ignore"):  # a ratio per large unit may overflow to inf
             ratios = np.exp([fit.beta, low, high])
         figures = np.stack([fit.beta, fit.se, *ratios, fit.p_values], 1).tolist()
         rows = [dict(zip(heads, values, strict=True)) for values in figures]

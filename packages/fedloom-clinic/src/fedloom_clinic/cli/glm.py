@@ -42,7 +42,7 @@ def glm(
         rows = rows_by_site(read(file, trains=False).source, data_dir, centre=0.0, unit=1.0)
         families = {"binary": "logistic", "count": "poisson", "regression": "linear"}
         if rows.data.task not in families:
-            cure = "use fedloom cox for it" if rows.data.task == "survival" else "choose two classes of it"
+            cure = "use fedloom cox" if rows.data.task == "survival" else "choose two of its classes"
             raise ConfigError(f"{rows.data.name} is a {rows.data.task}; {cure}")
         family = families[rows.data.task]
         say(*rows.notes)
@@ -52,9 +52,7 @@ def glm(
         ratio = {"logistic": "odds ratio", "poisson": "rate ratio"}.get(family)
         shown = np.stack([fit.beta, low, high])
         if ratio is not None:
-            with np.errstate(
-                over="ignore"
-            ):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
+            with np.errstate(over="ignore"):  # a ratio per large unit may overflow to inf
                 shown = np.exp(shown)
         heads = [*([] if ratio is None else [ratio]), "95 % from", "to", "p"]
         figures = np.stack([*shown[ratio is None :], fit.p_values], 1).tolist()

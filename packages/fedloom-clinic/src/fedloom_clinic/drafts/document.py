@@ -206,7 +206,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text that was converted so that it fits into a comment."""
+    """Return a text in which a space replaces every character that a comment must not contain."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -75,8 +75,8 @@ class ExperimentDraft:
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
         self.report = [f"{survey.path}: {survey.rows} rows, {len(survey.names)} columns{how}"]
         if first := [name for name in survey.names if is_number(name)]:
-            self.report.append(f"header: {_list(first)}: is this a row of data? Then put a row of names above it")
-        self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
+            self.report.append(f"header: {_quote(first)}: is this a row of data? Then put a row of names above it")
+        self._columns_hint = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by in targets:
             raise ConfigError(
                 f"{survey.path}: {by!r} cannot be both the target and the site. Name two different columns"
@@ -91,7 +91,7 @@ class ExperimentDraft:
         self._target, self._event, self._task = outcome.target, outcome.event, ""
         self._labels = several
         if several:
-            self._take_labels()
+            self._report_labels()
         elif outcome.target is not None:
             self._take_target(outcome.target, first_target is not None, outcome.alternatives)
         else:
@@ -99,7 +99,7 @@ class ExperimentDraft:
             self.report.append(f"target: not clear: {outcome.question}")
         if outcome.note:
             self.report.append(f"  {outcome.note}")
-        self._take_subject(subject, by)
+        self._choose_subject(subject, by)
         self._take_site(by)
         self._take_features(outcome.alternatives)
 
@@ -134,7 +134,7 @@ class ExperimentDraft:
         if wrong or (target.kind == "text" and target.identifies):
             what = wrong or "differs in every row"
             raise ConfigError(
-                f"{survey.path}: the target {target.name!r} {what}, so a model cannot learn it; {self._ask}"
+                f"{survey.path}: the target {target.name!r} {what}, so a model cannot learn it; {self._columns_hint}"
             )
         rows = survey.rows - target.missing
         if rows < MIN_FEDERATION_ROWS:
@@ -176,10 +176,10 @@ class ExperimentDraft:
                 "another column by --target, or delete this question"
             )
 
-    def _take_labels(self) -> None:
+    def _report_labels(self) -> None:
         """Report the labels of a multilabel task."""
         self._task = "multilabel"
-        self.report.append(f"target: {_list(column.name for column in self._labels)}, multilabel")
+        self.report.append(f"target: {_quote(column.name for column in self._labels)}, multilabel")
         for label in self._labels:
             self._say(label, f"1 if the label is present: {int(np.nansum(label.values))} of {len(label.present)} rows")
             if label.missing:
@@ -194,15 +194,15 @@ class ExperimentDraft:
         numbers = dict(sorted((float(name), name) for name in classes))
         counts = np.array([classes[name] for name in numbers.values()])
         if far := find_answer_codes(np.array([*numbers]), counts):
-            cells = _list([numbers[code] for code in far])
+            cells = _quote([numbers[code] for code in far])
             self.questions.append(
                 f"the target {target.name!r}: does the class {cells} mean missing? If so, add missing = [{cells}] and "
                 "unlabelled = 'drop' to [data]. Else delete this question"
             )
         elif single := [name for name, count in classes.items() if count == 1]:
             self.questions.append(
-                f"the target {target.name!r}: the class {_list(single)} has one row: is it a row of totals, or an "
-                "error? Delete the row, or this question"
+                f"the target {target.name!r}: the class {_quote(single)} has one row: is it a row of totals, or "
+                "an error? Delete the row, or this question"
             )
 
     @staticmethod
@@ -217,7 +217,7 @@ class ExperimentDraft:
         """The target or the labels, and the event, if they are known. Missing columns are omitted."""
         return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
-    def _take_subject(self, option: str | None, by: str | None) -> None:
+    def _choose_subject(self, option: str | None, by: str | None) -> None:
         """Choose the column that identifies the subject of a row. A column that names sites is never chosen."""
         survey = self._survey
         roles = [column.name for column in self._outcome]
@@ -240,7 +240,7 @@ class ExperimentDraft:
                 self._say(subject, f"{lost} rows have no subject and are left out")
         elif option is None and doubtful:
             self.report.append(
-                f"subject: no column certainly names the subject of a row. {_list(doubtful)} may (add "
+                f"subject: no column certainly names the subject of a row. {_quote(doubtful)} may (add "
                 "--subject, or '' for none)"
             )
         dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
@@ -282,7 +282,7 @@ class ExperimentDraft:
         if self._site is not None and any(self._site is column for column in self._labels or (target,)):
             raise ConfigError(f"{survey.path}: {option!r} would be the target. Name a different column with --target")
         if option is None and len(sure := split(sure)) > 1:
-            question = f"which column names the site of a row? It may be {_list(sure)}"
+            question = f"which column names the site of a row? It may be {_quote(sure)}"
             flags = " or ".join(
                 [*(f"--client-column {outcomes.quote_for_shell(name)}" for name in sure), "--client-column ''"]
             )
@@ -292,7 +292,7 @@ class ExperimentDraft:
             self._site = survey.columns[sure[0]] if sure else None
         self._clients = max(2, min(10, int(has_target.sum()) // 50))
         if (site := self._site) is None:
-            may = f"; {_list(doubtful)} may" if option is None and (doubtful := split(doubtful)) else ""
+            may = f"; {_quote(doubtful)} may" if option is None and (doubtful := split(doubtful)) else ""
             if len(sure) < 2 or option is not None:
                 dealt = f"The rows are assigned to {self._clients} clients"
                 self.report.append(f"site: no column names a site (--client-column does{may}). {dealt}")
@@ -303,7 +303,7 @@ class ExperimentDraft:
         if len(kept) < 2:
             raise ConfigError(
                 f"{survey.path}: only {len(kept)} of the {len(names)} sites of --client-column {site.name} have at "
-                f"least {MIN_SITE_ROWS} {what}, but a federation needs two sites; {self._ask}"
+                f"least {MIN_SITE_ROWS} {what}, but a federation needs two sites; {self._columns_hint}"
             )
         self.report.append(
             f"site: {self._describe_choice(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
@@ -312,7 +312,7 @@ class ExperimentDraft:
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site and are left out")
         if not keep.all():
-            self._say(site, f"sites with fewer than {MIN_SITE_ROWS} {what}, left out: {_list(names[~keep].tolist())}")
+            self._say(site, f"sites with fewer than {MIN_SITE_ROWS} {what}, left out: {_quote(names[~keep].tolist())}")
         if (small := keep & (counts < MAX_FEW_LEVELS)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
             self._say(site, f"sites with fewer than {MAX_FEW_LEVELS} {what}: {few}. Their results are uncertain")
@@ -321,12 +321,12 @@ class ExperimentDraft:
         for column in classes:
             if lone := [n for n, here in self._rows.items() if len({*column.cells[here]} - {""}) == 1]:
                 where = f" of {column.name!r}" if self._labels else ""
-                self._say(site, f"sites with only one class{where}: {_list(lone)}")
+                self._say(site, f"sites with only one class{where}: {_quote(lone)}")
         for column in classes:
-            self._say_events(column)
+            self._ask_about_events(column)
         self._report_gaps(site)
 
-    def _say_events(self, target: ColumnProfile) -> None:
+    def _ask_about_events(self, target: ColumnProfile) -> None:
         """Add a question about the rarest class, with its rows at each site and the sites that have few of them."""
         counts = by_site.count_classes_by_site(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
@@ -341,7 +341,7 @@ class ExperimentDraft:
         if few := [site for site, count in counts.items() if count[rare] < MIN_FEDERATION_ROWS]:
             self._say(
                 target,
-                f"fewer than {MIN_FEDERATION_ROWS} rows of {rare!r} at {_list(few)}: too few to score a model there",
+                f"fewer than {MIN_FEDERATION_ROWS} rows of {rare!r} at {_quote(few)}: too few to score a model there",
             )
 
     def _take_features(self, alternatives: Sequence[str]) -> None:
@@ -353,7 +353,7 @@ class ExperimentDraft:
         self._categorical, self._impute, self._width = list[str](), False, 0
         self._odd = list(self._target.odd) if self._target is not None and self._target.kind == "number" else []
         may_be = {*alternatives} if self._target is None else set[str]()
-        clashes = self._clashes([c for c in candidates if c.kind == "number"])
+        clashes = self._clashing_numbers([c for c in candidates if c.kind == "number"])
         for c in candidates:
             if c.name not in may_be and (reason := self._reason_to_drop(c, twins)):
                 self._drop[c.name] = reason
@@ -361,14 +361,14 @@ class ExperimentDraft:
                 continue
             if c.kind == "text":
                 self._categorical.append(c.name)
-                self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_list(c.levels)}")
+                self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_quote(c.levels)}")
                 self._report_gaps(c)
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
-                self._say(c, f"numbers, except for {_list(c.odd)}, which are treated as missing")
+                self._say(c, f"numbers, except for {_quote(c.odd)}, which are treated as missing")
             if c.doubts:
                 self.questions.append(
-                    f"column {c.name!r}: do the cells {_list(c.doubts)} mean missing, as in the "
+                    f"column {c.name!r}: do the cells {_quote(c.doubts)} mean missing, as in the "
                     "draft? Repair them in the table, or delete this question"
                 )
             if c.extremes:
@@ -380,7 +380,7 @@ class ExperimentDraft:
                 if odd in c.extremes and clash:
                     self.questions.append(
                         f"column {c.name!r}: does {odd} mean missing? It is an ordinary number in "
-                        f"{_list(clash)}, but the draft treats it as missing there too. Empty the "
+                        f"{_quote(clash)}, but the draft treats it as missing there too. Empty the "
                         "cells of the table, or delete this question"
                     )
             for sentence in by_site.note_site_differences(c, self._rows):
@@ -400,7 +400,7 @@ class ExperimentDraft:
             raise ConfigError(f"{survey.path}: no column is left as a feature:\n" + "\n".join(self.report[1:]))
 
     @staticmethod
-    def _clashes(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
+    def _clashing_numbers(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
         """Return numbers that mean missing in some columns, each with the columns in which it is an ordinary number."""
         marks = {level for c in numbers for level in c.extremes}
         return {
@@ -455,7 +455,7 @@ class ExperimentDraft:
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Report the levels of a column that may represent a missing value."""
         if missing := [level for level in c.levels if level.strip().lower() in POSSIBLE_LEVEL_TOKENS]:
-            self._say(c, f"{_list(missing)} may mean missing. Add such cells to missing and set impute = true")
+            self._say(c, f"{_quote(missing)} may mean missing. Add such cells to missing and set impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, based on the drafted data.
@@ -523,5 +523,5 @@ def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -
     return counts
 
 
-def _list(names: Iterable[object]) -> str:
+def _quote(names: Iterable[object]) -> str:
     return shorten_list([*map(repr, names)], MAX_SHOWN_NAMES)

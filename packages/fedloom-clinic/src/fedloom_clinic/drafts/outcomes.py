@@ -196,7 +196,7 @@ def choose_outcome(survey: TableSurvey, target: str | None, event: str | None) -
         ConfigError: the requested event column contains values other than 0 and 1, or no column contains times.
     """
     times = [c for c in survey.columns.values() if is_time(c)]
-    if event:  # not "", which means none
+    if event:  # an empty text means that there is no event column
         chosen = survey.column(event, "--event")
         if not is_event(chosen):
             held = ", ".join(map(repr, [*chosen.levels][:4]))
@@ -281,7 +281,7 @@ def _clearest_outcome(survey: TableSurvey, times: list[ColumnProfile], events: l
         rival = next((points[name] for name in ranked if name not in pair), 0)
         bare = bool(times and BARE_TIME_PATTERN.search(times[0].name))
         entry = _note_late_entry(survey, times[0], events[0]) if len(events) == 1 else ""
-        # else the event may be a class to predict, and the time one that is over before the event is known
+        # otherwise, the event may be a class to predict, and the time may end before the event is known
         clear = bare or (
             not any(plain_name(c.name) in EVENT_WORDS for c in events)
             and (
@@ -324,7 +324,7 @@ def _clearest_outcome(survey: TableSurvey, times: list[ColumnProfile], events: l
         )
     best, rest = ranked[0], ranked[1:]
     entered = any(ENTRY_PATTERN.search(c.name) for c in survey.columns.values())
-    if entered and plain_name(best) in EVENT_WORDS:  # ended under observation, at a time that goes by another name
+    if entered and plain_name(best) in EVENT_WORDS:  # the time of the event may have another name
         unsure.add(best)
     if (
         best not in unsure
@@ -333,7 +333,7 @@ def _clearest_outcome(survey: TableSurvey, times: list[ColumnProfile], events: l
     ):
         return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
     names = [*points]
-    ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # the last are the likelier
+    ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # later columns are more likely
     return TableOutcome(
         None, question=_question_text(survey, "which column is predicted", ranked), alternatives=tuple(ranked)
     )
@@ -385,7 +385,7 @@ def _target_points(survey: TableSurvey) -> tuple[dict[str, int], set[str]]:
         few = len(c.levels) <= MAX_FEW_LEVELS
         last = c.name == survey.names[-1]
         score = 0
-        measured = plain == "y" and not is_event(c)  # a coordinate, or the income of a model of letters
+        measured = plain == "y" and not is_event(c)  # a column y may be a coordinate or an income
         if plain in TARGET_WORDS and not (measured and (coordinates or (letters and not last))):
             score = TARGET_NAME_POINTS
             if plain in OTHER_MEANING_WORDS and c.name not in ends and not (plain == "y" and is_event(c)):

@@ -352,7 +352,7 @@ def newton(
         steps, rise = (steps[1], step), float(here.gradient @ step)
         if rise < least:
             ahead = at(beta + step)
-            if ahead.value != -np.inf:  # else the last step has no answer, and the fit stays where it is
+            if ahead.value != -np.inf:  # otherwise, the fit ends before this step
                 beta, here = beta + step, ahead
             ended = True
             break
@@ -365,7 +365,7 @@ def newton(
         direction = separation() if separation else None
         if direction is not None:
             raise no_finite_fit_error(direction, names, intercepts, 0.0)
-        # without one, far cells may contradict by less than rounding
+        # if no direction is found, extreme values may contradict the separation by less than the rounding error
         direction = find_recession_direction(first.information, here.information, steps, rise)
         if direction is not None:
             raise no_finite_fit_error(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
@@ -379,7 +379,7 @@ def newton(
 def _halved_newton_step(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
     """Return the coefficients after a Newton step that is halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
-        with np.errstate(all="ignore"):  # too long a step overflows, and is halved
+        with np.errstate(all="ignore"):  # a step that is too long overflows
             ahead = at(beta + step)
         if ahead.value >= here.value - 1e-12 * abs(here.value):
             return beta + step, ahead

@@ -262,7 +262,7 @@ class SiteVectors:
     def _parts(self, beta: Floats, metric: Floats | None) -> list[Floats]:
         """Return the unrounded sums at coefficients ``[p]``."""
         terms, site = self._terms, self._site
-        shift = float(np.abs(beta).sum())  # then no weight is above 1
+        shift = float(np.abs(beta).sum())  # with this shift, no weight exceeds 1
         upper = np.triu_indices(len(beta))
         scales = [] if terms.ridge is None else [site.x.sum(0), (site.x**2).sum(0)]
         if terms.stratify:

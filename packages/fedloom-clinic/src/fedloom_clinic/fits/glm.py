@@ -171,7 +171,7 @@ def fit_glm(
         penalized, labels, lambda: _find_separation(scaled, family, first), intercepts=first, penalty=penalty
     )
     inverse, scale, degrees = np.linalg.inv(here.information), 1.0, None
-    if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
+    if family == "linear":  # squared residuals: y'y - 2 value, with value = y'eta - eta^2/2
         exact = at(beta)
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
         if count <= spent:
@@ -180,8 +180,8 @@ def fit_glm(
             )
         residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
         degrees = count - spent
-        scale = max(residual, 0.0) / degrees  # rounding may leave a perfect fit less than 0
-    back = np.eye(len(beta))  # coefficients as they are measured are linear in these
+        scale = max(residual, 0.0) / degrees  # a perfect fit may be rounded below 0
+    back = np.eye(len(beta))  # matrix that converts beta to the original units
     back[first:, first:] = np.diag(1 / spread)
     back[:first, first:] = -(centre / spread)
     covariance = back @ inverse @ back.T * scale * unit**2

@@ -255,7 +255,7 @@ def find_ridge_by_sums(
     compared, refused, left = len(RIDGE_STRENGTHS), 0, True
     for _ in range(MAX_PATH_STEPS):
         ahead = ask(beta + step)
-        if ahead is None:  # too long a step, or coefficients that single out a row
+        if ahead is None:  # the step is too long, or a row would be revealed
             refused += 1
             step = step / 2
             if refused > MAX_REFUSALS:

@@ -142,7 +142,7 @@ def fit_of_sums(
         outside = f"; {losses.uncovered} of {losses.events} events are after the last bin" if losses.uncovered else ""
         what, wider = ("site has", "") if terms.stratify else ("bin of a site has", "wider bins or on ")
         raise DataError(f"no {what} {terms.least} events{outside}. Agree on {wider}a smaller min_events")
-    spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
+    spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # per column
     if not (spread > sites * terms.step).all():
         raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Omit this column")
 
@@ -195,7 +195,7 @@ def fit_of_sums(
         gamma, tilted = newton(penalized, names, penalty=penalty)
     beta, information = gamma / spread, here.likelihood.information + np.diag(weights)
     error = sites * terms.step / 2
-    if terms.firth:  # the gradient includes the slope of the penalty
+    if terms.firth:  # the gradient includes the penalty
         units = np.outer(spread, spread)
         score = Likelihood(tilted.value, tilted.gradient * spread, tilted.information * units)
         slack = (np.full(len(beta), error), len(beta) * error)
@@ -227,7 +227,7 @@ def _coefficient_error_bound(
         slack, matrix = np.full(columns, error), columns * error
     else:
         slack, matrix = _rounding_error_bounds(here.sums, error, efron=terms.ties == "efron")
-    if terms.ridge is not None:  # its weights are of sums in [-1, 1] times rows, each within the error
+    if terms.ridge is not None:  # its weights come from rounded sums
         slack, matrix = slack + 4 * terms.ridge * error * np.abs(beta), matrix + 4 * terms.ridge * error
     least = float(np.linalg.eigvalsh(information)[0]) - matrix
     gradient, reach = float(np.linalg.norm(np.abs(value) + slack)), 2 * np.sqrt(columns)
@@ -247,7 +247,7 @@ def _rounding_error_bounds(sums: RiskSums, error: float, *, efron: bool) -> tupl
         wrong = (1 + share) * error
         if (size <= 2 * wrong).any():
             return slack, float("inf")
-        relative = wrong / (size - wrong)  # of S1 / S0, whose entries are at most 1
+        relative = wrong / (size - wrong)  # error of S1 / S0, whose entries are at most 1
         slack += 2 * relative.sum()
         matrix += columns * float((2 * relative + 4 * relative + 4 * relative**2).sum())
     return slack, matrix

@@ -174,7 +174,7 @@ def _largest_gain_direction(gains: Floats, equal: Floats) -> Floats | None:
 
     if not gains.shape[1]:
         return None
-    if len(equal):  # what is equal leaves a space of directions, in which the program is solved
+    if len(equal):  # solve the program in the directions that change no equal row
         largest = np.abs(equal).max(1, keepdims=True)
         basis = null_space(equal[largest[:, 0] > 0] / largest[largest[:, 0] > 0])
     else:
@@ -221,7 +221,7 @@ def no_finite_fit_error(
         exact: True if no row contradicts the direction. If False, at least one row contradicts it, but by so little
             that the likelihood changes only by rounding.
     """
-    without = "without limit" if exact else "until rounding hides the rest, since far cells alone contradict"
+    without = "without limit" if exact else "until rounding errors dominate: only extreme values contradict it"
     part = np.abs(direction)
     part = part / (part[free:].max(initial=0) or part.max())
     named = [k for k in range(free, len(names)) if part[k] > least] or [k for k in range(free) if part[k] > least]

@@ -55,14 +55,14 @@ SHOWN_TABLES: Mapping[str, ShownTable] = {
     "pooled-importance": ShownTable(
         "Importance of columns",
         "Loss of accuracy and of the Brier score over the test rows of all clients when a column is permuted within "
-        "every client. A column that the model does not use loses nothing.",
+        "every client. The loss is 0 for a column that the model does not use.",
         {"column": "Column", "metric": "Metric"},
         {"value": "Loss", "unpermuted": "Metric before", "rows": "Rows"},
     ),
     "table-1": ShownTable(
         "Table 1",
-        "Rows of all clients, by column and group. p values are of the same mean, or the same shares of levels, in all "
-        "groups and at all clients.",
+        "Rows of all clients, by column and group. The p values test whether the means, or the proportions of levels, "
+        "are equal in all groups and at all clients.",
         {"column": "Column", "level": "Level", "group": "Group", "note": "Note"},
         {"rows": "Rows", "share": "Share", "missing": "Missing", "mean": "Mean", "deviation": "Standard deviation",
          "median": "Median", "standardized_difference": "Standardized difference", "p_groups": "p of groups",
@@ -70,8 +70,8 @@ SHOWN_TABLES: Mapping[str, ShownTable] = {
     ),
     "kaplan-meier": ShownTable(
         "Survival by group",
-        "Restricted mean survival times with standard errors, and the log-rank test over the groups. The CSV file has "
-        "the curves.",
+        "Restricted mean survival times with standard errors, and the log-rank test over the groups. The CSV file "
+        "contains the curves.",
         {"group": "Group"},
         {"restricted_mean": "Restricted mean", "restricted_mean_se": "Standard error", "log_rank": "Log-rank statistic",
          "p": "p"},
@@ -97,7 +97,7 @@ def make_section(kind: str, runs: list[Run], rows: list[Row], lead: str) -> Sect
     shown, body, plain = SHOWN_TABLES[kind], "", plain_section(runs, analysis_file(kind))
     for run in runs:
         path = run.path / analysis_file(kind)
-        if not plain_section([run], path.name).body:  # which checks the file
+        if not plain_section([run], path.name).body:  # also checks the file
             continue
         try:
             table = pq.read_table(path)

@@ -114,7 +114,7 @@ def map_command(
         folder = choose_folder(results)
         recorded = folder / f"map-{scale}.jsonl"
         if list_ and not method:
-            from fedloom_studies.listing import keep_listing
+            from fedloom_studies.listing import read_listing
 
             def rows() -> list[dict[str, Any]]:
                 from fedloom_studies.map.measure import cells_to_run, estimate_setups
@@ -125,7 +125,7 @@ def map_command(
                 todo = cells_to_run(wanted, records, again=again, old=stale, protocol=equal)
                 return estimate_setups(wanted, todo, records, data_dir, equal)
 
-            print_rows(keep_listing("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
+            print_rows(read_listing("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
             return
         at_once = usable_cores() if (count := worker_count(workers)) == "auto" else int(count)
         from fedloom.lab.progress import count_progress
@@ -171,7 +171,7 @@ def map_command(
             return
         own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
-            _ = Cell(wanted[0], name, own_space, equal).digest  # what cannot be is refused before work
+            _ = Cell(wanted[0], name, own_space, equal).digest  # raises an error for an impossible cell before any work
         todo = cells_to_run(wanted, records, methods, own_space, again=again, old=stale, protocol=equal)
         print_rows(estimate_setups(wanted, todo, records, data_dir, equal))
         if list_:

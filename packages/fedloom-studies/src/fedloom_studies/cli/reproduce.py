@@ -205,7 +205,7 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
     from fedloom_studies.reproduce.cells import cells_of_table
     from fedloom_studies.reproduce.figures import unit
 
-    compare = recipe.as_the_paper(summary.scale, summary.samples)
+    compare = recipe.follows_paper(summary.scale, summary.samples)
     rows = [
         (c.variant, c.column, unit(c.figure).value(c.mean, c.std), str(c.n), unit(c.figure).value(c.chosen),
          "-" if c.paper is None else unit(c.figure).value(c.paper, c.paper_std), c.verdict)
@@ -231,7 +231,7 @@ def _add_deciding_seeds(recipe: Recipe, scale: Scale, results: Path, run: Callab
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
     from fedloom_studies.reproduce.summary import read_summary
 
-    if recipe.paper.rivals:  # more seeds of its own method have no rivals to be compared with
+    if recipe.paper.rivals:  # the rivals' recorded seeds limit the comparison
         return True
     for count, _ in LOOK_LEVELS[1:]:
         summary = read_summary(results, recipe.name, scale)
@@ -331,7 +331,7 @@ def _verify_summary(
 
 def _print_recipes(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -> None:
     from fedloom.lab.printing import print_texts
-    from fedloom_studies.listing import keep_listing
+    from fedloom_studies.listing import read_listing
 
     def rows() -> list[tuple[str, ...]]:
         from fedloom_studies.reproduce import read_recipes
@@ -340,7 +340,7 @@ def _print_recipes(scale: Scale, results: Path, data_dir: Path | None, estimated
         return list(recipe_rows(read_recipes(), scale, results, data_dir, estimated=estimated))
 
     titles = ("recipe", "what", "data", "state", "budget", "time")
-    print_texts(titles, keep_listing("recipes", (scale, estimated), rows, results, data_dir), names=True)
+    print_texts(titles, read_listing("recipes", (scale, estimated), rows, results, data_dir), names=True)
 
 
 def _parse_seeds(text: str | None) -> list[int]:

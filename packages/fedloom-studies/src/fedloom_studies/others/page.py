@@ -131,7 +131,7 @@ def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, be
     for table, group in groups.items():
         published, fair = _split_by_mode(group)
         counted = ", ".join(_count_verdicts(one, summaries[one.name]) for one in published)
-        verdicts = ", ".join(_say_verdicts(one, summaries[one.name]) for one in fair) or "none"
+        verdicts = ", ".join(_verdicts_text(one, summaries[one.name]) for one in fair) or "none"
         lines.append(f"| [{table}](#{_heading_anchor(table)}) | {counted} | {verdicts} |")
     lines.append("")
     for table, group in groups.items():
@@ -162,12 +162,12 @@ def verdict_words(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, Ce
 def _count_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = list(verdict_words(recipe, summary).values())
     if not words:
-        return _say_state(recipe, summary)
+        return _state_reason(recipe, summary)
     counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
     return f"{counts}, of {len(words)} cells (limit {_limit_text(recipe)})"
 
 
-def _say_state(recipe: Recipe, summary: RecipeSummary | None) -> str:
+def _state_reason(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return the reason why a recipe has no current values."""
     return not_run_reason(recipe, None) if summary is None else recipe_state_phrase(recipe, summary)
 
@@ -176,10 +176,10 @@ def _limit_text(recipe: Recipe) -> str:
     return unit(recipe.paper.figure).difference(recipe.paper.gap_limit).removeprefix("+")
 
 
-def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
+def _verdicts_text(recipe: Recipe, summary: RecipeSummary | None) -> str:
     done = _is_current(recipe, summary)
     if done is None:
-        return _say_state(recipe, summary)
+        return _state_reason(recipe, summary)
     words = [one.words for one in judge.judge_claims(recipe, done.numbers)]
     counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
     best = max(_means_table(recipe, done).items(), key=lambda item: item[1])
@@ -209,7 +209,7 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
     else:
         yield from (f"**As published** ({link}): {paper.protocol}", "")
     if done is None:
-        yield from (f"State: {_say_state(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
+        yield from (f"State: {_state_reason(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
         return
     shown = cells_of_table(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}

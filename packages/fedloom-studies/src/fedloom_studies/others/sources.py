@@ -76,7 +76,7 @@ class FlambyHeart(Source):
         tables = [_heart_rows(file) for file in places.values()]
         rows, owner = np.concatenate(tables), np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         sick = (rows[:, -1] > 0).astype(np.int64)
-        tested = np.concatenate([_heart_test(sick[owner == k]) for k in range(len(tables))])
+        tested = np.concatenate([_heart_test_mask(sick[owner == k]) for k in range(len(tables))])
         codes = [rows[:, [column]] == np.unique(rows[:, column])[1:] for column in HEART_CODES]
         x = np.concatenate([rows[:, HEART_NUMBERS], *codes], 1).astype(np.float32)
         for k in range(len(tables)):
@@ -100,7 +100,7 @@ def _heart_rows(file: Path) -> Floats:
     return rows[~np.isnan(rows).any(1)]
 
 
-def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _heart_test_mask(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return a mask ``[N]`` of the hospital's patients whom FLamby uses for testing."""
     counts = np.bincount(sick, minlength=2)
     _, test = train_test_split(

@@ -225,7 +225,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the experiment document of the search, which contains the methods with open settings and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
-    # a method may be called as another one's algorithm is: its grid is not the other one's
+    # if a label equals another method's algorithm, the search must not apply the grid to the other method
     space = {label_of(m): {key: [] for key in grids.get(m["algorithm"], {})} | m["choose"] for m in methods}
     tune = {
         "trials": max(len(method_candidates(m)) for m in methods),
@@ -242,7 +242,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in document.items() if k != "choose"} | {"method": plain, "tune": tune}
 
 
-def trials_of(document: Mapping[str, Any], variant: str) -> str:
+def trials_folder_name(document: Mapping[str, Any], variant: str) -> str:
     """Return the name of the folder that holds the trials of a variant."""
     return "once" if document.get("choose", {}).get("once") else variant
 

@@ -119,7 +119,7 @@ def _count_gradients(algorithm: object, local: LocalSGD, samples: int) -> float:
 
     The count is cached for equal arguments.
     """
-    key = repr((algorithm, local, samples))  # options of an optimiser have no hash
+    key = repr((algorithm, local, samples))  # optimizer options are not hashable
     if key not in _SECONDS_OF_ROUND:
         _SECONDS_OF_ROUND[key] = _try_gradients(algorithm, local, samples)
     return _SECONDS_OF_ROUND[key]
@@ -174,7 +174,7 @@ def recipe_rows(
             for d in recipe.make_documents(scale).values()
         }
         for source in needed.keys() - missing.keys():
-            missing[source] = not _is_there(needed[source], data_dir)
+            missing[source] = not _is_available(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
         budget, summary = recipe.budget(scale), read_summary(results, name, scale)
         stated = "-" if budget is None else f"{option(budget)} min"
@@ -200,14 +200,14 @@ def store_estimates(recipes: Mapping[str, Recipe], results: Path, data_dir: Path
                 d["data"]["source"]: parse_closed_document(first_candidate_experiment(d), name).source
                 for d in recipe.make_documents("full").values()
             }
-            missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
+            missing = sorted(source for source, one in sources.items() if not _is_available(one, data_dir))
             estimates[name] = RecipeNeed(rounded(estimate_minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
     make_folder(results)
     write_atomic(results / ESTIMATES_FILE, (json.dumps(estimates, indent=1) + "\n").encode())
     return results / ESTIMATES_FILE
 
 
-def _is_there(source: Source, data_dir: Path | None) -> bool:
+def _is_available(source: Source, data_dir: Path | None) -> bool:
     try:
         source.load(data_dir)
     except DataError:

@@ -33,7 +33,7 @@ from fedloom_studies.reproduce.choices import (
     open_methods,
     read_choices,
     search_of,
-    trials_of,
+    trials_folder_name,
     write_choices,
 )
 from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
@@ -80,7 +80,7 @@ class TimeBudget:
 
     def __call__(self, event: Event) -> None:
         """Stop a run that exceeds the time limit."""
-        here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
+        here = threading.current_thread() is threading.main_thread()  # events of other processes share one stop
         if self.left <= 0 and not event.status and (here or not self._stop_requested):
             self._stop_requested = True
             signal.raise_signal(signal.SIGINT)
@@ -181,7 +181,7 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
         was, now = before.get(variant, {}), _document_digests(document)
         folder = out / file_name(variant)
         shares = document.get("choose", {}).get("once") and variant != next(iter(documents))
-        trials = [] if shares else [out / TRIALS_FOLDER / trials_of(document, folder.name)]
+        trials = [] if shares else [out / TRIALS_FOLDER / trials_folder_name(document, folder.name)]
         places = [place for place in (folder, *trials) if place.exists()]
         changed = {part for part in was.keys() & now.keys() if was[part] != now[part]} if places else set()
         what = " and ".join(map(str, places))
@@ -312,7 +312,7 @@ def _run_variant(
 
     if scale == "smoke":
         return run(first_candidate_experiment(document))
-    trials = folder.parent / TRIALS_FOLDER / trials_of(document, folder.name)
+    trials = folder.parent / TRIALS_FOLDER / trials_folder_name(document, folder.name)
     for place, searched in iterate_searches(trials, chooses):
         if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
             return False

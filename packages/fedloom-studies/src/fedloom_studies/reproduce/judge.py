@@ -198,7 +198,7 @@ def judge_claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
         )
         planned = len(_claim_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.create(claim.subject, recipe.paper.figure).figure
-        lost = sum(not lead and any(_is_lost(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
+        lost = sum(not lead and any(_has_no_value(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
         verdicts.append(JudgedClaim(claim, figure, _test_rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
     return verdicts
 
@@ -319,7 +319,7 @@ def _claim_pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[R
     ]
 
 
-def _is_lost(side: Side, numbers: Numbers) -> bool:
+def _has_no_value(side: Side, numbers: Numbers) -> bool:
     """Return True if a method was run, but has no value for any seed."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite_by_seed(by_seed)

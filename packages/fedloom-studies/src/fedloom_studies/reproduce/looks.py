@@ -120,7 +120,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> InterimTest:
     error = _standard_error(values)
     m = claim.margin
     right, wrong = _one_sided_p_value(mean + m, error, n), _one_sided_p_value(-m - mean, error, n)
-    if error == 0:  # equal in every seed is not more
+    if error == 0:  # for equal differences, the p-values must not both be small
         wrong = 1.0 - right
     if claim.equivalent:
         right, wrong = (

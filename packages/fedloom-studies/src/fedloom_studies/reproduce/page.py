@@ -203,7 +203,7 @@ def _turning_comparisons_table(verdicts: list[judge.JudgedClaim], moved: Moved) 
 
 
 def _recipe_table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
-    compare = recipe.as_the_paper(summary.scale, summary.samples)
+    compare = recipe.follows_paper(summary.scale, summary.samples)
     table_cells = cells_of_table(recipe, summary.numbers, compare=compare)
     if not table_cells:
         return

@@ -234,7 +234,7 @@ class Recipe:
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
-    def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
+    def follows_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
         """Return True if the runs at a scale follow the paper's protocol.
 
         The scale may have different seeds, and fewer variants or methods.

@@ -25,7 +25,7 @@ from fedloom.formats import rounded
 from fedloom.lab.report import MODEL_KINDS, WORK_FIGURES, Run, read_runs
 from fedloom.rundir import file_name, label_of
 from fedloom.storage import write_atomic
-from fedloom_studies.reproduce.choices import TRIALS_FOLDER, choices_so_far, trials_of
+from fedloom_studies.reproduce.choices import TRIALS_FOLDER, choices_so_far, trials_folder_name
 from fedloom_studies.reproduce.figures import Reference, values_by_seed
 from fedloom_studies.reproduce.recipe import Recipe, Scale, read_recipes
 from fedloom_studies.store import lock_folder, not_a_record_error, read_document, read_records_of_file, write_record
@@ -106,7 +106,7 @@ def summarise(
         run = read_runs([folder])[0]
         versions = run.options["resolved"]["versions"]
         numbers[variant] = numbers_of(recipe, document, run)
-        trials = trials_of(document, folder.name)
+        trials = trials_folder_name(document, folder.name)
         choices = {} if trials != folder.name and chosen else choices_so_far(out / TRIALS_FOLDER / trials, document)
         chosen |= {variant: choices} if choices else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}

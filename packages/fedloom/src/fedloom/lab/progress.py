@@ -72,7 +72,7 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
         rows: dict[tuple[str, int], Any] = {}
 
         def hear(event: Event) -> None:
-            if not runs.take(event):
+            if not runs.update(event):
                 return
             key = event.label, event.seed
             if event.diverged:
@@ -120,7 +120,7 @@ class _RunsProgress:
         self._measured: dict[tuple[str, int], tuple[int, str]] = {}
         self._pace: dict[str, float] = {}
 
-    def take(self, event: Event) -> bool:
+    def update(self, event: Event) -> bool:
         """Update the progress with an event. Return False if the event contains nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
@@ -177,12 +177,12 @@ class _ProgressLines:
 
     def __call__(self, event: Event) -> None:
         key, now = (event.label, event.seed), time.monotonic()
-        if not self._runs.take(event):
+        if not self._runs.update(event):
             return
         if event.diverged:
             print_remark(f"{_run_name(event)}: {event.diverged}")
         end = event.round == event.rounds
-        if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
+        if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._must_wait(now)):
             return
         self._ended |= {key} if end or event.status else set()
         self._last, left, left_of_run = now, self._runs.estimate_remaining(), self._runs.remaining_of(event)
@@ -196,7 +196,7 @@ class _ProgressLines:
         if self._runs.after:
             print_remark(self._runs.after)
 
-    def _waits(self, now: float) -> bool:
+    def _must_wait(self, now: float) -> bool:
         return now - self._last < SECONDS_PER_LINE
 
 
@@ -228,7 +228,7 @@ class _NotebookLine:
     def __call__(self, event: Event) -> None:
         if event.status == "interrupted":
             self._cut.add((event.label, event.seed))
-        if not self._runs.take(event):
+        if not self._runs.update(event):
             return
         if event.diverged:
             self._display(
@@ -271,7 +271,7 @@ def _latest_metrics(event: Event) -> str:
     """Return the latest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums contain weighted means only
+        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums have only weighted means
         by_metric = {name: figures.get(f"{at}/mean", figures.get(f"{at}/weighted")) for name, at in places.items()}
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:

@@ -48,7 +48,7 @@ def advise(
 
     Args:
         data: a federation, a data set, the name of a data set, arrays or clients, as in `fedloom.compare`.
-        model: model to train, as in `fedloom.simulate`. None: softmax regression.
+        model: model to train, as in `fedloom.simulate`. If None, softmax regression is used.
         partition: rule that splits a data set among clients.
         budget: compute budget of the race, in multiples of the gradients of one FedAvg run with all ``rounds``.
         margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage
@@ -100,7 +100,7 @@ def advise(
     temporary = None if place is not None else Path(mkdtemp(prefix="fedloom-"))
     out = temporary / "race" if temporary is not None else place
     assert out is not None
-    tell = print_remark if progress_bar else _be_silent
+    tell = print_remark if progress_bar else _ignore_line
     try:
         advisor = Advisor(
             definition.document, "advise", out, budget=budget, margin=check_margin(margin), read=definition.read
@@ -114,5 +114,5 @@ def advise(
             rmtree(temporary, ignore_errors=True)
 
 
-def _be_silent(_line: str) -> None:
-    """Ignore a line."""
+def _ignore_line(_line: str) -> None:
+    """Ignore a line of progress."""

@@ -196,10 +196,10 @@ class Advisor:
             check_executor(executor)
             if join:
                 raise ConfigError("an executor already distributes the work. Omit `join`")
-        do = self._train_here
+        do = self._train_locally
         if executor is not None:
             luggage = pack_experiment(self._entries.base, self._checksum)
-            do = partial(self._train_elsewhere, executor, luggage)
+            do = partial(self._train_on_executor, executor, luggage)
         with lock(self.out, joins=join):
             session = JoinedWork(self.out)
             if session.is_begun:
@@ -249,7 +249,7 @@ class Advisor:
         end = last_round(lap.depth, whole)
         return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_lap_key(lap)))
 
-    def _train_here(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
+    def _train_locally(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
         """Train laps in processes on this machine, and share them with other processes that have joined."""
 
         def do(k: int, claim: UnitClaim) -> None:
@@ -273,7 +273,7 @@ class Advisor:
         session.work([work.unit for work in works], do, share)
         return self._results_of(works)
 
-    def _train_elsewhere(
+    def _train_on_executor(
         self, executor: Executor, luggage: PackedExperiment, session: JoinedWork, works: Sequence[LapWork]
     ) -> list[LapResult]:
         """Let an executor perform the training of the laps."""
@@ -326,7 +326,7 @@ class Advisor:
             setting = self._entries.experiment(arm._replace(params=params)).methods[0].setting
             plan = RoundPlan(setting.rounds, 0)
             if label != AVERAGE_METHOD:
-                with suppress(RunStopped, CodeError, Refused):  # the laps of the arm end so too, and have the reason
+                with suppress(RunStopped, CodeError, Refused):  # the candidate's laps report it
                     plan = self._budget.plan(lap_setting(setting, self.seeds[0], setting.rounds), self.fed)
             self._rounds[label, 0] = plan.rounds
             self._planned += plan.spent
@@ -368,7 +368,7 @@ class Advisor:
 
     def _begin(self) -> None:
         self._check_directory()
-        # The file comes first: a process that joins now must find a race, not a folder of someone else.
+        # The file is written first, so that a process that joins now recognizes the folder as the folder of this race.
         write_atomic(self.out / RACE_FILE, tomli_w.dumps(self._identity()).encode())
         make_folder(self.out / LAPS_FOLDER)
 
@@ -394,7 +394,7 @@ class Advisor:
         seeds = list(head.seeds) if len(head.seeds) >= MOST_SEEDS else list(range(head.seeds[0], head.seeds[0] + 5))
         document = self._entries.document(rounds, advice.arms, seeds=seeds)
         content = document if self._read is parse else self._read(document, "advised.toml").settings()
-        self._read(document, "advised.toml")  # what is written can be read
+        self._read(document, "advised.toml")  # check that the file can be read again
         write_answer(self.out, advice, tomli_w.dumps(content))
         for folder in (self.out / LAPS_FOLDER).iterdir():
             for file in folder.iterdir():

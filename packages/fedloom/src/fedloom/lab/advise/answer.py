@@ -264,7 +264,7 @@ def form_advice(
         first = next(iter(outcome.departures.values()))
         raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")
     shared = [label for label in outcome.racing if label != ALONE_METHOD]
-    method = shared[0] if shared else AVERAGE_METHOD  # which has trained to the end in any case
+    method = shared[0] if shared else AVERAGE_METHOD  # FedAvg always runs to the end
     gains = {
         label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
         for label in (ALONE_METHOD, AVERAGE_METHOD)

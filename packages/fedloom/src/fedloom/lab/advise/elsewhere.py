@@ -73,7 +73,7 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
         fed = _cut_federations(experiment, tuple(lap["seeds"]))[lap["seeds"].index(lap["seed"])]
         ended = run_lap(setting, fed, lap["end"], lap["metric"], folder, [])
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if ended else {}
-        if any(path.is_dir() for path in folder.iterdir()):  # a state with folders does not travel
+        if any(path.is_dir() for path in folder.iterdir()):  # a reply contains only files
             files = {LAP_FILE: files[LAP_FILE]} if ended else {}
         return UnitReply(files, interrupted=not ended, worker=worker_name()).packed()
 

@@ -116,7 +116,7 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
     decide, kept = cut.halve_validation()
     design = fed.data.design
     turns = [0] * seeds if design is not None and design.order is not None else range(seeds)
-    first = cut.make(decide, kept, decide)
+    first = cut.make_federation(decide, kept, decide)
     return [first if turn == 0 else cut.make_fold(decide, kept, turn, seeds) or first for turn in turns]
 
 
@@ -135,7 +135,7 @@ class _ValidationCut:
 
     def halve_validation(self) -> tuple[Subjects, Subjects]:
         """Return the validation subjects that decide the race, and the subjects held out for the final estimates."""
-        subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
+        subjects, _, turn = self._rank_subjects(np.unique(self._who[self._validates]))
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
@@ -143,35 +143,35 @@ class _ValidationCut:
 
         The result is None if no training samples would remain at some client.
         """
-        fold = self._take_fold(decide, turn, turns)
+        fold = self._choose_fold(decide, turn, turns)
         try:
-            return self.make(fold, kept, self._take_as_many(decide, fold))
-        except PartitionError:  # all of its subjects are at other clients, too
+            return self.make_federation(fold, kept, self._choose_as_many(decide, fold))
+        except PartitionError:  # another client has the same subjects
             return None
 
-    def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
+    def _choose_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
         """Choose as many validation subjects from the training part as each client had, spread over its classes."""
         clients = self._fed.n
-        trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
+        trained, home, rank = self._rank_subjects(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
-        wanted = np.minimum(np.bincount(self._ranked(decide)[1], minlength=clients), sizes // 2)[home]
-        place = rank + (turn * sizes[home]) // (turns * np.maximum(wanted, 1))  # other ones with every seed
+        wanted = np.minimum(np.bincount(self._rank_subjects(decide)[1], minlength=clients), sizes // 2)[home]
+        place = rank + (turn * sizes[home]) // (turns * np.maximum(wanted, 1))  # differs by seed
         in_fold = (place + 1) * wanted // sizes[home] > place * wanted // sizes[home]
         fold: Subjects = trained[in_fold]
         return fold
 
-    def _take_as_many(self, decide: Subjects, fold: Subjects) -> Subjects:
+    def _choose_as_many(self, decide: Subjects, fold: Subjects) -> Subjects:
         """For each client, choose as many deciding subjects as the client's fold contains.
 
         With this choice, no seed trains on more subjects.
         """
         clients = self._fed.n
-        subjects, home, rank = self._ranked(decide)
-        sizes, wanted = (np.bincount(one, minlength=clients)[home] for one in (home, self._ranked(fold)[1]))
+        subjects, home, rank = self._rank_subjects(decide)
+        sizes, wanted = (np.bincount(one, minlength=clients)[home] for one in (home, self._rank_subjects(fold)[1]))
         chosen: Subjects = subjects[(rank + 1) * wanted // sizes > rank * wanted // sizes]
         return chosen
 
-    def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
+    def make_federation(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
         """Return a federation in which the given subjects are used to evaluate models.
 
         Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
@@ -192,7 +192,7 @@ class _ValidationCut:
         index, offsets = torch.from_numpy(self._rows[order]), torch.from_numpy(ends)
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
-    def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
+    def _rank_subjects(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
         """Return the subjects, the clients that they belong to, and their ranks within each client.
 
         Ranks are ordered by class, and are random within a class.

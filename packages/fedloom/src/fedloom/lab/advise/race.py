@@ -179,7 +179,7 @@ def race(
         planned: function that returns the number of sample gradients that were computed outside of laps. These
             gradients count toward the budget.
     """
-    return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
+    return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).run_to_end(stay)
 
 
 class _Race:
@@ -195,42 +195,42 @@ class _Race:
         self._departures = dict[str, Departure]()
         self._levels, self._looks, self._spent = spend_level(MAX_LOOKS), 0, 0
 
-    def go(self, stay: int) -> RaceOutcome:
+    def run_to_end(self, stay: int) -> RaceOutcome:
         """Run the race to the end and return the outcome."""
         self._train(self._arms, self._seeds[:1], EARLY_DEPTH)
-        self._keep(stay, self._seeds[:1])
+        self._keep_best_settings(stay, self._seeds[:1])
         first = self._seeds[:FIRST_SEEDS]
         self._train(self._arms, first, MIDDLE_DEPTH)
-        self._keep(1, first)
-        self._look(first, MIDDLE_DEPTH)
+        self._keep_best_settings(1, first)
+        self._eliminate_methods(first, MIDDLE_DEPTH)
         self._train(self._finalists(), first, WHOLE_DEPTH)
-        self._keep(1, first)
-        self._look(first, WHOLE_DEPTH)
+        self._keep_best_settings(1, first)
+        self._eliminate_methods(first, WHOLE_DEPTH)
         count = FIRST_SEEDS
-        while self._is_open and count < MOST_SEEDS and self._affords(len(self._finalists())):
+        while self._is_open and count < MOST_SEEDS and self._can_afford(len(self._finalists())):
             self._train(self._finalists(), self._seeds[count : count + 1], WHOLE_DEPTH)
             count += 1
-            self._keep(1, self._seeds[:count])
-            self._look(self._seeds[:count], WHOLE_DEPTH)
+            self._keep_best_settings(1, self._seeds[:count])
+            self._eliminate_methods(self._seeds[:count], WHOLE_DEPTH)
         results = {
             (label, seed): result
             for (label, number, seed), result in self._newest.items()
             if label in self._finalists() and self._arms[label][0].number == number
         }
-        racing = self._racing()
+        racing = self._remaining_labels()
         level = self._levels[min(self._looks, MAX_LOOKS - 1)] / max(1, self._methods - 1)
         arms = {label: one[0] for label, one in self._arms.items()}
         return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent + self._planned())
 
-    def _affords(self, runs: int) -> bool:
+    def _can_afford(self, runs: int) -> bool:
         """Return True if the remaining budget is sufficient for the given number of complete runs."""
         return self._spent + self._planned() + runs * self._work <= self._budget
 
     @property
     def _is_open(self) -> bool:
-        return len(self._racing()) > 1
+        return len(self._remaining_labels()) > 1
 
-    def _racing(self) -> tuple[str, ...]:
+    def _remaining_labels(self) -> tuple[str, ...]:
         """Return the labels of the methods that are still in the race, best method first."""
         racing = [label for label in self._arms if label not in self._departures]
         means = {label: self._mean(self._arms[label][0]) for label in racing}
@@ -262,7 +262,7 @@ class _Race:
         scored = np.isfinite(table).all(0)
         return self._sign * float(table[:, scored].mean()) if scored.any() else -math.inf
 
-    def _keep(self, count: int, seeds: Sequence[int]) -> None:
+    def _keep_best_settings(self, count: int, seeds: Sequence[int]) -> None:
         """Retain only the best settings of each method. A method is eliminated if all of its settings have failed."""
         for label, one in [*self._arms.items()]:
             best = sorted(one, key=lambda arm: (-self._mean(arm), arm.number))
@@ -274,12 +274,12 @@ class _Race:
                 self._departures[label] = Departure(self._looks, "", None, reasons[0] if reasons else "no score")
                 self._tell(f"{label} leaves: {self._departures[label].reason}")
 
-    def _look(self, seeds: Sequence[int], depth: float) -> None:
+    def _eliminate_methods(self, seeds: Sequence[int], depth: float) -> None:
         """Eliminate each method for which another method is better by more than can be explained by chance."""
         level = self._levels[self._looks] / max(1, self._methods - 1)
         self._looks += 1
         racing, results = (
-            self._racing(),
+            self._remaining_labels(),
             {
                 (label, seed): r
                 for (label, number, seed), r in self._newest.items()
@@ -295,7 +295,7 @@ class _Race:
             by_p = sorted((gap.p_above(), rival, gap) for gap, rival in beaten)
             if by_p and by_p[0][0] <= level:
                 self._departures[label] = Departure(self._looks, by_p[0][1], by_p[0][2])
-        left = self._racing()
+        left = self._remaining_labels()
         self._tell(
             f"look {self._looks}, {len(seeds)} seeds, {percent(depth)} of a run: in the race, the best first: "
             f"{', '.join(left)}"

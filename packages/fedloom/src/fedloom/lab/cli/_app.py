@@ -61,13 +61,13 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 @contextmanager
-def _end_without_reader() -> Iterator[None]:
-    """End quietly when the reader of the output has closed it, as other programs do, for example with ``| head -1``."""
+def _exit_on_closed_output() -> Iterator[None]:
+    """Exit without a message if the reader of the output has closed the pipe, as in ``fedloom list | head -1``."""
     try:
         yield
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.__stdout__, sys.__stderr__):  # what they hold yet is flushed at the end of the process
+        for stream in (sys.__stdout__, sys.__stderr__):  # their buffers are flushed at the end of the process
             if stream is not None:
                 os.dup2(nowhere, stream.fileno())
         raise typer.Exit(128 + signal.SIGPIPE) from None
@@ -94,22 +94,22 @@ class StrictCommandGroup(TyperGroup):
         command: Any = super().get_command(ctx, cmd_name)
         for option in [] if command is None else command.params:
             if option.type.name.startswith(("integer", "float")) and not hasattr(option.type, "converts"):
-                option.type = copy(option.type)  # types of click are shared by all programs of the process
+                option.type = copy(option.type)  # click shares its types in this process
                 option.type.converts, option.type.convert = option.type.convert, partial(_plain_number, option.type)
         return command
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Return the context of the command, unless help or the version was requested and has been printed."""
-        with _end_without_reader():
+        with _exit_on_closed_output():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command and return its result. Expected errors are printed as sentences."""
-        with _end_without_reader(), print_errors():
+        with _exit_on_closed_output(), print_errors():
             try:
                 return super().invoke(ctx)
             except Exception as error:
-                wrong: Any = error  # click's, which has no public type in typer
+                wrong: Any = error  # click's error, which typer does not export
                 if new := RENAMED_KEYS["command"].get(str(getattr(error, "option_name", ""))):
                     wrong.message, wrong.possibilities = (
                         f"No such option: {wrong.option_name}; its name is now {new}",
@@ -162,7 +162,7 @@ class StrictCommandGroup(TyperGroup):
             return super().resolve_command(ctx, args)
         except Exception as error:
             if "Did you mean" in getattr(error, "message", "") and hasattr(error, "possibilities"):
-                error.possibilities = None  # click's, which typer has in the message already
+                error.possibilities = None  # the message contains them already
             missing = [name for name in COMMAND_PACKAGES if find_spec(name.replace("-", "_")) is None]
             if missing and hasattr(error, "message"):
                 error.message += f" More commands come with the packages {' and '.join(missing)}."
@@ -293,7 +293,7 @@ def add_file_to_errors(file: Path) -> Iterator[None]:
 def _add_location(sentence: str, file: Path, text: str, fix: str) -> str:
     """Return an error message, preceded by the file and the line of the first key that the message or advice names."""
     if sentence.startswith("--") or "choose another --out" in sentence:
-        return sentence  # about the command itself
+        return sentence  # the message is about the command, not about the file
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
     if rest != sentence and not sentence.startswith(f"{file}: "):
         return sentence
@@ -373,7 +373,7 @@ def print_errors() -> Iterator[None]:
         say(f"error: {error.filename}: {error.strerror}. Check the path and its permissions", err=True)
         raise typer.Exit(1) from None
     except SystemExit as end:
-        if traceback.extract_tb(end.__traceback__)[-1].name == "join_ranks":  # another rank names the cause
+        if traceback.extract_tb(end.__traceback__)[-1].name == "join_ranks":  # another rank reports the cause
             raise
         say(
             f"error: code that the program called ended it: {cause_of(end)}. Raise a different exception there",

@@ -68,7 +68,7 @@ def analyze_file(
         count = len(data.user_names) if isinstance(clients, Dataset) else clients.n
         result = run_analysis(analysis, clients, rules=agreed)
         say(*result.notes)
-        columns = {  # lists, as of a histogram, are for files
+        columns = {  # columns of lists, such as histograms, are not printed
             field.name: result.table[field.name].to_pylist()
             for field in result.table.schema
             if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
@@ -78,7 +78,7 @@ def analyze_file(
         print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
         if facts:
             say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items() if value != ""))
-        say(f"{len(result.log)} questions to {count} clients, answered only by sums")
+        say(f"the analysis asked {count} clients {len(result.log)} questions and received only sums")
 
 
 def choose_analysis(

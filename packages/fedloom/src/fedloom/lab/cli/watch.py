@@ -118,7 +118,7 @@ class LivePage:
         from fedloom.lab.experiment.live import copy_live_run, find_modified_files
         from fedloom.lab.report.document import CONTENT_POLICY
 
-        work = self._work()
+        work = self._work_table()
         with self._lock, suppress(FedloomError, FileNotFoundError):
             if (newest_files := find_modified_files(self._folder)) != self._shown_files:
                 place = Path(self._draft.name)
@@ -135,7 +135,7 @@ class LivePage:
         live = live.replace('<main class="wrap">', f'<main class="wrap">{work}', 1)
         return (LIVE_SCRIPT % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
-    def _work(self) -> str:
+    def _work_table(self) -> str:
         """Return a table that shows which process is working on which unit while several processes share the directory.
 
         If only one process uses the directory, the HTML is empty.
@@ -192,7 +192,7 @@ def make_request_handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
             self.send_header("X-Content-Type-Options", "nosniff")
             self.send_header("X-Frame-Options", "DENY")
             self.end_headers()
-            with suppress(ConnectionError):  # the browser has gone on
+            with suppress(ConnectionError):  # the browser has closed the connection
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:

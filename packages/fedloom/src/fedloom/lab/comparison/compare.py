@@ -110,7 +110,7 @@ def compare(
         data: a federation, which is already split into clients. A data set, the name of a data set, arrays ``(x, y)``,
             and any other input of `fedloom.Dataset.create` are also accepted. A list that contains a pair ``(train,
             test)`` for each client, or any other input of `fedloom.Federation.create`, is treated as a federation.
-        model: model to train, as in `fedloom.simulate`. None: softmax regression.
+        model: model to train, as in `fedloom.simulate`. If None, softmax regression is used.
         partition: rule that splits a data set among clients, such as ``fl.partitions.dirichlet(clients=20,
             alpha=0.1)``. The split is drawn again for each seed. A federation is already split, so the seeds affect
             everything except the split.

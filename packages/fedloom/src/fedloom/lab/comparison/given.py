@@ -70,7 +70,7 @@ class Ready(Partition):
 
     def __call__(self, data: object, seed: int = 0) -> Federation:
         fed: Federation = self.held
-        if isinstance(data, Dataset) and data.columns.keys() > fed.data.columns.keys():  # kept for groups of rows
+        if isinstance(data, Dataset) and data.columns.keys() > fed.data.columns.keys():  # adds columns of groups
             return replace(fed, data=data)
         return fed
 
@@ -123,7 +123,7 @@ class GivenExperiment:
             raise ConfigError(f"compare: `seed` sets the seed of a single run. Pass seeds=[{choices['seed']!r}]")
         source, partition = _read_data_and_partition(data, partition, call)
         tables = _method_tables(methods)
-        way = _call_places(tables, keywords)
+        way = _call_keys(tables, keywords)
         for key, value in choices.items():
             if key not in way.keys:
                 raise unknown("key", key, way.keys, call, way.hint(key, value))
@@ -133,7 +133,7 @@ class GivenExperiment:
         head = {"name": name, "seeds": numbers, "data": source, "partition": partition, "tune": tune}
         self.document: dict[str, Any] = {**head, **chosen, "method": tables}
         self.experiment = self.read(self.document)
-        self.document |= {"model": self.experiment.common.model} if "model" in chosen else {}  # made once
+        self.document |= {"model": self.experiment.common.model} if "model" in chosen else {}  # created only once
         for table, method in zip(tables, self.experiment.methods, strict=True):
             table |= {"model": method.setting.model} if "model" in table else {}
 
@@ -150,7 +150,7 @@ class GivenExperiment:
         return parse(document, where or self._call, self._way)
 
 
-def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> KeyPlaces:
+def _call_keys(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> KeyPlaces:
     """Return the keys that a call from Python accepts: its keywords and the options that all methods share."""
 
     def special(key: str, value: object) -> str:
@@ -228,6 +228,6 @@ def _method_tables(methods: Mapping[str, object] | Sequence[object]) -> list[dic
         if not (isinstance(table["label"], str) and table["label"].strip() and table["label"].isprintable()):
             raise ConfigError(f"compare: a label must be printable text, got {table['label']!r:.80}")
         if isinstance(local := table.get("local"), LocalSGD):
-            table["local"] = dump(local)  # of which a search changes single keys
+            table["local"] = dump(local)  # so that a search can change single keys
         tables.append(table)
     return tables

@@ -118,7 +118,7 @@ def theory_lines(name: str) -> list[str]:
     theorem = THEOREM_TABLE[name]
     lost = [words for kind, (words, _) in THEOREM_EXAMPLES.items() if kind in uncovered_parts(name)]
     sentences = [f"Theory: {theorem.proves}.", f"It needs {theorem.needs}.", theorem.defaults]
-    sentences += [f"The theorem does not hold, although the run works, with {', '.join(lost[:-1])} or {lost[-1]}."]
+    sentences += [f"The method also runs with {', '.join(lost[:-1])} or {lost[-1]}, which the theorem does not cover."]
     return ["", *wrap(" ".join(filter(None, sentences)), 120)]
 
 

@@ -27,7 +27,7 @@ def json_schema() -> str:
             schema: Schema = value.model_json_schema()
             shared.update(schema.pop("$defs", {}))
             for field in schema.get("properties", {}).values():
-                field.pop("title", None)  # the key once more
+                field.pop("title", None)  # the title only repeats the key
             return schema
         properties = {k: v for part in value.parts for k, v in one(part).get("properties", {}).items()}
         return {"type": "object", "properties": properties, "additionalProperties": False}
@@ -41,7 +41,7 @@ def json_schema() -> str:
         for name, field in choices[0]["properties"].items() if len(choices) > 2 else ():
             if all(c["properties"].get(name) == field for c in choices) and shared.setdefault(name, field) == field:
                 for c in choices:
-                    c["properties"][name] = {"$ref": f"#/$defs/{name}"}  # once for all kinds
+                    c["properties"][name] = {"$ref": f"#/$defs/{name}"}  # all kinds share one definition
         path = {"type": "string", "pattern": IMPORT_PATH_PATTERN, "description": "import path of a class of user code"}
         choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
         return {"type": "object", "anyOf": choices}
@@ -52,7 +52,7 @@ def json_schema() -> str:
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
     overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
-    words = {"enum": list(DEFAULT_KINDS), "description": "constants of the options that are not given"}
+    words = {"enum": list(DEFAULT_KINDS), "description": "default constants for options that the file does not set"}
     label = {"type": "string"}
     method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, defaults=words)
     document = {

@@ -187,7 +187,7 @@ class Plan:
                 continue.
         """
         if executor is not None:
-            self._check_travels(executor, join=join)
+            self._check_executor(executor, join=join)
         if join:
             return self._run_joined(listeners, page=page)
         if self.ranks.rank > 0:
@@ -198,7 +198,7 @@ class Plan:
             interrupted, failures = False, dict[tuple[str, int], str]()
             share = ProcessShare(1, 1) if executor is not None else self.share
             if executor is not None:
-                interrupted, failures = self._run_elsewhere(executor)
+                interrupted, failures = self._run_on_executor(executor)
             elif share.runs > 1:
                 interrupted = self._run_side_by_side(share, listeners, ended, read)
             workers = None if share.runs == 1 else 1
@@ -206,11 +206,11 @@ class Plan:
                 listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures, read=read
             )
             self._write(outcomes)
-            self._run_further(outcomes)
+            self._run_additional_runs(outcomes)
             self._write_page(outcomes, page=page)
         return outcomes
 
-    def _check_travels(self, executor: Executor, *, join: bool) -> None:
+    def _check_executor(self, executor: Executor, *, join: bool) -> None:
         """Raise an error, before any work is done, if no executor can run the experiment."""
         check_executor(executor)
         if join or self.ranks.size > 1:
@@ -220,7 +220,7 @@ class Plan:
     def _luggage(self) -> PackedExperiment:
         return pack_experiment(self.experiment, self._checksum())
 
-    def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
+    def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
         """Let an executor perform the runs that are missing.
 
         Return whether the user stopped it, and the failures keyed by run.
@@ -362,7 +362,7 @@ class Plan:
         except (CodeError, RunStopped) as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
         except DamagedCheckpoint as error:
-            if self.ranks.size > 1:  # the other ranks wait for what the first has read
+            if self.ranks.size > 1:  # the other ranks wait for the first one
                 raise
             again = f"the other methods continued. To start it again: --force --method {shlex.quote(method.label)}"
             outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", damaged=True)
@@ -391,7 +391,7 @@ class Plan:
             self._write_models(self.runs[k], outcome)
             return outcome.complete, time.perf_counter() - start
 
-        def cost(k: int) -> float:  # the first run of a method measures the others
+        def cost(k: int) -> float:  # known after the method's first run
             return seconds.get(self.runs[k][0].label, math.inf)
 
         with (
@@ -422,7 +422,7 @@ class Plan:
     def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
-    def _run_further(self, outcomes: Sequence[Outcome]) -> None:
+    def _run_additional_runs(self, outcomes: Sequence[Outcome]) -> None:
         """Perform the additional runs that the analyses need for each complete run.
 
         Rows that have already been computed are kept.

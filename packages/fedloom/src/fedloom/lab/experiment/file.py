@@ -225,7 +225,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
     )
     try:
         recorded, complete = parse(recorded).settings(), True
-    except FedloomError:  # of a version that had other options
+    except FedloomError:  # an earlier version with other options wrote the settings
         complete = False
     both = {m["label"] for m in recorded["method"]} & {m["label"] for m in now["method"]}
 

@@ -174,7 +174,7 @@ class RunDirectory:
         The other methods are omitted, because their code may no longer exist.
         """
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
-        apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
+        apart = ("resolved", "partition", "analysis")  # a model does not need analyses
         document = {k: v for k, v in self._document.items() if k not in apart}
         tables = {"data": RecordedData(), "method": [self._insert_model(method) for method in methods]}
         return parse({**self._insert_model(document), **tables}, str(self.path / SETTINGS_FILE), trains=bool(methods))
@@ -194,7 +194,7 @@ class RunDirectory:
         """Return the setting of a method."""
         tables = [m for m in self._methods if m.get("label") == label]
         if not tables and label in [table["label"] for table in compared_tables(self._document)]:
-            return self._experiment([]).common.with_(model=Softmax())  # of any analysis, the model is linear
+            return self._experiment([]).common.with_(model=Softmax())  # analyses fit linear models
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
@@ -304,7 +304,7 @@ class RunDirectory:
         Raises:
             LayoutError: the file does not contain a model, or its model has a different architecture.
         """
-        with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
+        with open_tensors(Path(path), check=False) as file:  # Model.load checks the file
             label = facts_of(file, Path(path))[1].get("method")
         of_run = label in {method for method, _ in self._runs}
         setting = self._setting(str(label)) if of_run else self._experiment([{"algorithm": "fedavg"}]).common

@@ -230,7 +230,7 @@ def write_summary(
     """
     feds = list(federations.values())
     attackers = dict[int, NDArray[np.int64]]()
-    for o in outcomes:  # attackers of one method are left out of all, so that methods are compared on equal clients
+    for o in outcomes:  # all methods are compared on the same clients, without the attackers of any method
         if o.result is not None:
             attackers[o.seed] = np.union1d(attackers.get(o.seed, []), o.result.job.attackers.numpy()).astype(np.int64)
     write_splits(out, federations, attackers)

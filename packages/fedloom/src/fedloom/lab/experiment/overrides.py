@@ -94,11 +94,11 @@ def _remove_test_parts(document: dict[str, Any], where: str, explicit: Collectio
         partition["validation"] = 0.0
     seeds = document.get("seeds", [0])
     first = seeds[:1] if isinstance(seeds, list) else seeds
-    analyses = [entry for entry in document.get("analysis", ()) if not _looks_at_tests(entry)]
+    analyses = [entry for entry in document.get("analysis", ()) if not _needs_test_samples(entry)]
     return {**document, "partition": partition, "analysis": analyses, "seeds": first}
 
 
-def _looks_at_tests(entry: object) -> bool:
+def _needs_test_samples(entry: object) -> bool:
     """Return True if an analysis needs the test samples of a run, which do not exist after a refit.
 
     Analyses that are computed from sums use all rows instead.

@@ -98,7 +98,7 @@ class Head(Value):
 
     @field_validator("seeds")
     @classmethod
-    def _different(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"every seed may occur only once, got {list(seeds)}")
         return seeds

@@ -104,7 +104,7 @@ class Tracker:
                 return
             try:
                 self._write(key, event.status)
-            except Exception as error:  # of a library, a network, a database or a disk
+            except Exception as error:  # libraries, networks and disks raise many types
                 self._fail(key, event.status, error)
 
     def _write(self, key: tuple[str, int], status: str) -> None:
@@ -312,7 +312,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
                 return client, client.create_experiment(name, (folder / "artifacts").as_uri())
             except MlflowException:
                 existing = client.get_experiment_by_name(name)
-                if existing is None:  # else another run, which logs to the same place, was the first
+                if existing is None:  # otherwise, another run has created the experiment meanwhile
                     raise
         return client, existing.experiment_id
 

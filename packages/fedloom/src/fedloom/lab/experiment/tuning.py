@@ -20,7 +20,7 @@ class Range(Value):
     log: bool = Field(False, description="whether values are drawn uniformly on a log scale")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Range:
+    def _check_order(self) -> Range:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise ValueError(f"low must be less than high, got {self.low} and {self.high}")
         if self.log and self.low <= 0:

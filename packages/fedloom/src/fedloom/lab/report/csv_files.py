@@ -30,7 +30,7 @@ def neutralize_formula(cell: T) -> T | str:
     if not isinstance(cell, str):
         return cell
     mark = "'" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else ""
-    return mark + cell.replace("\r", " ")  # which the csv module does not quote, though readers end a row there
+    return mark + cell.replace("\r", " ")  # the csv module does not quote \r, but readers may end a row there
 
 
 def render_csv(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:

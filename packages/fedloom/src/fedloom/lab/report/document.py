@@ -51,20 +51,20 @@ SECTION_ORDER = {
     "clients": ("Clients", "The results of every client. A mean hides clients that lose."),
     "devices": ("Classes of devices", DEVICES),
     "fairness": ("Fairness", "The best method has a good mean and a good result for the worst clients."),
-    "attacks": ("Robustness", "Results with different shares of attacking clients."),
+    "attacks": ("Robustness", "Results with different fractions of attacking clients."),
     "clusters": (
         "Clusters",
         "The groups of similar clients that the methods found, and their agreement with the true groups.",
     ),
-    "structure": ("Sparsity and rank", "The size of the models, and the cost in accuracy."),
+    "structure": ("Sparsity and rank", "The size of the models, and the accuracy that a smaller size costs."),
     "costs": ("Work and traffic", "Gradients, traffic and time of every method."),
     "privacy": (
         "Privacy",
         "Epsilon after each round, for the client with the most rounds, without privacy amplification.",
     ),
     "convergence": ("Convergence", "The distance of every method from a solution of its problem."),
-    "others": ("More results", "Further values about the whole federation."),
-    "partition": ("Data", "The split of the samples over the clients."),
+    "others": ("More results", "Other metrics of the whole federation."),
+    "partition": ("Data", "The distribution of the samples among the clients."),
 }
 """Sections of the page in order, keyed by the group of charts, with their title and text."""
 

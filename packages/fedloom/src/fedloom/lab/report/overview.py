@@ -59,7 +59,7 @@ def render_facts(runs: list[Run], rows: list[Row]) -> str:
 
     records = [record for run in runs for record in run.summary.runs]
     measured = {(row.run, row.method): row.measured for row in rows}
-    reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # of runs that go on
+    reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # for unfinished runs
 
     def counted(number: str, what: str) -> str:
         return f"{number} {what}{'s' * (number != '1')}"
@@ -123,7 +123,7 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     name = f"{other.name} {other.model}".strip()
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
     amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
-    behind = winner.lead < 0  # over the common seeds; over its own it is the best
+    behind = winner.lead < 0  # only over the common seeds: over all of its seeds, the winner is the best
     words = ("behind" if behind else "ahead of") if criterion.higher else ("above" if behind else "below")
     lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
     log = is_ratio(criterion.figure)
@@ -294,7 +294,7 @@ def _diverged_notes(run_rows: list[Row]) -> str:
     if not odd:
         return ""
     lost = any(row.lost for row in run_rows)
-    end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
+    end = "Seeds that failed, or diverged before their end, have no result" if lost else "Metrics so far are shown"
     return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 
@@ -306,7 +306,7 @@ def _attack_notes(run: Run) -> str:
     tables = [run.options, *run.options.get("method", [])]
     kinds = dict.fromkeys(table["attack"]["kind"] for table in tables if "attack" in table)
     share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({', '.join(kinds)})"
-    return f"{share}. All results are of the other, benign clients."
+    return f"{share}. All results describe the other, benign clients."
 
 
 def _work_notes(run_rows: list[Row]) -> str:
@@ -322,8 +322,8 @@ def _work_notes(run_rows: list[Row]) -> str:
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
-        f"The methods did not do the same work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
-        f"sample gradients{named}. Compare them at equal sample gradients too."
+        f"The methods did unequal work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
+        f"sample gradients{named}. Compare them at equal sample gradients, too."
     )
 
 
@@ -338,8 +338,8 @@ def _missing_client_notes(run: Run, run_rows: list[Row]) -> list[str]:
     listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
     who = f"; {listed}" if len(everyone) <= MAX_NAMED_MISSING else ""
     return [
-        f"Clients without {lowercase_title(metric(lead).title)}, which are not in the means: up to {most} "
-        f"of {run.clients}{who}."
+        f"Clients without {lowercase_title(metric(lead).title)}, which the means omit: up to {most} of {run.clients}"
+        f"{who}."
     ]
 
 

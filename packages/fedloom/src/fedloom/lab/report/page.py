@@ -105,7 +105,7 @@ def write_report(
     for figure in shown if charts else ():
         contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _figure_csv(figure)}
     check_tables(out, beside, contents, force=force)
-    with explained(beside):
+    with explain_report_errors(beside):
         beside.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         replace_text(beside / name, content)
@@ -218,16 +218,16 @@ def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Text is first written to a temporary file, so that readers never see a partially written file.
+    """Write text to a temporary file that then replaces the file, so that readers never see a partially written file.
 
     Raises:
         CheckpointError: the disk is full or refuses the file.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with explained(path):
+    with explain_report_errors(path):
         try:
             draft.unlink(missing_ok=True)
-            draft.touch(exist_ok=False)  # a file of its own, not a link to another
+            draft.touch(exist_ok=False)  # a new file, never a link to an existing one
             draft.write_text(text, encoding="utf-8")
             os.replace(draft, path)
         except OSError:
@@ -236,6 +236,6 @@ def replace_text(path: Path, text: str) -> None:
             raise
 
 
-def explained(path: Path) -> AbstractContextManager[None]:
-    """If an error occurs while a file of a report is being written, turn it into a sentence for the user."""
+def explain_report_errors(path: Path) -> AbstractContextManager[None]:
+    """Return a context manager that turns errors of writing a report into a sentence for the user."""
     return explain_os_error(path, "The results of the run are intact", "write the report with 'fedloom report'")

@@ -284,7 +284,7 @@ def _split_by_key(table: pa.Table) -> dict[Key, Points]:
         categories[name] = coded.dictionary.to_pylist()
         code = code * len(categories[name]) + coded.indices.to_numpy()
     small = np.int16 if code.max() <= np.iinfo(np.int16).max else np.int64
-    order = np.argsort(code.astype(small), kind="stable")  # int16 is sorted by radix, in linear time
+    order = np.argsort(code.astype(small), kind="stable")  # NumPy sorts int16 by radix sort, in linear time
     code = code[order]
     ends = [*np.flatnonzero(np.diff(code)) + 1, len(code)]
     points = Points(*(table[name].to_numpy()[order] for name in ("round", "client", "value")))

@@ -92,7 +92,7 @@ def check_values(
         ConfigError: one of the values is not accepted. The message contains the method's own error message about the
             value.
     """
-    alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
+    alone = {**document, "method": [document["method"][place]]}  # the other methods need not be parsed again
     for key, dimension in space.items():
         for value in (dimension.low, dimension.high) if isinstance(dimension, Range) else dimension:
             try:
@@ -163,7 +163,7 @@ class Search:
         self.space = {key: _optuna_distribution(dimension) for key, dimension in space.items()}
         self.settings, self.higher = settings_of(space), higher
         self._tune, self._label, self._first = tune, label, first
-        self._grid = self._shuffled(space) if self.whole else None
+        self._grid = self._shuffle_settings(space) if self.whole else None
 
     @property
     def whole(self) -> bool:
@@ -185,7 +185,7 @@ class Search:
             sampler=TPESampler(seed=self._seed(len(trials))),
             pruner=MedianPruner(n_startup_trials=tune.startup) if tune.prune else NopPruner(),
         )
-        # a failed trial is one of the worst to the sampler, and none of those that the pruner compares with
+        # the sampler treats a failed trial as one of the worst, and the pruner ignores it
         usable_trials = [t.with_(state="pruned", marks={}) if t.state == "failed" else t for t in trials]
         study.add_trials([t.frozen(self.space) for t in usable_trials])
         next_params = self._next(trials)
@@ -205,7 +205,7 @@ class Search:
         tried = [t.params for t in trials]
         return next((params for params in self._grid if params not in tried), None)
 
-    def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
+    def _shuffle_settings(self, space: Mapping[str, Dimension]) -> list[Params]:
         """Return all settings of a space that consists of lists, in seeded random order after the file's setting."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
         study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))

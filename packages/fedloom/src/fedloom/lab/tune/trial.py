@@ -124,7 +124,7 @@ class TrialJournal:
                 else optuna.create_study(storage=storage, study_name=label, direction=direction)
             )
             self.trials = [_thaw_trial(frozen) for frozen in self._study.trials]
-        except Exception as error:  # the storage raises what its parser meets
+        except Exception as error:  # the storage raises any error of its parser
             if isinstance(error, FedloomError) and not isinstance(error, InvalidValue):
                 raise
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
@@ -162,7 +162,7 @@ def remove_test(fed: Federation) -> Federation:
     """Return the federation without test data, so that it has neither test parts nor a common test set."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
-    partition = fed.partition and {**fed.partition, "test": 0.0}  # the part is empty on purpose
+    partition = fed.partition and {**fed.partition, "test": 0.0}  # the test part is empty on purpose
     return replace(fed, parts=parts, test=none, partition=partition)
 
 
@@ -249,7 +249,7 @@ def run_trial(
         )
         if result.stop is Stop.INTERRUPTED:
             raise Interrupted
-        watch(result.state)  # a run that had ended before an interruption is not played again
+        watch(result.state)  # also for a run that ended before an interruption
         if result.stop not in (Stop.DONE, Stop.STOPPED):
             raise _LostRun(result.state, RunStopped(result.stop, result.detail))
         return result.state
@@ -273,7 +273,7 @@ def run_trial(
         done = _add_run_cost(done, hopeless.state).with_(state="pruned", reason=reason)
     except _LostRun as lost:
         done = _add_run_cost(done, lost.state).with_(state="failed", reason=str(lost.reason))
-    except (RunStopped, CodeError, Refused) as error:  # a bound of an option may depend on the clients
+    except (RunStopped, CodeError, Refused) as error:  # the clients may limit an option's range
         done = done.with_(state="failed", reason=str(error))
     else:
         done = done.with_(value=sum(values) / len(values))

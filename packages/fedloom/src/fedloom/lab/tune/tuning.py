@@ -208,7 +208,7 @@ class Tuning:
         """
         self._stopped = False
         if executor is not None:
-            return self._run_elsewhere(executor, on_trial, tuned=tuned, join=join)
+            return self._run_on_executor(executor, on_trial, tuned=tuned, join=join)
         with lock(self.out, joins=join), interruptible() as interrupted:
             share = decide_share(self.experiment, self.federations, range(len(self.studies)))
             line, beside = EventQueue(), share.runs > 1
@@ -229,7 +229,7 @@ class Tuning:
                 check_case(self.out, [study.method.label for study in self.studies])
                 self._claim()
                 if (self.out / WORK_FOLDER).exists():
-                    self._adopt(Claims(self.out / WORK_FOLDER))
+                    self._take_over_trials(Claims(self.out / WORK_FOLDER))
 
                 def handle(_shared: None, k: int) -> None:
                     search(k, self.out)
@@ -237,9 +237,9 @@ class Tuning:
                 with WorkerPool([handle], share.runs, nested=share.workers > 1) as pool:
                     for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                         pass
-            return self._findings(tuned=tuned)
+            return self._write_findings(tuned=tuned)
 
-    def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
+    def _run_on_executor(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
         """Perform the work of `run` with an executor that computes the search for each method as one unit.
 
         If the search for a method is interrupted, it starts again from its first trial.
@@ -253,14 +253,14 @@ class Tuning:
             check_case(self.out, [study.method.label for study in self.studies])
             self._claim()
             if (self.out / WORK_FOLDER).exists():
-                self._adopt(Claims(self.out / WORK_FOLDER))
+                self._take_over_trials(Claims(self.out / WORK_FOLDER))
             studies = [s for s in self.studies if not s.search.ended(self._journal(s, self.out).trials)]
             units = [json.dumps({"label": study.method.label, "rounds": study.goal.rounds}) for study in studies]
             for k, reply in compute_units(executor, luggage, units, interrupted, compute_search):
                 write_atomic(self._log(studies[k], self.out), reply.files[LOG_FILE])
                 for trial in self._journal(studies[k], self.out).trials:
                     on_trial(studies[k].method.label, trial)
-            return self._findings(tuned=tuned)
+            return self._write_findings(tuned=tuned)
 
     def search_one(self) -> bytes | None:
         """Search for the settings of the experiment's only method.
@@ -274,7 +274,7 @@ class Tuning:
         ended = study.search.ended(self._journal(study, self.out).trials)
         return self._log(study, self.out).read_bytes() if ended else None
 
-    def _findings(self, *, tuned: bool) -> list[SearchResult]:
+    def _write_findings(self, *, tuned: bool) -> list[SearchResult]:
         """Write all files of the search, and return the result for each method."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
@@ -324,14 +324,14 @@ class Tuning:
         def write() -> None:
             for study, unit in zip(self.studies, units, strict=True):
                 write_atomic(self._log(study, self.out), self._log(study, unit.target).read_bytes())
-            results.extend(self._findings(tuned=tuned))
+            results.extend(self._write_findings(tuned=tuned))
 
         results = list[SearchResult]()
         session.work(units, do, share)
         session.finish(write)
         return results or [self._result_of(study) for study in self.studies]
 
-    def _adopt(self, claims: Claims) -> None:
+    def _take_over_trials(self, claims: Claims) -> None:
         """Take over the trials of processes that joined the search and have since ended."""
         claims.check_ended()
         for study in self.studies:
@@ -383,10 +383,10 @@ class Tuning:
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
-            head += "# The rounds of every method make its sample gradients nearest to those of `rounds` plain ones.\n"
+            head += "# In its rounds, each method does about as much work as in `rounds` rounds of local training.\n"
             head += "".join(f"# {sentence}\n" for sentence in report_overspending(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
-        content = document if self._read is parse else experiment.settings()  # values have no form in TOML
+        content = document if self._read is parse else experiment.settings()  # TOML cannot represent objects
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
@@ -404,7 +404,7 @@ class Tuning:
             return {}
         wanted = self.experiment.common.rounds
         needed = best.rounds
-        if wanted != study.goal.rounds:  # a round of the best trial had its share of the trial's work
+        if wanted != study.goal.rounds:  # scale by the work per round of the best trial
             needed = max(1, round(best.rounds * wanted / study.goal.rounds / (finding.share or 1.0)))
         return {} if needed == wanted else {"rounds": needed}
 

@@ -90,12 +90,12 @@ class Budget(NamedTuple):
                     beside += after
                 spent = int(total) + beside
                 if total + after >= self.samples:
-                    return RoundPlan(self._nearest(totals, after), spent, after)
+                    return RoundPlan(self._closest_rounds(totals, after), spent, after)
                 before, ratio = ratio, (total - totals[-2]) / self._cost(round)
                 steady = abs(ratio - before) <= EQUAL_COST_TOLERANCE * max(ratio, before)
                 if not whole and steady:
                     return RoundPlan(
-                        self._extrapolated(totals, ratio, after) if ratio else len(self.plain), spent, after
+                        self._extrapolate_rounds(totals, ratio, after) if ratio else len(self.plain), spent, after
                     )
                 if round >= MAX_ROUND_MULTIPLE * len(self.plain):
                     return RoundPlan(round, spent, after)
@@ -108,7 +108,7 @@ class Budget(NamedTuple):
         """
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
-    def _nearest(self, totals: list[float], after: int) -> int:
+    def _closest_rounds(self, totals: list[float], after: int) -> int:
         """Return the number of rounds measured so far, or one less if that comes closer to the budget.
 
         In case of a tie, the smaller number is returned.
@@ -116,13 +116,13 @@ class Budget(NamedTuple):
         *_, before, last = totals
         return max(1, len(totals) - 1 - (last + after - self.samples >= self.samples - before - after))
 
-    def _extrapolated(self, totals: list[float], ratio: float, after: int) -> int:
+    def _extrapolate_rounds(self, totals: list[float], ratio: float, after: int) -> int:
         mean = self.samples / len(self.plain)
         for cost in chain(self.plain[len(totals) - 1 :], repeat(mean)):
             totals.append(totals[-1] + ratio * cost)
             if totals[-1] + after >= self.samples:
                 break
-        return self._nearest(totals, after)
+        return self._closest_rounds(totals, after)
 
 
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:

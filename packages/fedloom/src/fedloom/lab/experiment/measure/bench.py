@@ -98,7 +98,7 @@ class Bench:
         self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
         self.share = decide_share(experiment, {seed: self.federation})
         counts = workers or (1, usable_cores() if experiment.common.engine.device == "cpu" else 1)
-        self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
+        self.ways = {m.label: self._supported_ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[MeasuredSpeed]:
         """Measure each method in each of the ways, and yield the speeds.
@@ -128,18 +128,18 @@ class Bench:
         engine = method.setting.engine.with_(gradient_engine=oracle, workers=workers)
         return method.setting.with_(engine=engine)
 
-    def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[ComputeWay]:
+    def _supported_ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[ComputeWay]:
         def job_of(wanted: int | str) -> Job:
             return make_job(self._setting(method, method.setting.engine.gradient_engine, wanted), self.federation)[0]
 
         job = job_of(self.experiment.common.engine.workers if self.share.runs == 1 else self.share.workers)
         picked = ComputeWay(job.oracle.name, job.workers, picked=True)
-        able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
+        able = [picked.oracle, *(name for name in oracles or ORACLES if self._fits(method, name, named=bool(oracles)))]
         counts = dict.fromkeys([picked.workers, *(job_of(n).workers for n in workers)])
         alternatives = [ComputeWay(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
         return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
 
-    def _can(self, method: Method, oracle: str, *, named: bool) -> bool:
+    def _fits(self, method: Method, oracle: str, *, named: bool) -> bool:
         try:
             check(self._setting(method, oracle, 1), self.federation)
         except Refused:
@@ -170,12 +170,12 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
         row=row,
         chunk=job.chunk,
         cohort=cohort,
-        crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if crowded else 1.0,
+        crowd=max(1.0, _busy_seconds_per_client(setting, fed, rounds) / share) if crowded else 1.0,
         cores=usable_cores(),
     )
 
 
-def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
+def _busy_seconds_per_client(setting: Setting, fed: Federation, rounds: int) -> float:
     """Return the time in seconds of local work per client while every core computes the same rounds at once.
 
     In each round, the time of the slowest process is used.

@@ -209,7 +209,7 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
     period = period_of(setting.client_weights)
     finds = 1 if period is None else 1 + (setting.rounds - 1) // period
     once = setting if period is None else setting.with_(client_weights=str(setting.client_weights).partition(" ")[0])
-    result = simulate(once, fed, callbacks=[_is_tried])
+    result = simulate(once, fed, callbacks=[_stop_reason])
     start, pace = initial_state(result.job, result.state.server), result.state.times.pace(setting.evaluate.every)
     searches = dict(zip(CLIENT_COUNTS, (finds * start.totals[: len(CLIENT_COUNTS)]).tolist(), strict=True))
     recorded = result.state.records.last("", "", "samples_backward")
@@ -220,5 +220,5 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
     return RunCost(setting.rounds, RoundCost.measure(start, result.state, pace), result.job.oracle.layout.d, other)
 
 
-def _is_tried(state: State) -> str | None:
+def _stop_reason(state: State) -> str | None:
     return "enough rounds are measured" if state.round == ESTIMATE_ROUNDS else None

@@ -139,7 +139,7 @@ class ExperimentDirectory:
                         shutil.rmtree(folder)
                     claim.release()
         elif (self.out / WORK_FOLDER).exists():
-            self._adopt(Claims(self.out / WORK_FOLDER))
+            self._take_over_results(Claims(self.out / WORK_FOLDER))
 
     def _check_rounds(self, federations: Mapping[int, Federation]) -> None:
         """Prepare finished runs for more rounds, or raise an error if a run depends on its total number of rounds."""
@@ -150,14 +150,14 @@ class ExperimentDirectory:
             if planned < setting.rounds:
                 run_setting(setting, federations[seed], folder=folder, advance=False)
                 longer.append(self.folder(MODELS_FOLDER, method, seed))
-        for models in longer:  # those of fewer rounds
+        for models in longer:  # models that were trained for fewer rounds
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
             if analysis.runs_further:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _discard_other_fits(self) -> None:
-        """Delete models that an analysis has fitted with other options. As its table, they are computed again."""
+        """Delete models that an analysis has fitted with other options, so that the models are fitted again."""
         for method, seed in self.runs:
             algorithm, before = method.setting.algorithm, Checkpoints(self.folder(CHECKPOINTS_FOLDER, method, seed))
             now = algorithm.analysis if isinstance(algorithm, Fitted) else None
@@ -165,7 +165,7 @@ class ExperimentDirectory:
                 for kind in (CHECKPOINTS_FOLDER, MODELS_FOLDER):
                     shutil.rmtree(self.folder(kind, method, seed), ignore_errors=True)
 
-    def _adopt(self, claims: Claims) -> None:
+    def _take_over_results(self, claims: Claims) -> None:
         """Take over the results of processes that joined the experiment and have since ended.
 
         Raise an error if at least one of these processes may still be working.

@@ -43,7 +43,7 @@ def _process_executor(count: str) -> Any:
     from multiprocessing import get_context
 
     pool = ProcessPoolExecutor(_parse_number(count, "processes"), mp_context=get_context("spawn"))
-    atexit.register(pool.shutdown)  # before the interpreter takes its modules down, which the pool uses
+    atexit.register(pool.shutdown)  # the pool uses modules that the interpreter unloads later
     return pool
 
 
@@ -136,13 +136,13 @@ def compute_units(
                 reply = UnitReply.decode(call.result())
             except FedloomError:
                 raise
-            except Exception as error:  # of the engine: a worker has died
+            except Exception as error:  # the executor raises its own type of error if a worker has died
                 lost[k] += 1
                 if lost[k] == MAX_TRIES:
-                    raise _is_lost(units[k], error) from error
+                    raise _lost_unit_error(units[k], error) from error
                 reply = UnitReply({}, interrupted=True)
             if had_data:
-                wanting.got(reply.worker)
+                wanting.record_reply(reply.worker)
             if not (reply.wants_data or reply.interrupted):
                 yield k, reply
                 continue
@@ -172,7 +172,7 @@ class _WorkersWithoutData:
         self._under_way += sends
         return sends
 
-    def got(self, worker: str) -> None:
+    def record_reply(self, worker: str) -> None:
         """Record that a worker returned a unit that was sent with its data, or that the unit was lost."""
         self._having.add(worker)
         self._lacking -= self._having
@@ -187,10 +187,10 @@ def _submit_unit(
     except FedloomError:
         raise
     except Exception as error:
-        raise _is_lost(unit, error) from error
+        raise _lost_unit_error(unit, error) from error
 
 
-def _is_lost(unit: str, error: Exception) -> FedloomError:
+def _lost_unit_error(unit: str, error: Exception) -> FedloomError:
     what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return FedloomError(
         f"the executor lost {unit:.120}: {what}. Finished runs are saved, and the same command resumes the rest"

@@ -67,7 +67,7 @@ class FurtherRuns:
         self.units, self.methods = list[AnalysisRun](), list[int]()
         for analysis, before in zip(self._analyses, self._before, strict=True):
             for (method, seed), outcome in zip(runs, outcomes, strict=False):
-                fitted = isinstance(method.setting.algorithm, Fitted)  # which trains nothing
+                fitted = isinstance(method.setting.algorithm, Fitted)  # without training
                 if fitted or (method.label, seed) in before or outcome.result is None or not outcome.complete:
                     continue
                 further = analysis.units(method.setting.with_(seed=seed), federations[seed], outcome.result)

@@ -100,7 +100,7 @@ class JoinedWork:
     def finish(self, write: Callable[[], object]) -> None:
         """Write the final files, unless another process is writing them, and wait until they have been written."""
         with interruptible() as interrupted:
-            while self._is_on():
+            while self._is_in_progress():
                 claim = self._take(FINISH_STAGE)
                 if claim is None:
                     _wait_for_others(interrupted)
@@ -124,20 +124,20 @@ class JoinedWork:
     def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
         """Compute units until no unit remains, and return True. Return False if the user stopped the work."""
         open_units = [*enumerate(units)]
-        while self._is_on():
+        while self._is_in_progress():
             open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
             if not open_units:
                 return True
-            claimed = self._next(open_units, interrupted)
+            claimed = self._claim_next(open_units, interrupted)
             if interrupted():
                 return False
             if claimed is None:
                 time.sleep(PAUSE_SECONDS)
-            elif not self._finishes(*claimed, do):
+            elif not self._compute_claimed(*claimed, do):
                 return False
         return True
 
-    def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
+    def _claim_next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
         """Claim and return the first unclaimed unit.
 
         Return None if all units are claimed or the user stopped the work.
@@ -147,7 +147,7 @@ class JoinedWork:
                 return k, unit, claim
         return None
 
-    def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
+    def _compute_claimed(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
         """Compute a claimed unit and return True if it was completed.
 
         If the user stopped the work, the result is False.
@@ -162,7 +162,7 @@ class JoinedWork:
         except KeyboardInterrupt:
             return False
         except CheckpointError:
-            if self._is_on():  # else others have finished all, and deleted the claim
+            if self._is_in_progress():  # otherwise, the other processes finished and deleted the claim
                 raise
         finally:
             claim.release()
@@ -172,7 +172,7 @@ class JoinedWork:
         try:
             return self.claims.take(name)
         except CheckpointError:
-            if self._is_on():
+            if self._is_in_progress():
                 raise
             return None
 
@@ -182,7 +182,7 @@ class JoinedWork:
     def _failed(self, unit: WorkUnit) -> Path:
         return self.claims.folder / unit.name / FAILED_FILE
 
-    def _is_on(self) -> bool:
+    def _is_in_progress(self) -> bool:
         """Return True if the shared work that this process joined is still in progress."""
         return self._read_token() == self._token
 

@@ -136,7 +136,7 @@ def _estimate_load(setting: Setting, fed: Federation, chunks: int) -> RunLoad:
     few = alone.with_(sampler=Uniform(clients=min(TRIED_CLIENTS, cohort)))
     try:
         seconds = measure_rounds(few, fed, 2, through=record_workers).rounds[1].seconds or 0.0
-    except FedloomError:  # a method that needs all clients, or whose first round fails
+    except FedloomError:  # the method needs all clients, or its first round fails
         return RunLoad(0.0, float(setting.rounds), chunks)
     work, clients = by_round[-1].work, max(1, by_round[-1].clients)
     rest = max(0.0, seconds - work - by_round[-1].passing)

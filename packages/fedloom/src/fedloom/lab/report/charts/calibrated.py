@@ -148,7 +148,7 @@ def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, ma
     )
     caption = (
         "Fraction of events against the mean predicted probability, in bins of equal size of each site's test samples, "
-        f"with Wilson's 95 % intervals. On the dashed line, predictions are right ({words})."
+        f"with Wilson's 95 % intervals. The dashed line shows perfect calibration ({words})."
     )
     spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
     return Figure(

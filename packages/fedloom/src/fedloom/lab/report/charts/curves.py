@@ -155,7 +155,7 @@ def _draw_method_panels(
     }
     off = set() if log else kit.find_off_axis_names(largest)
     near = [p["value"] for p in means if p["method"] not in off]
-    trim = 0.05 * (len(values) >= MIN_CROPPED_POINTS and group != "convergence")  # mostly the start of the runs
+    trim = 0.05 * (len(values) >= MIN_CROPPED_POINTS and group != "convergence")  # mostly first rounds
     cut = np.quantile(near, (trim, 1.0) if shown.higher else (0.0, 1.0 - trim)).tolist()
     y = kit.number(
         "value", titled(shown), scale={"type": "log"} if log else {"domain": kit.axis_domain(cut), "nice": False}
@@ -181,9 +181,9 @@ def _draw_method_panels(
 def _panel_title(panels: int, means: Rows) -> str:
     """Return the sentence that explains the lines of a panel."""
     seeds = max(point["seeds"] for point in means)
-    ghosts = "One panel per method, the others in grey behind it" if panels > 1 else ""
-    band = "the band is the 95 % interval over seeds, cut at the edge of the panel"
-    thin = "thick: mean over seeds, thin: each seed"
+    ghosts = "One panel per method, with the other methods in gray" if panels > 1 else ""
+    band = "the band shows the 95 % interval over seeds, cut off at the edge of the panel"
+    thin = "thick line: mean over seeds, thin lines: single seeds"
     text = "; ".join(part for part in (ghosts, "" if seeds < 2 else thin if seeds < MIN_SEEDS else band) if part)
     return f" {text[:1].upper()}{text[1:]}." if text else ""
 

@@ -140,7 +140,7 @@ def make_notebook_chart(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetCha
 
     kind = type(chart)
     shown_by = type(kind.__name__, (kind,), {"_repr_mimebundle_": bundle, "__module__": kind.__module__})
-    object.__setattr__(chart, "__class__", shown_by)  # Altair takes a plain assignment for a part of the chart
+    object.__setattr__(chart, "__class__", shown_by)  # Altair would add a plain assignment to the chart
     return chart
 
 

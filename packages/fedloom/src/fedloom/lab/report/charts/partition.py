@@ -221,12 +221,12 @@ def draw_clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     tint = {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}}
     drawn = _draw_rounds(data, order, tint, ("cluster", "planted", "seed"))
     beside = (
-        " Clients are sorted by their true group, which is the end of their names. A cluster has the "
+        " Clients are sorted by their true group, which is shown at the end of their names. Each cluster has the "
         "number of the group with which it shares most clients."
         if planted
-        else " A cluster keeps its number if it shares most clients with a cluster of the round before."
+        else " A cluster keeps its number if it shares most clients with a cluster of the previous round."
     )
-    sample = f" {MAX_CLUSTERED_CLIENTS} of the clients, evenly by number." if some else ""
+    sample = f" The chart shows {MAX_CLUSTERED_CLIENTS} evenly spaced clients." if some else ""
     caption = (
         f"The cluster of every client after each recorded round, first seed. Each color is a cluster.{sample}{beside}"
     )

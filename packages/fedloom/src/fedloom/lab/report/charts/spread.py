@@ -79,9 +79,9 @@ def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Fig
     spec, data, words = _draw_box_plots(runs, compared, found_gains, axis, -1, zero=True)
     base_names = " or ".join(against)
     caption = (
-        f"Gain of each client: its {name} on its own test part at the last round "
-        + (f"minus that of {base_names}" if sign > 0 else f"subtracted from that of {base_names}")
-        + " with the same seed. Clients to the right of the red line gain, clients to the left of it "
+        f"Gain of each client: its {name} on its own test part at the last round, "
+        + (f"minus its {name} with {base_names}" if sign > 0 else f"subtracted from its {name} with {base_names}")
+        + " and the same seed. Clients to the right of the red line gain, and clients to the left of it "
         f"lose. {words}{attackers_sentence(runs)}"
     )
     title = f"Gain in {name} over {base_names}"
@@ -159,8 +159,8 @@ def _draw_box_plots(
     ]  # fmt: skip
     spec = kit.layer_chart(*layers, width=640, height=44 * len(boxes))
     thinned = any(box["clients"] > most for box in boxes)
-    each = "a sample of the clients, evenly from the worst to the best" if thinned else "every client"
-    words = f"Box: middle half, with the median. Line: clients up to 1.5 boxes away from it. Dots: {each}."
+    each = "evenly spaced clients from the worst to the best" if thinned else "all clients"
+    words = f"Box: middle half, with the median. Line: clients within 1.5 box lengths of the box. Dots: {each}."
     cut = any(box["minimum"] < ends[0] or box["maximum"] > ends[1] for box in near)
     return (
         spec,

@@ -112,14 +112,14 @@ def _draw_trade_off(
     _label_points(data, price.column, axes[1], axes[0])
     id, group, tab, title, corner = words
     several = any(point["low"] is not None for point in data)
-    lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
-    lines = " Small dots are single seeds." if singles else lines
+    lines = " Lines show 95 % intervals over seeds, cut off at the edge." if several else ""
+    lines = " Small dots show single seeds." if singles else lines
     among = " among runs with the same data and attack" if len(group_comparable_runs(runs, rows)) > 1 else ""
     never = "" if all(row.sound for row in rows) else " Methods with a diverged or failed run have no ring."
     caption = (
-        f"{title}, one point per model and method: {corner} is best. Ringed: Pareto-optimal{among}, "
-        f"so no method is as good in both and better in one.{never}{lines} Points close to a point "
-        f"with a name have no name (point at a dot).{kit.axis_note(off)}"
+        f"{title}, one point per model and method: {corner} is best. A ring marks a Pareto-optimal method{among}: "
+        f"no other method is at least as good in both values and better in one.{never}{lines} If points are too close "
+        f"together, only one of them is labeled. Hover over a point to see its name.{kit.axis_note(off)}"
     )
     spec = _scatter_chart(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")

@@ -59,11 +59,11 @@ def _label_areas(weight: Numbers, samples: StoredPredictions) -> Numbers:
         order = labelled[np.argsort(score[labelled], kind="stable")]
         if len(order) == 0:
             continue
-        first = np.flatnonzero(np.diff(score[order], prepend=-np.inf))  # of each group of equal scores
+        first = np.flatnonzero(np.diff(score[order], prepend=-np.inf))  # start of each group of equal scores
         present, absent = (
             np.add.reduceat(weight[:, order] * some, first, axis=1) for some in (y[order] == 1, y[order] == 0)
         )
-        won = (present * (absent.cumsum(1) - absent / 2)).sum(1)  # pairs ranked right, ties count half
+        won = (present * (absent.cumsum(1) - absent / 2)).sum(1)  # correctly ranked pairs, with ties counted as half
         pairs = present.sum(1) * absent.sum(1)
         total += np.where(pairs > 0, won / np.maximum(pairs, 1), 0.0)
         defined += pairs > 0

@@ -13,7 +13,7 @@ from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, federated_lead
 from fedloom.lab.report.groups import group_cells
 from fedloom.lab.report.naming import describe_figure, titled
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows, test_metrics
-from fedloom.lab.report.page import explained, replace_text
+from fedloom.lab.report.page import explain_report_errors, replace_text
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell_text
@@ -41,7 +41,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
     """
     check_card(out)
     text = "\n".join(model_card(run) for run in read_runs(run_dirs))
-    with explained(out):
+    with explain_report_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, text)
     return out

@@ -282,7 +282,7 @@ def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Wi
     provisional = any(rows[i].running for i in criterion.values)
     rivals = [i for i in order if rows[i].name != rows[best].name]
     equals: tuple[int, ...] = ()
-    if criterion.figure not in COST_FIGURES:  # which the same models may have different ones of
+    if criterion.figure not in COST_FIGURES:  # the same models may differ in cost
         first = first_positions_of_models(rows, [best, *rivals])
         equals = tuple(i for i in rivals if first[i] == best)
         rivals = [i for i in rivals if first[i] == i]

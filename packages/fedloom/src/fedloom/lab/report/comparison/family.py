@@ -160,7 +160,7 @@ def run_family_tests(
     Args:
         members: differences per seed, grouped by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
-            same samples in a new way. 0: no correction is applied, and the verdicts apply to these samples.
+            same samples in a new way. If 0, no correction is applied, and the verdicts apply to these samples.
         moderate: True to shrink the variances of the members toward a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
@@ -168,7 +168,7 @@ def run_family_tests(
     tested = [name for name, one in values.items() if len(one) >= MIN_SEEDS]
     prior = fit_common_prior([values[name] for name in tested]) if moderate else None
     level = FAMILY_ERROR_LEVEL if prior is None else MODERATED_LEVEL
-    # the variance of a mean of n dependent results is that of n / (1 + n ratio) independent ones
+    # the mean of n dependent results has the same variance as the mean of n / (1 + n ratio) independent results
     shares = {name: ratio if isinstance(ratio, float | int) else ratio.get(name, 0.0) for name in values}
     wider = {name: math.sqrt(1 + len(one) * shares[name]) for name, one in values.items()}
     p = {name: _p_value(values[name], wider[name], prior) for name in tested}

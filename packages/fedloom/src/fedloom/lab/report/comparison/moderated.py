@@ -57,7 +57,7 @@ def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | Non
         variances: variance s^2 of every comparison.
         degrees: degrees of freedom d of every comparison.
     """
-    if len(variances) < 3 or not any(variances):  # the spread of two logarithms is no estimate
+    if len(variances) < 3 or not any(variances):  # too few for an estimate of their spread
         return None
     from scipy.special import digamma, polygamma
 
@@ -65,7 +65,7 @@ def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | Non
     s2 = np.maximum(s2, MIN_VARIANCE_SHARE * np.median(s2[s2 > 0]))
     e = np.log(s2) - digamma(d / 2) + np.log(d / 2)
     excess = float(e.var(ddof=1) - polygamma(1, d / 2).mean())
-    if excess <= 0:  # the variances differ by no more than chance
+    if excess <= 0:  # chance alone explains the differences between the variances
         return Prior(float(np.exp(e.mean())), math.inf, float(d.sum()))
     d0 = 2 * _inverse_trigamma(excess)
     return Prior(float(np.exp(e.mean() + digamma(d0 / 2) - math.log(d0 / 2))), d0, float(d.sum()))
@@ -108,6 +108,6 @@ def _test_power(difference: float, prior: Prior, level: float, n: int) -> float:
 
     degrees = min(n - 1 + prior.degrees, max(prior.most, n - 1))
     shift, quantile = difference / math.sqrt(prior.variance / n), float(stdtrit(degrees, 1 - level / 2))
-    if shift > 10 * quantile:  # where SciPy's function has no value
+    if shift > 10 * quantile:  # SciPy's function fails for such values
         return 1.0
     return 1 - float(nctdtr(degrees, shift, quantile))

@@ -78,7 +78,7 @@ class Pair(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Return the comparison as plain values, neither rounded nor scaled. Missing values become None."""
         comparison = self.comparison
-        half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
+        half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # NaN for a ratio to 0
         numbers = {
             "difference": comparison and comparison.mean, "half_width": half,
             "p": comparison and comparison.p, "p_holm": comparison and comparison.holm,

@@ -31,8 +31,8 @@ class MethodNames:
 
     Args:
         rows: rows of the results table that the figure may show.
-        labels: names to show, keyed by the label of the method. Only these methods are drawn, in the given order. None:
-            all methods are drawn.
+        labels: names to show, keyed by the label of the method. Only these methods are drawn, in the given order. If
+            None, all methods are drawn.
 
     Raises:
         ConfigError: a method does not exist.
@@ -112,7 +112,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
                 scores.setdefault(client, {})[seed] = value
         for client, by_seed in sorted(scores.items()):
             sites[client] = run.client(client)
-            point = Estimate(by_seed).points()[0]  # in the metric's units already
+            point = Estimate(by_seed).points()[0]  # has the units of the metric
             rows.append({**point, "client": sites[client], "method": labels[row]})
     if not rows:
         raise ConfigError(f"clients: no client has the metric {name!r}. Choose a different metric")
@@ -178,7 +178,7 @@ def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, 
     for first, k in enumerate(order):
         last = max(j for j in range(first, len(order)) if mean[order[j]] - mean[k] < limit)
         if last > max(first, reach):
-            blank = " " * (len(bars) + 1)  # a row without a name for each bar
+            blank = " " * (len(bars) + 1)  # each bar has a row with a blank name
             bars.append({"method": blank, "from": rounded(float(mean[k])), "to": rounded(float(mean[order[last]]))})
             reach = last
     title = f"Mean rank over {len(ranks)} {blocks} (1 is best, critical difference {significant(limit)})"

@@ -173,7 +173,7 @@ class RecordedComparison:
             width: width of the panel, in pixels.
             height: height of the panel, in pixels.
             labels: names to show in the figure, keyed by the label of the method. Only these methods are drawn, in the
-                given order. None: all.
+                given order. If None, all methods are drawn.
 
         Raises:
             ConfigError: the metric, the axis or a method does not exist.
