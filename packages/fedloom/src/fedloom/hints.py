@@ -165,7 +165,7 @@ def give_no_hint(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """Description of a place in which users make choices: where each key belongs, and how it is written.
+    """Keys that a file or a Python call accepts: where each key belongs, and how it is written.
 
     Attributes:
         tables: keys of every table, grouped by kind. In each table, the keys that do not depend on the kind come first,

@@ -135,7 +135,7 @@ def file_name(label: str) -> str:
 
 
 def check_case(folder: Path, labels: Iterable[str]) -> None:
-    """Raise if labels differ only in case and the disk ignores case, so that their runs would share checkpoints.
+    """Raise an error if labels differ only in case and the disk ignores case, so that runs would share checkpoints.
 
     Args:
         folder: run directory. It contains the lock of this process.

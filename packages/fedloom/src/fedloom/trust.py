@@ -139,7 +139,7 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Raise if an object is a module, class, function or method of Python itself, whichever path was used to reach it.
+    """Raise an error if an object is a module, class, function or method of Python itself, whatever its import path.
 
     Raises:
         ConfigError: the object belongs to Python itself.

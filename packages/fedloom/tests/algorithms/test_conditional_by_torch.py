@@ -94,7 +94,7 @@ def test_gpfl_learns_by_a_generic_and_a_personal_route(lam: float, mu: float, an
 def test_gpfl_without_valve_and_embeddings_is_fedper() -> None:
     one = run(GPFL())
     assert torch.equal(one.models.rows("personal"), run(FedPer()).models.rows("personal"))
-    assert any("without valve and embeddings is FedPer" in note for note in one.job.notes)
+    assert any("without a valve and embeddings equals FedPer" in note for note in one.job.notes)
 
 
 def test_gpfl_without_guidance_and_a_valve_that_ignores_its_condition_is_fedper() -> None:
@@ -148,7 +148,7 @@ def test_knnper_with_weight_0_is_fedavg_and_with_1_the_nearest_samples_alone() -
     )
     one = run(KNNPer())
     assert torch.equal(one.models.rows("personal"), x.expand(N, -1))
-    assert any("without a memory is FedAvg" in note for note in one.job.notes)
+    assert any("without a memory equals FedAvg" in note for note in one.job.notes)
 
 
 @torch.no_grad()

@@ -256,7 +256,7 @@ def test_fedem_takes_an_expectation_and_trains_every_component_on_its_share() ->
 def test_fedem_without_a_mixture_is_fedavg() -> None:
     one, plain = run(FedEM()), run(FedAvg())
     assert torch.equal(one.models.rows("personal"), plain.models.rows("global").expand(N, -1))
-    assert any("without a mixture is FedAvg" in note for note in one.job.notes)
+    assert any("without a mixture equals FedAvg" in note for note in one.job.notes)
 
 
 def test_fedem_finds_who_has_which_labels() -> None:

@@ -237,7 +237,7 @@ def test_a_run_says_what_is_known_of_a_method_before_its_first_round(file: Path,
     given = [file, "--out", file.parent / "out", "--rounds", "1", *look]
     found = call("run", *given, "--set", "local.steps=1")
     assert found.exit_code == 0, found.output
-    noted, after = found.output.split("FedProx with one local step is FedAvg", 1)
+    noted, after = found.output.split("FedProx with one local step equals FedAvg", 1)
     assert noted == "prox 1, fedprox: "
     assert "one local step" not in after
     assert "round 1" not in noted

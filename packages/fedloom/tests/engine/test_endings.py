@@ -233,7 +233,7 @@ def test_local_training_without_a_step_is_refused(given: dict[str, float], fed: 
 def test_a_part_that_is_not_trained_is_told(name: str, option: str, fed: Federation) -> None:
     entry = fl.algorithms.REGISTRY[name]
     found = [
-        [note for note in fl.simulate(entry(**given), fed, rounds=1).notes if f"{option} = 0 leaves every" in note]
+        [note for note in fl.simulate(entry(**given), fed, rounds=1).notes if f"{option} = 0 does not train" in note]
         for given in ({option: 0}, {option: 1}, {})
     ]
     assert [len(notes) for notes in found] == [1, 0, 0]

@@ -675,7 +675,7 @@ def test_it_is_said_that_a_mean_with_absent_clients_moves_little_and_it_does(fed
 def test_it_is_said_that_one_step_of_fedprox_is_fedavg_and_it_is(fed: Federation) -> None:
     for local, said in ((LOCAL.with_(batch_size="full", epochs=1), True), (LOCAL.with_(batch_size=2), False)):
         prox, plain = run(fed, composed("fedprox"), local=local), run(fed, local=local)
-        assert any("one local step is FedAvg" in note for note in prox.notes) == said
+        assert any("one local step equals FedAvg" in note for note in prox.notes) == said
         assert torch.allclose(prox.state.server.x, plain.state.server.x, rtol=0, atol=1e-6) == said
 
 

@@ -21,7 +21,7 @@ from fedloom.local.oracles.base import Features
 from fedloom.rows.layout import Layout
 
 SUM_IS_EXACT = (
-    "its head is the solution of a system of sums, so a small error in the sums may become a large one in the head"
+    "its head is the solution of a system of sums, so a small error in the sums may cause a large error in the head"
 )
 
 IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")

@@ -28,13 +28,13 @@ _EVERY_CLIENT_DRAWN = "every client drawn with positive probability"
 THEOREM_TABLE = {
     "ditto": Theorem(
         "the personal models converge to the minima of their problems at the rate of the global model",
-        "among others strongly convex smooth losses, a global model that converges, and personal step sizes that follow"
+        "among others strongly convex smooth losses, a global model that converges, and personal step sizes that match"
         " its rate",
         "The default step size is constant.",
         ("sampler",),
     ),
     "equitable-fl": Theorem(
-        "Theorem 1: the expected squared gradient of the objective falls like 1/sqrt(rounds), at a round drawn at"
+        "Theorem 1: the expected squared gradient of the objective decreases like 1/sqrt(rounds), in a round drawn at"
         " random",
         "smooth losses that are at least 0, gradients of bounded variance, mu < 1, a step size of the order"
         " 1/sqrt(rounds), small enough for the local steps, and a client of every cluster in every cohort",
@@ -42,76 +42,77 @@ THEOREM_TABLE = {
         ("sampler",),
     ),
     "fedacs": Theorem(
-        "Theorem 2.1: the least squared gradient of F_lambda over the rounds falls like 1/sqrt(rounds)",
+        "Theorem 2.1: the smallest squared gradient of F_lambda over the rounds decreases like 1/sqrt(rounds)",
         "`lam`, one gradient step of size 1/sqrt(rounds) per round, and bounded Lipschitz gradients",
         "By default `lam` is not set.",
     ),
     "fedadmm": Theorem(
-        "the mean squared distance of the rounds from stationarity falls like 1/rounds, up to the errors of the local"
+        "the mean squared distance of the rounds from stationarity decreases like 1/rounds, up to errors of the local"
         " solves",
         "smooth losses that are bounded below, a large enough rho, `server_lr = 'fraction'`, equal shares, and"
         f" {_EVERY_CLIENT_DRAWN}",
         covers=("sampler",),
     ),
     "fedadmm-composite": Theorem(
-        "the mean squared gradient mapping of the rounds falls like 1/rounds",
+        "the mean squared gradient mapping of the rounds decreases like 1/rounds",
         "smooth losses, a convex g, an objective bounded below, a small enough eta, local errors of bounded"
         f" sum, equal shares, and {_EVERY_CLIENT_DRAWN}",
         covers=("sampler",),
     ),
     "fedadmm-inexact": Theorem(
-        "every accumulation point of the models is stationary, and the least squared gradient falls like 1/rounds",
+        "every accumulation point of the models is stationary, and the smallest squared gradient decreases like"
+        " 1/rounds",
         "among others smooth losses, a large enough `rho`, local solves that meet their tolerance, equal shares, and"
         " every client at least once in a fixed number of rounds",
-        "By default `rho` is not set, and the penalty moves.",
+        "By default `rho` is not set, and the penalty changes over rounds.",
         ("sampler",),
     ),
     "fedavg": Theorem(
-        "the expected objective comes to its minimum like 1/rounds (X. Li et al., ICLR 2020)",
-        "strongly convex smooth losses, bounded gradients, equal steps, and step sizes that fall like 1/rounds; all"
+        "the expected objective converges to its minimum like 1/rounds (X. Li et al., ICLR 2020)",
+        "strongly convex smooth losses, bounded gradients, equal steps, and step sizes that decrease like 1/rounds; all"
         " clients, cohorts of sampler 'size-weighted', or uniform cohorts and equal shares",
-        "No `local.schedule` falls like 1/rounds. With a constant step size and several local steps the limit can be"
-        " biased, by the order of the step size.",
+        "No `local.schedule` decreases like 1/rounds. With a constant step size and several local steps, the limit may"
+        " be biased by the order of the step size.",
         ("sampler",),
     ),
     "feddr": Theorem(
-        "the mean squared gradient mapping of the rounds falls like 1/rounds",
+        "the mean squared gradient mapping of the rounds decreases like 1/rounds",
         "smooth losses, a convex g, an objective bounded below, alpha and eta within the paper's bounds,"
         f" local errors of bounded sum, equal shares, and {_EVERY_CLIENT_DRAWN}",
         covers=("sampler",),
     ),
     "feddualavg": Theorem(
-        "the objective at an average of the rounds' models comes to its minimum like 1/sqrt(rounds)",
+        "the objective at an average of the rounds' models converges to its minimum like 1/sqrt(rounds)",
         "among others smooth convex losses, a small enough local step size, bounded gradients, equal shares, and equal"
         " steps",
-        "A run has the last model, not the average.",
+        "A run returns the last model instead of the average.",
     ),
     "feddyn": Theorem(
         "the loss (convex) or the squared gradient (nonconvex) of the cohorts' mean models, averaged over the rounds,"
-        " comes to its least value like 1/rounds",
+        " converges to its smallest value like 1/rounds",
         "smooth losses, exact local solves, a suitable alpha, equal shares, and uniform cohorts",
         "The server's model differs from the cohort's mean.",
         ("sampler",),
     ),
     "fednova": Theorem(
-        "the least squared gradient of the objective falls like 1/sqrt(rounds), with any numbers of local steps",
+        "the smallest squared gradient of the objective decreases like 1/sqrt(rounds), with any numbers of local steps",
         "smooth losses, gradients of bounded variance, clients of bounded dissimilarity, and a step size of the order"
         " 1/sqrt(rounds)",
-        "The default step size does not depend on the rounds.",
+        "The default step size does not depend on the number of rounds.",
     ),
     "fedopt": Theorem(
-        "with optimiser 'adagrad' or 'adam' the least squared gradient falls like 1/sqrt(rounds)",
+        "with optimiser 'adagrad' or 'adam', the smallest squared gradient decreases like 1/sqrt(rounds)",
         "among others smooth losses, bounded gradients and variances, `beta1 = 0`, small enough step sizes that follow"
         " the number of rounds, equal shares, and equal steps",
         "The default beta1 of 'adam' is 0.9.",
     ),
     "fedpd": Theorem(
-        "the mean squared gradient of the rounds falls like 1/rounds, up to the errors of the local solves",
+        "the mean squared gradient of the rounds decreases like 1/rounds, up to the errors of the local solves",
         "smooth losses that are bounded below, a small enough eta, `skip = 0`, and equal shares",
     ),
     "fedprox": Theorem(
-        "the expected objective falls by a multiple of its squared gradient in every round where that is at least 1/B^2"
-        " of the clients' mean squared gradient",
+        "the expected objective decreases by a multiple of its squared gradient in every round in which this squared"
+        " gradient is at least 1/B^2 of the clients' mean squared gradient",
         "smooth losses with Hessians bounded below, a mu that is large enough for these bounds and B, accurate enough"
         " local solves, and sampler 'size-weighted'",
         "The default mu is chosen for speed and may be too small.",
@@ -125,25 +126,25 @@ THEOREM_TABLE = {
     "fedsplit": Theorem(
         "Theorem 1: the model converges linearly to the minimum, up to the errors of the local solves",
         "smooth strongly convex losses, equal shares, and `step` = 1/sqrt(l L) of the curvatures l and L",
-        "The default step is chosen for speed and is another.",
+        "The default step is different, because it is chosen for speed.",
     ),
     "fiaelt": Theorem(
-        "Corollary 2: the mean squared distance of the rounds from stationarity falls like 1/rounds",
+        "Corollary 2: the mean squared distance of the rounds from stationarity decreases like 1/rounds",
         "smooth losses, a convex g, an objective bounded below, beta = 5 L, r = 0.005, tau = 1/2, equal shares, and"
         " criterion (9) in every local solve",
-        "With solver 'sgd' the default beta follows the step size, not L.",
+        "With solver 'sgd', the default beta depends on the step size instead of L.",
     ),
     "flame": Theorem(
-        "Theorems 1 to 3: personal and global models come to stationary points, and the squared gradient of the"
-        " Lagrangian falls like 1/rounds in the mean, up to the tolerance",
+        "Theorems 1 to 3: personal and global models converge to stationary points, and the mean squared gradient of"
+        " the Lagrangian decreases like 1/rounds, up to the tolerance",
         "smooth coercive losses, g = 0, theta within its tolerance (`eps0`), and lam and rho within the bounds of"
         " Theorem 1",
         "The default rho = lam/n is outside the bounds for every lam.",
         ("sampler",),
     ),
     "pfedme": Theorem(
-        "the global model comes near the minimum (strongly convex) or a stationary point (nonconvex) of the"
-        " envelopes, up to the errors of the personal models",
+        "the global model converges to a neighborhood of the envelopes' minimum (strongly convex) or of a stationary"
+        " point (nonconvex), up to the errors of the personal models",
         "among others smooth losses, gradients of bounded variance, a large enough lam if nonconvex, an eta"
         " small against 1/lam, beta >= 1, equal shares, equal steps, and uniform cohorts",
         "The default eta is 1/lam.",
@@ -151,7 +152,7 @@ THEOREM_TABLE = {
     ),
     "scaffold": Theorem(
         "the expected loss (convex) or squared gradient (nonconvex) of an average or drawn model of the"
-        " rounds comes to its least value, however clients differ",
+        " rounds converges to its smallest value, however much clients differ",
         "smooth losses, gradients of bounded variance, server_lr >= 1, small enough local step sizes that follow the"
         " number of rounds, equal shares, equal steps, and uniform cohorts",
         covers=("sampler",),

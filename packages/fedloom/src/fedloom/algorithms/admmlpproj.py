@@ -79,7 +79,7 @@ class ADMMLpProj(Algorithm):
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     projects: ClassVar[bool] = True
-    plain_sgd: ClassVar[str | None] = "its theta steps have a penalty in a subspace, without momentum"
+    plain_sgd: ClassVar[str | None] = "its theta steps contain a penalty in a subspace and have no momentum"
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class ADMMLpProj(Algorithm):
         if self.dim is None or 50 * self.dim >= layout.d:
             return []
         return [
-            f"ADMMLpProj ties the models in {self.dim} of {layout.d:,} directions, so that they are nearly those of "
-            "local training: raise dim, or take flame, which ties all"
+            f"ADMMLpProj couples the models in only {self.dim} of {layout.d:,} directions, so they stay close to "
+            "locally trained models. Raise dim, or use flame, which couples all directions"
         ]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Point]:

@@ -88,7 +88,7 @@ class CFL(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return [
-            "CFL parts clients that fall into groups; where they do not, it is FedAvg: lower gap to part them sooner"
+            "CFL splits clients that form groups. Without a split, it equals FedAvg. To split sooner, use a smaller gap"
         ]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
@@ -136,7 +136,7 @@ def mean(mass: Tensor, rows: Tensor) -> Tensor:
 
 
 def grown(rows: Tensor, n: int) -> Tensor:
-    """Return rows ``[n, ...]`` in which clients that joined later have copies of the first client's row."""
+    """Extend rows to ``[n, ...]``: clients that joined later get copies of the first client's row."""
     return torch.cat([rows, rows[:1].expand(max(n - len(rows), 0), *rows.shape[1:])])
 
 

@@ -93,12 +93,12 @@ class DBE(Algorithm):
     memory: bool = Field(True, description="give every client a personalized representation bias memory (PRBM)")
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its memory and its model take their steps on one batch side by side"
+    plain_sgd: ClassVar[str | None] = "its memory and its model each take one plain step per batch"
     paper: ClassVar[Mapping[str, Any]] = {"kappa": 50.0}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("DBE", layout)
-        return masks.undivided("DBE", masks.head(layout), "FedAvg with a bias of every client's own")
+        return masks.undivided("DBE", masks.head(layout), "FedAvg with a separate bias for every client")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = x0.new_zeros(shape_of(ctx.layout)[1])
@@ -137,7 +137,7 @@ class DBE(Algorithm):
 
 
 def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:
-    """Return terms ``[b]`` whose gradient is that of mean(gap^2)/2 with respect to a batch's mean representation."""
+    """Return terms ``[b]`` with the same gradient as mean(gap^2)/2 with respect to a batch's mean representation."""
     return (z * gap).mean(1)
 
 

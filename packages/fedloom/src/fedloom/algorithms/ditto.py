@@ -82,7 +82,7 @@ class Ditto(Algorithm):
         return {"lam": 2 / (ctx.reach * ctx.rounds**0.5)}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        warning = "Ditto with personal_epochs = 0 leaves every personal model as it starts: set it to 1 or more"
+        warning = "Ditto with personal_epochs = 0 does not train personal models. Set personal_epochs to 1 or more"
         return [] if self.personal_epochs != 0 else [warning]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client | Both, None]:

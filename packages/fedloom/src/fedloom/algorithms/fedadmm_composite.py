@@ -76,7 +76,7 @@ class FedADMMComposite(Algorithm):
     )
 
     family: ClassVar[str] = "composite"
-    needs_sgd: ClassVar[str | None] = "its prox steps have the step size of SGD"
+    needs_sgd: ClassVar[str | None] = "its prox steps use the step size of plain SGD"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {} if self.eta else {"eta": ctx.reach, "start": "server"}

@@ -96,7 +96,7 @@ class FedADMMInexact(Algorithm):
     eps0: PositiveFloat | Literal["matlab"] = Field(1e-6, description="initial tolerance ('matlab': (n * k_0)^2)")
     shrink: float = Field(0.95, ge=0.5, lt=1, description="nu, tolerance decay factor per dual step (MATLAB code)")
 
-    plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
+    plain_sgd: ClassVar[str | None] = "its local steps are linearized ADMM steps, which have no momentum"
 
     paper: ClassVar[Mapping[str, Any]] = {"rho": 1.0, "iterations": 5, "inner": 3, "eps0": "matlab"}
 

@@ -87,7 +87,7 @@ class FedAMP(Mixed):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.decay == 1 or ctx.rounds > self.every:
             return []
-        return [f"FedAMP: decay acts after {self.every} rounds, of which the run has {ctx.rounds}: set every lower"]
+        return [f"FedAMP: decay starts after {self.every} rounds, but the run has {ctx.rounds}. Use a smaller `every`"]
 
     def _alpha(self, round: int) -> float:
         return self.alpha * self.decay ** ((max(round, 1) - 1) // self.every)  # alpha_k

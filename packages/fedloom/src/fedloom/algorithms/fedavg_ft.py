@@ -53,7 +53,7 @@ class FedAvgFT(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         tunes = self.epochs if self.steps is None else self.steps
-        return [] if tunes else ["FedAvgFT without steps of fine-tuning is FedAvg: set epochs to 1 or more"]
+        return [] if tunes else ["FedAvgFT without fine-tuning steps equals FedAvg. Set epochs to 1 or more"]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         return Delta(descend(down.x, work) - down.x), rows

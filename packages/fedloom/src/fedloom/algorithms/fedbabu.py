@@ -88,7 +88,7 @@ class FedBABU(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if not bool(masks.head(layout, self.head).all()):
             return []
-        return ["FedBABU on a model that is all head trains nothing before its fine-tuning: take a hidden layer"]
+        return ["FedBABU trains nothing before fine-tuning if the whole model is the head. Add a hidden layer"]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None

@@ -68,7 +68,7 @@ class FedBN(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
-                "FedBN keeps normalisation layers at the clients, but the model has no normalisation layers, so FedBN "
+                "FedBN keeps normalization layers at the clients, but the model has no normalization layers, so FedBN "
                 "would equal FedAvg. Use a model with `norm`, or list the parameters to keep in `layers`"
             )
         return []

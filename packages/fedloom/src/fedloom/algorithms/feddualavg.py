@@ -81,7 +81,7 @@ class FedDualAvg(Algorithm):
     server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the dual variables")
 
     family: ClassVar[str] = "composite"
-    plain_sgd: ClassVar[str | None] = "the weight of psi grows with the step sizes taken, which momentum outgrows"
+    plain_sgd: ClassVar[str | None] = "the weight of psi follows the step sizes, but momentum makes longer steps"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None

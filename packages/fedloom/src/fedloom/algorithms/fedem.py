@@ -56,7 +56,7 @@ class FedEM(Algorithm):
     family: ClassVar[str] = "personalised"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        plain = "FedEM on a model without a mixture is FedAvg: set mixture in [model] to a number of components"
+        plain = "FedEM on a model without a mixture equals FedAvg. Set mixture in [model] to a number of components"
         return [] if components(layout) > 1 else [plain]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:

@@ -64,9 +64,7 @@ class FedMiD(Algorithm):
     server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the local models")
 
     family: ClassVar[str] = "composite"
-    plain_sgd: ClassVar[str | None] = (
-        "its thresholds are the step size times the weight of psi, which momentum outgrows"
-    )
+    plain_sgd: ClassVar[str | None] = "its thresholds follow the step size, but momentum makes longer steps"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return unregularised(self, "is FedAvg")

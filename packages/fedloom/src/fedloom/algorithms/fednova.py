@@ -62,15 +62,13 @@ class FedNova(Algorithm):
     )
 
     weighs_partial: ClassVar[bool] = True
-    needs_sgd: ClassVar[str | None] = "it divides a change by the weights of its gradients, those of SGD with momentum"
+    needs_sgd: ClassVar[str | None] = "it divides a change by the weights that SGD gives to the gradients"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         equal = ctx.local.steps is not None or len({ctx.local.batches(n) for n in ctx.sizes[:, 0].tolist()}) == 1
         if not equal or self.mu or self.gamma < 1:
             return []
-        return [
-            "FedNova on clients with equally many steps is FedAvg: use it where steps differ, by sizes or local.epochs"
-        ]
+        return ["FedNova equals FedAvg if all clients take equally many steps. Use it if the numbers of steps differ"]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x

@@ -90,7 +90,7 @@ class FedPAC(Algorithm):
         return ~masks.head(layout)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("FedPAC", masks.head(layout), "a combination of heads alone")
+        return masks.undivided("FedPAC", masks.head(layout), "a combination of heads without a shared body")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         classes, features = shape_of(ctx.layout)

@@ -73,7 +73,7 @@ class FedProto(Algorithm):
 
     family: ClassVar[str] = "personalised"
     needs_exact: ClassVar[str | None] = (
-        "its server divides sums of features by shares of classes: clipped alike they have the same quotient"
+        "its server divides sums of features by shares of classes, and clipping does not change the quotient"
     )
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:

@@ -52,7 +52,7 @@ class FedProx(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         most = ctx.local.steps or ctx.local.epochs * max(map(ctx.local.batches, ctx.sizes[:, 0].tolist()))
-        return [] if most > 1 else ["FedProx with one local step is FedAvg: set local.epochs or local.steps higher"]
+        return [] if most > 1 else ["FedProx with one local step equals FedAvg. Use more local epochs or steps"]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         w = descend(down.x, work, pull=((self.mu, down.x),))  # Eq. 2: min F_k(w) + mu/2 ||w - w^t||^2

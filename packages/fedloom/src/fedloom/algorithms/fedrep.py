@@ -72,7 +72,7 @@ class FedRep(Algorithm):
         return ~masks.head(layout, self.head)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        warning = "FedRep with head_epochs = 0 leaves every head as it starts: set it to 1 or more"
+        warning = "FedRep with head_epochs = 0 does not train heads. Set head_epochs to 1 or more"
         return ([] if self.head_epochs else [warning]) + masks.undivided(
             "FedRep", masks.head(layout, self.head), "Local"
         )

@@ -60,11 +60,11 @@ class FedRoD(Algorithm):
     gamma: float = Field(1.0, ge=0, description="exponent of the class counts in the balanced softmax (1 in Eq. 8)")
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its two heads take their steps on one batch side by side"
+    plain_sgd: ClassVar[str | None] = "its two heads each take one plain step per batch"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("FedRoD", layout)
-        return masks.undivided("FedRoD", masks.head(layout), "Local beside FedAvg")
+        return masks.undivided("FedRoD", masks.head(layout), "Local next to FedAvg")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None

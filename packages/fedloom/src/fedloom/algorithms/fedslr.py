@@ -101,7 +101,7 @@ class FedSLR(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times mu, which momentum outgrows"
+    plain_sgd: ClassVar[str | None] = "its local thresholds follow the step size, but momentum makes longer steps"
     paper: ClassVar[Mapping[str, Any]] = {"eta_g": 10.0}
     released: ClassVar[Mapping[str, Any]] = {"eta_g": 10.0, "personal_start": "model", "personal_decay": "component"}
     needs: ClassVar[Mapping[str, str]] = {"eta_g": "method fedslr", "personal_decay": "local.weight_decay"}

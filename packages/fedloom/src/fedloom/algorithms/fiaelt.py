@@ -47,7 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth (L), before (first beta), mean iterations, met ``[1]``."""
+    """Model y and means xbar, zbar ``[d]``, and numbers ``[1]``: beta (0 while L is measured), L, and solver counts."""
 
     y: Tensor
     xbar: Tensor
@@ -60,7 +60,7 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Model y ``[d]``, penalty beta ``[1]``, and L ``[1]`` as smooth."""
+    """Model y ``[d]``, penalty beta ``[1]``, and the smoothness constant L ``[1]``."""
 
     y: Annotated[Tensor, Sent(prox="regulariser")]
     beta: Tensor
@@ -76,7 +76,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dx, dz ``[m, d]``; iterations, met (1: (9) was checked and holds), smooth (L, 0 unless measured) ``[m, 1]``."""
+    """Changes dx, dz ``[m, d]``, and ``[m, 1]``: iterations, met (1 if (9) was checked and holds), measured L or 0."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]

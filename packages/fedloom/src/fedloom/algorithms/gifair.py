@@ -78,7 +78,7 @@ class GIFAIR(Algorithm):
     )
 
     family: ClassVar[str] = "fair"
-    needs_sgd: ClassVar[str | None] = "it scales gradients, which an optimiser that divides by their size undoes"
+    needs_sgd: ClassVar[str | None] = "it scales gradients, but this optimizer may divide gradients by their size"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"lam": self._bound(ctx) / 2}

@@ -81,7 +81,7 @@ class GPFL(Algorithm):
         return ~(masks.head(layout) | condition_of(layout))
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        plain = "GPFL on a model without valve and embeddings is FedPer: set guided in [model]"
+        plain = "GPFL on a model without a valve and embeddings equals FedPer. Set guided in [model]"
         return [] if guided(layout) else [plain, *masks.undivided("GPFL", masks.head(layout), "Local")]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:

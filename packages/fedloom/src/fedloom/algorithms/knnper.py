@@ -83,9 +83,11 @@ class KNNPer(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if KEYS not in layout.names:
-            return ["kNN-Per on a model without a memory is FedAvg: set memory in [model] to a number of samples"]
+            return ["kNN-Per on a model without a memory equals FedAvg. Set memory in [model] to a number of samples"]
         fewest = max(1, round(self.share * int(ctx.sizes.min())))
-        few = f"kNN-Per chooses a client's weight on as few as {fewest} samples: its model may be worse; give weight"
+        few = (
+            f"kNN-Per chooses some clients' weights on only {fewest} samples, so their models may be worse. Set weight"
+        )
         return [few] if self.weight is None and fewest < FEW else []
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
@@ -116,7 +118,7 @@ class KNNPer(Algorithm):
         return models
 
     def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
-        """Return the kNN weight that best predicts ``held`` samples from a client's other samples, or 0 without any."""
+        """Return the kNN weight that best predicts ``held`` samples from all others, or 0 if there are no others."""
         rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
         if not bool(rest.any()):
             return 0.0

@@ -62,7 +62,7 @@ class LPGD(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times lam and mu, which momentum outgrows"
+    plain_sgd: ClassVar[str | None] = "its local thresholds follow the step size, but momentum makes longer steps"
 
     def proxes(self) -> dict[str, Prox]:
         return penalties(self.components, self.lam, self.mu)

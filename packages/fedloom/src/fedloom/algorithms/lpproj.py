@@ -92,7 +92,7 @@ class LpProj(Algorithm):
 
     family: ClassVar[str] = "personalised"
     projects: ClassVar[bool] = True
-    plain_sgd: ClassVar[str | None] = "its steps go along the gradient of a norm in a subspace, without momentum"
+    plain_sgd: ClassVar[str | None] = "its steps follow the gradient of a norm in a subspace and have no momentum"
     paper: ClassVar[Mapping[str, Any]] = {"lam": 15.0, "eta": 0.1, "local_rounds": 5}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:

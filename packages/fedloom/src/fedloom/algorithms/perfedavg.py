@@ -57,7 +57,7 @@ class PerFedAvg(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its local step is the gradient of a personal model after one plain step"
+    plain_sgd: ClassVar[str | None] = "its local step uses the gradient at a personal model that is one plain step away"
 
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
     needs: ClassVar[Mapping[str, str]] = {"delta": "variant hf"}

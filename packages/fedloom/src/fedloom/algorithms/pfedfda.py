@@ -63,7 +63,7 @@ class Gauss(NamedTuple):
     cov: Tensor
 
     def towards(self, other: Gauss, beta: Tensor) -> Gauss:
-        """Return mixtures ``[b, ...]`` of this distribution (weight 1 - beta) and the other (weight ``beta [b]``)."""
+        """Return mixtures ``[b, ...]`` of this distribution (weight 1 - beta) and another (weight ``beta [b]``)."""
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class PFedFDA(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("PFedFDA", layout)
-        return masks.undivided("PFedFDA", masks.head(layout), "a discriminant on the samples as they are")
+        return masks.undivided("PFedFDA", masks.head(layout), "a linear discriminant on raw samples")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         classes, k = shape_of(ctx.layout)

@@ -86,7 +86,7 @@ class SCAFFOLD(Algorithm):
         "public code)",
     )
 
-    plain_sgd: ClassVar[str | None] = "option II divides x - y by K lr, which is the mean gradient of plain SGD only"
+    plain_sgd: ClassVar[str | None] = "option II divides x - y by K lr, which is the mean gradient only for plain SGD"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)

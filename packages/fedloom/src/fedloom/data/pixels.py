@@ -1,4 +1,4 @@
-"""Bytes and floats: which numbers a model accepts, depending on the type of its training data."""
+"""Checks of pixel types: a model trained on bytes accepts other numbers than a model trained on floats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def came_as_bytes(data: Dataset) -> bool:
 
 
 def came_as_integers(data: Dataset) -> bool | None:
-    """Return True if images were integers other than bytes, False if they were floats, or None if there are none."""
+    """Return True for images of integers other than bytes, False for images of floats, and None for other data."""
     if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
         return None
     return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)

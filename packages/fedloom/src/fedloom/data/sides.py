@@ -1,4 +1,4 @@
-"""Side: one user's training or test set in memory, as arrays, and errors for sets that do not match."""
+"""Training and test sets that a user passes in memory, as arrays, and errors for sets that do not match."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class SampleSet(NamedTuple):
 
 
 def merge_class_names(sides: Iterable[SampleSet]) -> tuple[str, ...]:
-    """Return the classes of sets with consistent numbering, taken from the set that declares most classes."""
+    """Return the longest list of classes that any of the sets declares. The sets must number their classes alike."""
     return max((side.classes for side in sides), key=len)
 
 
 def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
-    """Return the other entries of dictionaries (all except features and targets), concatenated and keyed by role.
+    """Return the entries of dictionaries other than features and targets, joined over all sets and keyed by role.
 
     Raises:
         DataError: some, but not all, of the sets contain an entry.

@@ -71,7 +71,7 @@ def number_of(cell: Any) -> float | None:
 def is_number(cell: Any) -> bool:
     """Return True if a cell is a finite number written in digits.
 
-    Truth values do not count as numbers (see `number_of`).
+    Booleans are not treated as numbers (see `number_of`).
     """
     return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
@@ -235,7 +235,7 @@ class Table(Value):
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return sentences on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
+        """Return notes on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
 
         A number is far outside the bounds if it exceeds the training bounds by more than a standard deviation or, in a
         column with an agreed range, if it is outside this range. A column is reported if at least the fraction
@@ -268,7 +268,7 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the raw columns ``[N, p]`` in which most numbers lie outside the training range.
+        """Return the raw columns ``[N, p]`` in which most numbers are outside the training range.
 
         Such columns are in a different unit, or describe a different population. The bounds and ``fitted`` are the same
         as in `strange`.

@@ -106,10 +106,10 @@ class RunCheckpoints:
         return ResumedRun(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the number of rounds of the shorter, finished run in the folder if this run can extend it, or None.
+        """Return the number of rounds of a shorter, finished run in the folder that this run can extend, or None.
 
         Raises:
-            RunDirError: a part of the run depends on the number of rounds, so the longer run would give different
+            RunDirError: a setting depends on the number of rounds, so the longer run would have given different
                 results.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
@@ -130,7 +130,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of ``state``. It must be possible to represent ``extras`` as JSON."""
+        """Write a checkpoint of ``state``. The values in ``extras`` must be representable as JSON."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:

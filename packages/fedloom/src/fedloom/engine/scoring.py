@@ -59,7 +59,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
 
 
 def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each part, model and list of clients for which the loss is not finite although the clients have samples."""
+    """Yield each part and model with the clients that have samples but whose loss is not finite."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
         if part in job.setting.evaluate.parts:

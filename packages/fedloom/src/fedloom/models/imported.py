@@ -25,11 +25,11 @@ from fedloom.models.spec import ModelSpec
 OwnModel = nn.Module | Callable[..., nn.Module]
 """User's own module, or a class or function that returns a module."""
 ABSENT_VALUE = object()
-"""Marker that represents an attribute that does not exist."""
+"""Placeholder for an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
-"""Types of the attributes for which it is noticed if a forward pass changes them."""
+"""Types of the attributes that are compared before and after a forward pass to detect changes."""
 MODULE_ATTRIBUTES = {*vars(nn.Module())}
 """Attributes that every module has."""
 
@@ -385,7 +385,7 @@ class ModuleValues:
         self._before = {name: ValueRecord.record(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the values that have been replaced or changed in place since then."""
+        """Return the names of the values that have been replaced or changed in place since they were recorded."""
         now = values_of(self._module)
         same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]

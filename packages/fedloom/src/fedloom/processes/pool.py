@@ -190,8 +190,8 @@ class WorkerPool:
 
         Each message begins with ``first``.
 
-        A worker receives an additional task if all workers do, or if more tasks than workers remain, so that all
-        workers finish at about the same time.
+        A worker receives an additional task only if every worker receives one, or if more tasks than workers remain.
+        All workers then finish at about the same time.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
@@ -238,7 +238,7 @@ class _SilenceWatch:
             self._since.setdefault(worker, now)
 
     def look(self, workers: Iterable[_Worker]) -> None:
-        """Report the workers that should have answered by now."""
+        """Log the workers that should have answered by now."""
         for worker in workers:
             silent = time.monotonic() - self._since[worker]
             if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):

@@ -1,7 +1,4 @@
-"""Masks of parts of a model: head and body, normalization layers, sparse layers.
-
-The masks depend only on the layout.
-"""
+"""Masks of parts of a model: head, body, normalization layers and sparse layers. They depend only on the layout."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """Return a note that ``method`` reduces to ``equal`` if the head ``[d]`` is the whole model, or no note."""
+    """Return a note if the head ``[d]`` is the whole model, because ``method`` is then the same as ``equal``."""
     sentence = (
         f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
         "layer, or name a smaller head"

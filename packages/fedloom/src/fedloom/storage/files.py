@@ -100,7 +100,7 @@ def is_unused(folder: Path) -> bool:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise if one of these folders, or an entry in it, is a symbolic link, since content may be replaced or deleted.
+    """Raise an error if a folder, or an entry in it, is a symbolic link, because fedloom may delete its content.
 
     Raises:
         RunDirError: one of them is a symbolic link. The message names the first symbolic link.

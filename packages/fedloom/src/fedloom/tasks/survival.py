@@ -37,7 +37,7 @@ BLOCK_PAIRS = 1 << 22
 class Survival(TaskKind):
     """Time-to-event task. The model has one output z, which is the log of the hazard relative to the client's baseline.
 
-    Partial likelihood.
+    The loss is the partial likelihood.
 
     Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (Efron's method for ties).
     ``c_index`` is Harrell's C-index in [0, 1], which is the fraction of comparable pairs in which the row with the

@@ -135,7 +135,7 @@ def weighted(s: LawUploads) -> None:
 
 
 def agreement(s: LawUploads) -> None:
-    """Check that if all clients send the same row, the aggregate equals this row."""
+    """Check that the aggregate equals the clients' row if all clients send the same row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
 

@@ -100,7 +100,7 @@ def union(s: AnalysisScene) -> None:
 
 
 def rows_in_any_order(s: AnalysisScene) -> None:
-    """Check that if the order of a client's rows is changed, the answer changes at most by rounding errors."""
+    """Check that changing the order of a client's rows changes its answer only by rounding errors."""
     client = s.clients[0]
     order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
     for question, (one, two) in s.answers([client, client.select(order)]):

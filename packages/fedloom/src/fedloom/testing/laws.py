@@ -66,7 +66,7 @@ def row_independence(s: Subject) -> None:
 
 
 def permutation(s: Subject) -> None:
-    """Check that if the cohort is permuted, the rows are permuted and the server's state does not change."""
+    """Check that permuting the cohort permutes the rows and does not change the server's state."""
     scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
     ids = [scene.ids[k] for k in order]
 
@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the algorithm does not change, gives equal bits in equal calls, and uses no global generator."""
+    """Check that the algorithm does not change, equal calls give equal bits, and no global generator is used."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -244,7 +244,7 @@ def check_law(
 
     Args:
         law: name of a law in `METHOD_LAWS`.
-        algorithm: a method, or the combination of parts for which a preset stands.
+        algorithm: a method, or the combination of parts of a preset.
         weigher: weigher that is used in the runs. If None, the method's own weigher is used or, if it has none, the
             clients' shares.
         layout: names and shapes of the parameters of the quadratics.
@@ -324,7 +324,7 @@ def laws_of(algorithm: Algorithm | PresetMethod, without: Collection[str] = ()) 
     """Return the names of the laws in `METHOD_LAWS` that apply to a method.
 
     Args:
-        algorithm: a method, or the combination of parts for which a preset stands.
+        algorithm: a method, or the combination of parts of a preset.
         without: names of laws to omit.
     """
     method = algorithm.algorithm if isinstance(algorithm, PresetMethod) else algorithm

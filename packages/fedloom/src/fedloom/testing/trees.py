@@ -1,4 +1,4 @@
-"""Functions that treat states as named tensors: they compare them, copy them, and convert them as a checkpoint does."""
+"""Functions that compare and copy states as named tensors, and convert states in the way a checkpoint does."""
 
 from __future__ import annotations
 

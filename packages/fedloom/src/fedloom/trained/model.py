@@ -240,7 +240,7 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
+        """Return notes on columns ``[N, p]`` with values far from the training data (see `Table.strange`).
 
         For other samples, `InputSpec.note_far` provides the sentence.
         """

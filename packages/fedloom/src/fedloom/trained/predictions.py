@@ -144,7 +144,7 @@ class ModelAssignment(NamedTuple):
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a sentence about rows for which the model could not be recalibrated, or [] if there are none."""
+        """Return a note on rows for which the model could not be recalibrated, or [] if there are no such rows."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -153,7 +153,7 @@ class ModelAssignment(NamedTuple):
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns with values far from the training data of the model that predicts them."""
+        """Return notes on columns with values far from the training data of the model that predicts them."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
     def find_far(self, x: Tensor) -> tuple[str, ...]:

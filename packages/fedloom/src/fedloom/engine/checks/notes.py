@@ -27,7 +27,7 @@ UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed d
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
 UNSEEDED_DRAWS = 2
-"""Number of equal calls of a user-defined sampler, whose cohorts may be equal by chance."""
+"""Number of equal calls by which a user-defined sampler is tested. Unseeded cohorts may still be equal by chance."""
 
 
 def notes_of(
@@ -61,7 +61,7 @@ def notes_of(
 
 
 def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
-    """Note a user-defined sampler that draws different clients in two equal calls."""
+    """Return a note if a user-defined sampler draws different clients in two equal calls."""
     if sampler.probes or type(sampler).__module__.startswith("fedloom."):
         return []
     cohorts = list[list[int]]()
@@ -78,7 +78,7 @@ def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
 
 
 def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack without any attackers, an attack on all clients, or an attack that has no effect."""
+    """Return a note if no client attacks, if all clients attack, or if the attack has no effect."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -95,7 +95,7 @@ def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
 
 
 def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """Note that a trusted client is an attacker, or that it may be absent from some rounds."""
+    """Return notes if the trusted client is an attacker, or if it may be absent from some rounds."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
@@ -105,7 +105,7 @@ def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None
 
 
 def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note that with absent clients, the server moves further than the aggregate over all clients."""
+    """Return a note if absent clients make the server move further than the aggregate over all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -118,7 +118,7 @@ def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str
 
 
 def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Add a note about client weights or aggregation weights that have no effect on the average of the uploads."""
+    """Return a note if client weights or aggregation weights do not affect the average of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -161,7 +161,7 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
 
 
 def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note how the statistics of normalization layers are treated, because these statistics are not parameters."""
+    """Return notes on how statistics of normalization layers are treated, because they are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -183,7 +183,7 @@ def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> li
 
 
 def _note_double_softmax(oracle: Network) -> list[str]:
-    """Note that the model ends with a softmax although the loss already applies a softmax."""
+    """Return a note if the model ends with a softmax although the loss already applies a softmax."""
     task = oracle.task
     if isinstance(task, Chosen):
         if task.objective.loss is not None:
@@ -199,7 +199,7 @@ def _note_double_softmax(oracle: Network) -> list[str]:
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
-    """Note that a forward pass changes buffers, attributes or parameters, or draws random numbers without the seed."""
+    """Return notes if a forward pass changes buffers, attributes or parameters, or ignores the seed of the run."""
     notes = []
     if oracle.moved:
         notes.append(
@@ -247,7 +247,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client that is drawn twice counts only once in fields that the server stores or accumulates."""
+    """Return a note if a client may be drawn twice but is counted once in stored or accumulated fields."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -258,7 +258,7 @@ def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _note_idle_options(setting: Setting) -> list[str]:
-    """Note options that have no effect because of the value of a different option."""
+    """Return notes on options that have no effect because of the value of another option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -286,12 +286,12 @@ def _note_idle_options(setting: Setting) -> list[str]:
 
 
 def no_effect_sentence(keys: list[str]) -> str:
-    """Return a sentence that says that these keys have no effect."""
+    """Return a sentence that states that these keys have no effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Note that the global model moves slowly if most clients are absent and the server reuses their last uploads."""
+    """Return a note if most clients are absent and their reused uploads slow down the global model."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

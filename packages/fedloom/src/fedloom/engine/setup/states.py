@@ -153,7 +153,7 @@ class LastModel(NamedTuple):
 
 
 class Residue(NamedTuple):
-    """Part of an update that has not been sent yet, or the server's copy of the client's last upload, ``[m, D]``."""
+    """Unsent part of an update, or the server's copy of the client's last upload, ``[m, D]``."""
 
     e: Tensor
 

@@ -31,7 +31,7 @@ FLIGHT_INDEX: Final = 3
 
 
 class RealVersion(Version):
-    """Time between two server steps at real sites (see `Version`)."""
+    """Interval between two server steps at real sites (see `Version`)."""
 
     _clients: StreamedClients
 

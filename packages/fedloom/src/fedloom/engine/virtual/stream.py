@@ -39,7 +39,7 @@ NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
 
 
 class Version(ABC):
-    """Time between two server steps, during which the server's state does not change.
+    """Interval between two server steps, in which the server's state does not change.
 
     A subclass determines which clients are present (`_is_there`), how a client's training is prepared and started
     (`_compute`, `_dispatch`), and how the run waits for an upload (`_wait`).
@@ -138,7 +138,7 @@ class Version(ABC):
 
     @abstractmethod
     def _is_there(self, client: int) -> bool:
-        """Return True if a client that is not under way can be dispatched now."""
+        """Return True if a client that is not already training can be dispatched now."""
 
     def _is_free(self, client: int) -> bool:
         return client not in self._away and self._is_there(client)
@@ -146,7 +146,7 @@ class Version(ABC):
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Return the next clients in the pool that can be dispatched, and how often each of them was drawn.
 
-        Clients that are under way are removed from the pool. Absent clients keep their places in the pool.
+        Clients that are already training are removed from the pool. Absent clients keep their positions in the pool.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -164,9 +164,9 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw an additional cohort into the pool.
+        """Draw another cohort, and put its clients into the pool in random order.
 
-        The clients of the cohort wait there in a random order, except for the clients in ``excluded``.
+        Clients in ``excluded`` are left out.
         """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
@@ -227,7 +227,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """Time between two server steps in virtual time, where devices determine how long clients take (see `Version`)."""
+    """Interval between two server steps in virtual time, in which devices determine how long clients take."""
 
     _clients: LocalClients
 

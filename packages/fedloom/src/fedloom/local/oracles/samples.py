@@ -276,7 +276,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
 
 
 def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool) -> bool:
-    """Return True if a loss of classes falls without limit when the outputs grow.
+    """Return True if a classification loss decreases without bound as the outputs grow.
 
     Each sample has the class with its largest output, and then the class with its smallest output. If ``negative`` is
     True, all outputs stay negative, as logarithms of probabilities and negative distances do.

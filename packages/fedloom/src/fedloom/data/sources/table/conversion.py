@@ -189,7 +189,7 @@ class _TableReading:
             self.measured[column].reserve(start, len(block))[:] = convert_to_numbers(piece, missing, self.problems)
 
     def _events(self, cells: Cells) -> list[float]:
-        """Return 1 for cells that are counted as the event, and 0 for all other cells."""
+        """Return 1 for cells that mean an event, and 0 for all other cells."""
         counted = [level_name(cell) in self.spec.event_levels for cell in cells]
         self.events_seen.update(level_name(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]

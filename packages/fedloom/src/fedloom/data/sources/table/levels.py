@@ -37,10 +37,10 @@ number with up to 15 digits exactly."""
 
 
 def similar_levels_text(counts: Mapping[str, int]) -> str:
-    """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are no such levels.
+    """Return levels that probably have the same meaning, as ``'0' (3) = 'FALSE' (4)``, or "" if none have.
 
-    Levels probably mean the same if they differ only in capitals, spaces or the encoding of a letter, if they are
-    notations of the same number, or if they are ways to write true and false in a column without other levels.
+    Levels probably have the same meaning if they differ only in capitals, spaces or the encoding of a letter, if they
+    are notations of the same number, or if they are ways to write true and false in a column without other levels.
 
     Args:
         counts: number of rows for each level.
