@@ -354,7 +354,7 @@ def test_a_crash_names_its_function_its_file_and_its_line(broken: type[Algorithm
     line = inspect.getsourcelines(broken)[1]
     with pytest.raises(AssertionError, match=rf"law runs, {broken.__name__}.*: {stage} stopped with {error}") as caught:
         check_algorithm(broken())
-    place = re.search(r"\(test_broken.py, line (\d+)\); repair this line", str(caught.value))
+    place = re.search(r"\(test_broken.py, line (\d+)\); fix this line", str(caught.value))
     assert place
     assert line < int(place[1]) < line + 4
     assert "annotate" not in str(caught.value)
@@ -373,7 +373,9 @@ def test_every_law_can_fail() -> None:
 
 def test_check_algorithm_runs_every_law_but_those_left_out() -> None:
     check_algorithm(FedAvg())
-    with pytest.raises(AssertionError, match="law translation, KnowsTheOrigin.*server under a change of origin"):
+    with pytest.raises(
+        AssertionError, match="law translation, KnowsTheOrigin.*server state after a shift of the origin"
+    ):
         check_algorithm(KnowsTheOrigin())
     check_algorithm(KnowsTheOrigin(), without=["translation"])
 

@@ -201,8 +201,8 @@ def test_gradients_are_the_last_seen_and_zero_before() -> None:
 def test_where_it_says_that_nobody_is_drawn_everyone_takes_part_once(sizes: list[int], options: dict[str, Any]) -> None:
     ctx, sampler = context(sizes), Clustered(**options)
     assert sampler.remarks(ctx) == [
-        "sampler 'clustered' draws no client as all 3 clients take part, with equal masses: "
-        "set fraction or clients lower"
+        "sampler 'clustered' draws no client at random, because all 3 clients take part with equal masses. "
+        "Lower fraction or clients"
     ]
     assert sampler.apply(sampler.init(ctx), None, ctx)[0].tolist() == [0, 1, 2]
     assert Clustered(clients=2, **options).remarks(ctx) == []

@@ -530,7 +530,7 @@ def test_a_trusted_client_is_there_is_honest_and_is_in_every_round(fed: Federati
         return " ".join(check(Setting.create("fedavg", sampler=sampler, **rule), fed))
 
     assert not said(good, everyone)
-    assert "who attacks" in said(bad[0], everyone)
+    assert "an attacker" in said(bad[0], everyone)
     with pytest.raises(ConfigError, match=f"fltrust trusts client {good}, which is not in this cohort"):
         said(good, some)
     with pytest.raises(Refused, match="clients are numbered 0 to 19"):
@@ -688,7 +688,7 @@ def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
         (Median(), UniformWeigher(), ""),
     ):
         notes = run(fed, aggregator=rule, aggregation_weights=weigher, rounds=1).notes
-        assert any(f"counts all clients equally, so {said} has no effect" in note for note in notes) == bool(said)
+        assert any(f"weights all clients equally, so {said} has no effect" in note for note in notes) == bool(said)
     replaced = run(fed, aggregation_weights=UniformWeigher(), rounds=1).notes
     assert any("aggregation_weights 'uniform' replaces client_weights = 'samples'" in note for note in replaced)
     assert not any("replaces" in note for note in run(fed, sampler=SizeWeighted(), rounds=1).notes)

@@ -111,13 +111,13 @@ class Uncounted(FedAvg):
 @pytest.mark.parametrize(
     ("method", "law", "cure"),
     [
-        (Drifting(), "a_clock_changes_no_bit", "keep what lasts in the states"),
-        (Drifting(), "whole_cohort", "keep what lasts in the states"),
-        (Drifting(), "scale_of_time", "keep what lasts in the states"),
-        (Whispering(), "nothing_later", "read its download, its rows and its work alone"),
-        (Whispering(), "silence", "read its download, its rows and its work alone"),
-        (Numbered(), "permutation_of_devices", "not on its number or its place"),
-        (Uncounted(), "conservation", "take samples, losses and gradients from work"),
+        (Drifting(), "a_clock_changes_no_bit", "store values for later rounds in the states"),
+        (Drifting(), "whole_cohort", "store values for later rounds in the states"),
+        (Drifting(), "scale_of_time", "store values for later rounds in the states"),
+        (Whispering(), "nothing_later", "use only its download, its rows and its work"),
+        (Whispering(), "silence", "use only its download, its rows and its work"),
+        (Numbered(), "permutation_of_devices", "not on its number or position"),
+        (Uncounted(), "conservation", "obtain samples, losses and gradients from work"),
     ],
     ids=lambda part: part if isinstance(part, str) else type(part).__name__,
 )

@@ -170,8 +170,8 @@ class EquitableWeigher(Weigher):
         if self.clusters is not None:
             return []
         return [
-            f"aggregation_weights {self.kind!r} looks for clusters of clients in every round, and weighs clients alike "
-            "where it finds none that are clearly apart: give clusters, as many as the federation has"
+            f"aggregation_weights {self.kind!r} looks for clusters of clients in every round, and weights clients "
+            "equally if no clusters are clearly separated. Set `clusters` to the number of clusters in the federation"
         ]
 
     def check(self, n: int) -> None:
@@ -302,7 +302,7 @@ class FairFedWeigher(Weigher):
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows; set group, for "
+                f"weigher.metric = {self.metric!r} compares two groups of rows. Set group, for "
                 "example group = 'sex' or group = 'age>=75', or add an analysis of the kind 'groups'"
             )
         return self.with_(group=groups[0])

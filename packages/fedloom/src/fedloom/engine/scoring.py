@@ -53,7 +53,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     scored_kinds = ("train",) if "train" in parts else parts
     unusable = next((f"round {t}: {loss} is not finite" for part, loss, _ in lost if part in scored_kinds), "")
     for part, loss, ids in lost:
-        note = f"{loss} is not finite for {len(ids)} clients, so figures over clients leave them out: {ids[:8]}"
+        note = f"{loss} is not finite for {len(ids)} clients, so means over clients omit them: {ids[:8]}"
         notes += [note] if part not in scored_kinds and note not in state.notes else []
     return state.with_(records=state.records.plus(records), notes=(*state.notes, *notes)), unusable
 

@@ -72,14 +72,14 @@ def _shapes(s: LawUploads) -> None:
         got: Any = uploads.combined()
         demand(isinstance(got, tuple) and len(got) == 2, "combine must return the pair (aggregates, state)")
         combined, state = got
-        demand([*combined] == [*uploads.rows], f"the aggregates must be of {[*uploads.rows]}, got {[*combined]}")
+        demand([*combined] == [*uploads.rows], f"the aggregates must be {[*uploads.rows]}, got {[*combined]}")
         for name, value in combined.items():
             demand(
                 value.shape == uploads.rows[name].shape[1:],
                 f"the aggregate of {name} must be [{uploads.rows[name].shape[1]}], got {[*value.shape]}",
             )
-            wide = f"the aggregate of {name} of rows in {dtype} is in {value.dtype}"
-            demand(value.dtype == dtype, f"{wide}; weights are in float64: take weights.to(rows[primary])")
+            wide = f"the aggregate of {name} has dtype {value.dtype}, but the rows have {dtype}"
+            demand(value.dtype == dtype, f"{wide}; weights are float64: use weights.to(rows[primary])")
             demand(value.isfinite().all(), f"the aggregate of {name} is not finite")
         tensors = isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
@@ -105,7 +105,7 @@ def repeatable(s: LawUploads) -> None:
         first, state = s.combined()
     later = s.combined(state)
     agree(s.combined()[0], first, "the same call twice")
-    agree(s.but(rule=s.rule.with_()).combined(state)[0], later[0], "the rule made anew from its fields")
+    agree(s.but(rule=s.rule.with_()).combined(state)[0], later[0], "the rule and a copy of it")
     demand(s.rule.model_dump() == before, f"the rule changed from {before} to {s.rule.model_dump()}")
 
 
@@ -114,7 +114,7 @@ def resume(s: LawUploads) -> None:
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
-        agree(got, want, f"the {what} of a run that resumes and of one that does not stop")
+        agree(got, want, f"the {what} of a resumed run and of an uninterrupted run")
 
 
 def permutation(s: LawUploads) -> None:
@@ -137,7 +137,7 @@ def weighted(s: LawUploads) -> None:
 def agreement(s: LawUploads) -> None:
     """Check that the aggregate equals the clients' row if all clients send the same row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
-    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
+    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "the row of all clients", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
@@ -145,7 +145,7 @@ def linear(s: LawUploads) -> None:
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
-        agree(s.combined()[0], want, "the weighted mean, which linear promises", TIGHT_TOLERANCE)
+        agree(s.combined()[0], want, "the aggregate and the weighted mean, although linear is True", TIGHT_TOLERANCE)
 
 
 def precision(s: LawUploads) -> None:
@@ -167,19 +167,19 @@ def small_cohorts(s: LawUploads) -> None:
 
 
 AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
-    _runs: "repair this line",
+    _runs: "fix this line",
     _shapes: ("return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state"),
-    _arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
-    repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
-    resume: "keep all that a round needs from the one before in the state",
-    permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
-    "does, leave the law out: without=['permutation']",
+    _arguments_unmodified: "clone before an in-place operation, and return new tensors",
+    repeatable: "draw from ctx.rng(purpose), and store values for later rounds in the state, not on self",
+    resume: "store everything that the next round needs in the state",
+    permutation: "use ctx.ids, never a client's position in the cohort; if the rule groups clients by position, as "
+    "bucketing does, leave the law out: without=['permutation']",
     weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
     agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
     "without=['agreement']",
-    linear: "let linear be True for a weighted mean and nothing else",
+    linear: "set linear to True only for a weighted mean",
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
-    small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
+    small_cohorts: "let require(m) raise fl.errors.ConfigError if m rows are too few",
 }
 """All laws of an aggregator, each with advice on how a violation is usually fixed."""
 

@@ -86,7 +86,7 @@ class AnalysisScene:
 
 def finishes(s: AnalysisScene) -> None:
     """Check that the analysis ends with a table and asks no more than the agreed number of questions."""
-    demand(s.log, "the analysis asks nothing")
+    demand(s.log, "the analysis asks no question")
     demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
 
 
@@ -120,7 +120,7 @@ def nothing_of_no_rows(s: AnalysisScene) -> None:
     for question, (answer,) in s.answers([s.clients[0].select(torch.zeros(0, dtype=torch.long))]):
         demand(
             answer is not None and not bool(answer.any()),
-            f"question {question.name!r}: a client without rows must answer zeros",
+            f"question {question.name!r}: a client without rows must answer with zeros",
         )
 
 
@@ -130,13 +130,11 @@ def within_bounds(s: AnalysisScene) -> None:
         bounds = s.analysis.bounds(question, s.terms)
         demand(
             bool((bounds.step > 0).all() and (bounds.low <= bounds.high).all()),
-            f"question {question.name!r}: bounds must rise, and steps be above 0",
+            f"question {question.name!r}: bounds must increase, and steps must be positive",
         )
         for answer in answers:
             if answer is not None:
-                where = (
-                    f"question {question.name!r}: an answer of {len(answer)} numbers has bounds of {len(bounds.low)}"
-                )
+                where = f"question {question.name!r}: {len(answer)} numbers in the answer, but {len(bounds.low)} bounds"
                 demand(answer.shape == bounds.low.shape, where)
                 outside = bounds.project(answer)[1]
                 demand(
@@ -152,7 +150,7 @@ def pure(s: AnalysisScene) -> None:
             for question, (one, two) in s.answers([client, client]):
                 demand(
                     one is None or (two is not None and torch.equal(one, two)),
-                    f"question {question.name!r}: a second answer is another one",
+                    f"question {question.name!r}: a second answer differs from the first",
                 )
         for old, new in zip(before, (client.x, client.y), strict=True):
             demand(torch.equal(old.nan_to_num(7.5), new.nan_to_num(7.5)), "answer changes the client's rows")
@@ -171,8 +169,11 @@ def resumes(s: AnalysisScene) -> None:
                 return sum_answers([s.reply(question, client, s.terms, bounds) for client in s.clients])
 
             state, _ = run_questions(s.analysis, s.terms, ask, Path(place))
-            demand(len(log) == len(s.log) - most, f"after {most} of {len(s.log)} sums {len(log)} more are asked for")
-            demand(s.analysis.result(state).equals(s.table), f"the result after an end at sum {most} is another one")
+            demand(
+                len(log) == len(s.log) - most,
+                f"resumed after {most} of {len(s.log)} sums, a run asks for {len(log)} more",
+            )
+            demand(s.analysis.result(state).equals(s.table), f"resumed after sum {most}, a run has another result")
 
 
 def few_stay_silent(s: AnalysisScene) -> None:
@@ -184,19 +185,19 @@ def few_stay_silent(s: AnalysisScene) -> None:
         reply = s.reply(question, s.clients[0], terms, s.analysis.bounds(question, s.terms))
     except Refused:  # its cells are so rare that nobody is asked
         return
-    demand(reply.neutral and not bool(reply.values.any()), "a client of too few subjects must answer zeros")
+    demand(reply.neutral and not bool(reply.values.any()), "a client with too few subjects must answer with zeros")
 
 
 ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     finishes: "return None from question when the analysis is done",
-    pure: "clone before an in-place operation, and draw nothing",
+    pure: "clone before an in-place operation, and do not draw random numbers",
     union: "answer with sums over rows. Divide in step, where the total is known",
-    rows_in_any_order: "answer with sums over rows, whatever their order",
-    clients_in_any_order: "depend on nothing but the total and the public terms",
+    rows_in_any_order: "answer with sums over rows that do not depend on the order of the rows",
+    clients_in_any_order: "use only the total and the public terms",
     nothing_of_no_rows: "start from zeros of the full length, and add rows",
     within_bounds: "derive low and high from terms.sizes and the agreed ranges",
-    resumes: "keep all that a question needs in the state, and compute it from the totals alone",
-    few_stay_silent: "leave least counts of clients to the runner",
+    resumes: "store everything that a question needs in the state, and compute it only from the totals",
+    few_stay_silent: "do not check minimum counts in the analysis: the runner does this",
 }
 """All laws of an analysis that is computed from sums, each with advice on how a violation is usually fixed."""
 

@@ -100,8 +100,8 @@ def _shapes(s: AttackScene) -> None:
             for informed in (True, False):
                 got = scene.forged(informed=informed)
                 demand(got.shape == scene.base.shape, f"forge must return {[*scene.base.shape]}, got {[*got.shape]}")
-                demand(got.dtype == dtype, f"models in {dtype} are forged in {got.dtype}")
-                demand(got.isfinite().all(), "forged models are not finite, so that the server drops them")
+                demand(got.dtype == dtype, f"forged models have dtype {got.dtype}, but honest models have {dtype}")
+                demand(got.isfinite().all(), "forged models are not finite, so the server rejects them")
     if isinstance(s.attack, Poison):
         for classes in (2, CLASS_COUNT):
             y, got = s.poisoned(classes)
@@ -112,7 +112,7 @@ def _shapes(s: AttackScene) -> None:
         x, got = s.stamped()
         demand(got.shape == x.shape and got.dtype == x.dtype, f"stamp must return {x.dtype} {[*x.shape]}")
         demand(got.isfinite().all(), "samples with the trigger are not finite")
-        demand(not torch.equal(got, x), "the trigger changes no sample")
+        demand(not torch.equal(got, x), "the trigger does not change any sample")
     activations, forges, sent = s.disguised()
     demand(sent.shape == activations.shape, f"disguised must return {[*activations.shape]}, got {[*sent.shape]}")
     agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
@@ -133,7 +133,7 @@ def repeatable(s: AttackScene) -> None:
     with generators_untouched():
         first = s.results()
     agree(s.results(), first, "the same call twice")
-    agree(s._replace(attack=s.attack.with_()).results(), first, "the attack made anew from its fields")
+    agree(s._replace(attack=s.attack.with_()).results(), first, "the attack and a copy of it")
     demand(s.attack.model_dump() == before, f"the attack changed from {before} to {s.attack.model_dump()}")
 
 
@@ -151,12 +151,12 @@ def knowledge(s: AttackScene) -> None:
 
 
 ATTACK_LAWS: dict[Callable[[Any], None], str] = {
-    _runs: "repair this line. In forge, honest is None if honest models are unknown. In stamp, names has the keys of "
-    "the field columns, so a check of a backdoor for tables sets it, as in columns={'age': 90.0}",
-    attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
-    _shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
-    _arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
-    repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
+    _runs: "fix this line. In forge, honest is None if honest models are unknown. In stamp, the keys of names are "
+    "the keys of the option columns, so set this option to check a backdoor for tables, as in columns={'age': 90.0}",
+    attackers: "do not override attackers, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
+    _shapes: "return one model per row of base, in its dtype, and one new label per label, from 0 to classes - 1",
+    _arguments_unmodified: "clone before an in-place operation, and return a new tensor",
+    repeatable: "draw from the given generators, one per attacker, and store nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
 """All laws of an attack, each with advice on how a violation is usually fixed."""

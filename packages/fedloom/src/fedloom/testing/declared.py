@@ -56,13 +56,16 @@ def declarations(s: Subject) -> None:
         f"init must give a template of the kept fields {kept}, got {[*name_tensors(template)]}",
     )
     demand(not kept or primary[0] not in kept or kept == [*fields], "if the primary field is Kept, all fields are")
-    demand(kept or not s.algorithm.mixes, "a method that mixes kept rows must keep some")
+    demand(kept or not s.algorithm.mixes, "a method that mixes stored rows must have a stored field")
     scene = Scene(s)
     for name, kind in fields.items():
         demand(not (kind.accumulates and kind.single), f"{name} accumulates, so it must be a Mean")
         source, _, base = kind.base.partition(".")
         owner = {"zero": (), "down": scene.down._fields, "rows": scene.rows._fields}.get(source)
-        demand(owner is not None and (not base or base in owner), f"{name} has the base {kind.base!r}, which is none")
+        demand(
+            owner is not None and (not base or base in owner),
+            f"{name} has the base {kind.base!r}, which does not exist",
+        )
         if kind.part is not None:
             mask = s.algorithm.part(kind.part, problem.layout)
             demand(mask.dtype == torch.bool and mask.shape == (problem.d,), f"part {kind.part!r} must be bool [d]")
@@ -83,11 +86,11 @@ def shapes(s: Subject) -> None:
             demand(
                 t.shape == (m, t.shape[-1]) if per_client else t.dim() >= 1, f"{what} {name} has shape {list(t.shape)}"
             )
-    agree(map_rows(torch.zeros_like, rows), map_rows(torch.zeros_like, scene.rows), "client rows keep their shapes")
+    agree(map_rows(torch.zeros_like, rows), map_rows(torch.zeros_like, scene.rows), "client rows must keep shapes")
     agree(
         map_rows(torch.zeros_like, server),
         map_rows(torch.zeros_like, scene.state.server),
-        "the server's state keeps its shapes",
+        "the server's state must keep its shapes",
     )
     if up._fields and upload_fields(type(a))[primary_field(type(a))].carries == "model":
         width = getattr(up, primary_field(type(a))).shape[-1]
@@ -99,7 +102,7 @@ def shapes(s: Subject) -> None:
     demand(x is not None or v is not None, "a method must have a global model, personal models or both")
     template = begin(a, scene.fed, scene.problem.x0 if x is None else x).rows
     new = a.personal(scene.down, a.client(scene.down, picked(template, slice(m)), scene.work())[1], scene.work())
-    demand((new is None) == (v is None), "a client never seen must get a personal model as all others do")
+    demand((new is None) == (v is None), "a client that has never participated must also get a personal model")
     demand(new is None or new.shape == (m, d), "a new client's personal model must be [d]")
 
 
@@ -149,7 +152,7 @@ def parts(s: Subject) -> None:
             inside = s.algorithm.part(kind.part, scene.problem.layout)
             noisy = up._replace(**{name: torch.where(inside, getattr(up, name), getattr(up, name) + 1)})
             got = s.algorithm.server(scene.state.server, noisy, scene.ctx())
-            agree(got, want, f"coordinates of {name} outside part {kind.part!r} were read")
+            agree(got, want, f"coordinates of {name} outside part {kind.part!r} were used")
 
 
 def kept_rows(s: Subject) -> None:
@@ -158,7 +161,7 @@ def kept_rows(s: Subject) -> None:
     if not s.algorithm.mixes:
         garbage = map_rows(lambda t: torch.full_like(t, torch.nan), scene.state.kept)
         got = s.algorithm.down(scene.state.server, garbage, scene.ctx())
-        agree(got, scene.down, "kept rows were read although mixes is False")
+        agree(got, scene.down, "stored rows were used although mixes is False")
 
 
 def idle_is_finite(s: Subject) -> None:
@@ -174,7 +177,12 @@ def idle_is_zero(s: Subject) -> None:
     up, _ = s.algorithm.client(scene.down, scene.rows, scene.work(0))
     for name, kind in upload_fields(type(s.algorithm)).items():
         if kind.base != "zero":
-            agree(getattr(up, name), torch.zeros_like(getattr(up, name)), f"{name} without any step", TIGHT_TOLERANCE)
+            agree(
+                getattr(up, name),
+                torch.zeros_like(getattr(up, name)),
+                f"{name} without a step",
+                TIGHT_TOLERANCE,
+            )
 
 
 def encoding(s: Subject) -> None:
@@ -196,7 +204,7 @@ def encoding(s: Subject) -> None:
         agree(
             getattr(message[0], name) * mask,
             getattr(up, name) * mask,
-            f"{name} of a model that is encoded again",
+            f"{name} of a decoded and encoded model",
             TIGHT_TOLERANCE,
         )
 
@@ -229,7 +237,7 @@ def translation(s: Subject) -> None:
     work = fed.work(len(COHORT_HISTORY) + 1, ids)
     up, rows = a.client(plus(scene.down, by["down"]), plus(scene.rows, by["rows"]), work)
     up0, rows0 = a.client(scene.down, scene.rows, scene.work())
-    agree(rows, plus(rows0, by["rows"]), "client state under a change of origin", TIGHT_TOLERANCE)
+    agree(rows, plus(rows0, by["rows"]), "client state after a shift of the origin", TIGHT_TOLERANCE)
     moves: dict[str, Tensor] = {}
     for name, kind in upload_fields(type(a)).items():
         value = getattr(up0, name)
@@ -237,7 +245,7 @@ def translation(s: Subject) -> None:
             moves[name] = torch.zeros_like(value)
         else:
             moves[name] = by["kept"][name] if kind.keeps else t.expand_as(value)
-    agree(up, plus(up0, moves), "upload under a change of origin", TIGHT_TOLERANCE)
+    agree(up, plus(up0, moves), "upload after a shift of the origin", TIGHT_TOLERANCE)
     got = a.server(plus(scene.state.server, by["server"]), scene.aggregate(up), scene.ctx())
     want = plus(a.server(scene.state.server, scene.aggregate(up0), scene.ctx()), by["server"])
-    agree(got, want, "server under a change of origin", TIGHT_TOLERANCE)
+    agree(got, want, "server state after a shift of the origin", TIGHT_TOLERANCE)

@@ -58,11 +58,9 @@ def row_independence(s: Subject) -> None:
     for k, i in enumerate(scene.ids):
         row = slice(k, k + 1)
         alone = s.algorithm.client(select_download(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
-        agree(picked(together, row), alone, f"row {k} of the cohort and that client by itself", TIGHT_TOLERANCE)
+        agree(picked(together, row), alone, f"row {k} of the cohort and the same client alone", TIGHT_TOLERANCE)
     rounds = [*COHORT_HISTORY, SCENE_COHORT]
-    agree(
-        s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "a run by cohort and a run client by client", TIGHT_TOLERANCE
-    )
+    agree(s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "whole cohorts and one client at a time", TIGHT_TOLERANCE)
 
 
 def permutation(s: Subject) -> None:
@@ -129,7 +127,7 @@ def no_state(s: Subject) -> None:
     agree(
         replace(s, algorithm=a.with_()).run([*COHORT_HISTORY, SCENE_COHORT])[-1],
         first,
-        "the value made anew from its fields",
+        "the method and a copy made from its fields",
     )
 
 
@@ -145,12 +143,12 @@ def dropped_is_not_sampled(s: Subject) -> None:
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options),
         got,
-        "what a dropped client computed counts",
+        "the upload of a dropped client affects the result",
         TIGHT_TOLERANCE,
     )
     if not s.algorithm.mixes:
         want = play(s.algorithm, scene.fed, scene.state, [i for i in scene.ids if i != lost], weigher=s.weigher)
-        agree(got, want, "a client dropped and a client not sampled", TIGHT_TOLERANCE)
+        agree(got, want, "a run with a dropped client and a run without this client", TIGHT_TOLERANCE)
 
 
 def precision(s: Subject) -> None:
@@ -204,30 +202,31 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
 
 
 LAW_HINTS = {
-    "runs": "repair this line",
-    "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary",
-    "shapes": "a field is a row per client [m, .], or [d] at the server, in the dtype of the model",
-    "row_independence": "compute every row from that client's rows alone: no sum, mean or index over dimension 0",
-    "permutation": "use work.ids and ctx.ids, never a client's place in the cohort",
-    "arguments_unmodified": "clone before an in-place operation, or make a new tensor",
-    "no_state": "keep nothing on self: what a later round needs belongs in rows or in the server's state",
-    "dropped_is_not_sampled": "let the server read the accepted cohort only: up, ctx.ids, ctx.m and ctx.part",
-    "bases": "send new - old of what base names. Let the server add what accumulates times ctx.part",
-    "parts": "let the server read the coordinates of a field's part only",
-    "kept_rows": "set mixes = True if down reads the kept rows",
-    "idle_is_finite": "divide by work.steps.clamp(min=1), or take where_moved(work, new, old)",
-    "idle_is_zero": "take where_moved(work, new, old) of what is sent and kept: without a step nothing changes",
-    "encoding": "define encode, by which attackers send a model that an attack has made: it gives every field of the "
-    "upload that depends on the model; and decode, its inverse, if the primary field is not the model less its base",
-    "translation": "models may be compared and averaged, not measured from zero; if the method refers to the origin, "
-    "as a regulariser does, set family = 'composite' or leave the law out: without=['translation']",
-    "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
-    "resume": "put all that a round needs from the one before into rows or the server's state",
+    "runs": "fix this line",
+    "declarations": "annotate every field of the upload once, as Mean, Kept or Rows, and make one field primary",
+    "shapes": "return fields with one row per client [m, .], or [d] at the server, in the dtype of the model",
+    "row_independence": "compute each row only from the same client's rows: no sum, mean or index over dimension 0",
+    "permutation": "use work.ids and ctx.ids, never a client's position in the cohort",
+    "arguments_unmodified": "clone before an in-place operation, or create a new tensor",
+    "no_state": "store nothing on self: values for later rounds belong in rows or in the server's state",
+    "dropped_is_not_sampled": "let the server use only the accepted cohort: up, ctx.ids, ctx.m and ctx.part",
+    "bases": "send the new minus the old value of the base. Let the server multiply accumulated fields by ctx.part",
+    "parts": "let the server use only the coordinates in a field's part",
+    "kept_rows": "set mixes = True if down uses the stored rows",
+    "idle_is_finite": "divide by work.steps.clamp(min=1), or use where_moved(work, new, old)",
+    "idle_is_zero": "use where_moved(work, new, old) for uploads and states, because nothing may change without a step",
+    "encoding": "define encode, by which attackers send a forged model: it returns every field of the "
+    "upload that depends on the model. Also define its inverse decode, unless the primary field is the model minus "
+    "its base",
+    "translation": "compare and average models, but do not measure them from zero. If the method depends on the "
+    "origin, as a regularizer does, set family = 'composite' or leave the law out: without=['translation']",
+    "precision": "use the dtypes of the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
+    "resume": "store everything that the next round needs in rows or in the server's state",
 }
 """Usual fix for each law that may be violated. The text forms the end of the law's message."""
 
 
-LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
+LAYOUT_HINT = "if a method needs certain layers, pass a module that contains them as layout="
 """Usual fix for errors that are caused by the problems on which laws are checked."""
 
 

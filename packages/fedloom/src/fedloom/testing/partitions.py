@@ -99,7 +99,7 @@ def pool_only(s: PartitionCase) -> None:
             strange = dealt.index[~np.isin(dealt.index, allowed)]
             demand(
                 not len(strange),
-                f"{name} has {len(strange)} samples that {what} does not have (first: {strange[:1].tolist()})",
+                f"{name} has {len(strange)} samples that {what} does not contain (first: {strange[:1].tolist()})",
             )
 
 
@@ -115,7 +115,7 @@ def tested_apart(s: PartitionCase) -> None:
     """Check that no client trains on a sample of its test part."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
-    demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
+    demand(not len(both), f"{len(both)} test samples are also training samples (first: {both[:1].tolist()})")
 
 
 def seeded(s: PartitionCase) -> None:
@@ -127,9 +127,9 @@ def seeded(s: PartitionCase) -> None:
     with generators_untouched():
         again = s.partition.draw(s.pool, PARTITION_SEED)
     copy = s.partition.with_().draw(s.pool, PARTITION_SEED)
-    for what, other in (("a second draw", again), ("the partition made anew from its fields", copy)):
+    for what, other in (("a second draw", again), ("a copy of the partition", copy)):
         for name, got, want in zip(Draw._fields, other, s.drawn, strict=True):
-            demand(_same(got, want), f"{what} with the same seed gives another {name}")
+            demand(_same(got, want), f"{what} with the same seed gives a different {name}")
     demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
 
 
@@ -168,14 +168,14 @@ def prepared(s: PartitionCase) -> None:
 
 
 PARTITION_LAWS: dict[Callable[[Any], None], str] = {
-    _runs: "repair this line",
-    declared: "give int64 arrays, and one entry per client in all that a draw has",
-    pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",
-    disjoint: "deal every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
+    _runs: "fix this line",
+    declared: "use int64 arrays, and give one entry per client in every field of the draw",
+    pool_only: "assign entries of pool.index, because positions within the pool are not positions in the data set",
+    disjoint: "assign every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
     tested_apart: "leave the samples of Draw.test out of Draw.dealt",
-    seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and keep nothing on self",
+    seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and store nothing on self",
     _arguments_unmodified: "copy before an in-place operation",
-    prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
+    prepared: "assign test samples to their clients in Draw.test, so that they are scaled like the training parts",
 }
 """All laws of a partition, each with advice on how a violation is usually fixed."""
 

@@ -51,14 +51,12 @@ from fedloom.testing.scene import demand
 
 N, LAW_ROUNDS = 8, 4
 LAW_CLIENT_SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
-CLIENT_STATES_HINT = (
-    "keep what lasts in the states that init returns, and draw from work.rng and ctx.rng, not from global generators"
-)
+CLIENT_STATES_HINT = "store values for later rounds in the states that init returns, and draw from work.rng and ctx.rng"
 DOWNLOAD_HINT = (
-    "let a client's step read its download, its rows and its work alone, no attribute that other clients change"
+    "let a client's step use only its download, its rows and its work, and no attribute that other clients change"
 )
-WORK_HINT = "take samples, losses and gradients from work, which counts them"
-NUMBERS_HINT = "let what a client computes depend on its rows, samples and streams, not on its number or its place"
+WORK_HINT = "obtain samples, losses and gradients from work, which counts them"
+NUMBERS_HINT = "let a client's results depend on its rows, samples and streams, but not on its number or position"
 LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
@@ -163,10 +161,10 @@ def nothing_later(method: object) -> None:
         first = min([first, *log[log[:, CLIENT_COLUMN] == client, 2].tolist()])
         uploads_of_runs.append(uploads)
     common = [k for k in uploads_of_runs[0].keys() & uploads_of_runs[1].keys() if k[0] != client and k[1] < first]
-    demand(common and first < 3 * LAW_ROUNDS, "the law has nothing to look at")
+    demand(common and first < 3 * LAW_ROUNDS, "no upload could be compared in this law")
     demand(
         all(torch.equal(uploads_of_runs[0][k], uploads_of_runs[1][k]) for k in common),
-        f"an upload uses what came after its dispatch; {DOWNLOAD_HINT}",
+        f"an upload depends on events after its dispatch; {DOWNLOAD_HINT}",
     )
 
 
@@ -198,7 +196,7 @@ def conservation(method: object) -> None:
             client_log = client_log[np.argsort(client_log[:, START_COLUMN])]
             demand(
                 (client_log[1:, START_COLUMN] >= client_log[:-1, END_COLUMN] - 1e-9).all(),
-                f"{schedule!r}: client {i} is at two places; {WORK_HINT}",
+                f"{schedule!r}: client {i} is busy in two tasks at the same time; {WORK_HINT}",
             )
 
 
@@ -222,7 +220,7 @@ def scale_of_time(method: object) -> None:
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
-        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {CLIENT_STATES_HINT}")
+        same_models(one, four, f"{make(1.0)!r}: a change of the time scale changes a model; {CLIENT_STATES_HINT}")
         demand(
             clock_of(four).now == 4 * clock_of(one).now,
             f"{make(1.0)!r}: the times are not scaled; {CLIENT_STATES_HINT}",
@@ -237,11 +235,14 @@ def silence(method: object) -> None:
     schedule = Buffered(buffer=2, timeout=limit)
     one, two = (run_rounds(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
     for a, b in zip(one.state.server, two.state.server, strict=True):
-        demand(torch.equal(a, b), f"a device that never answers changes the server; {DOWNLOAD_HINT}")
+        demand(torch.equal(a, b), f"a device that never answers affects the server; {DOWNLOAD_HINT}")
     log = clock_of(one).history()
     lost = log[log[:, FATE_COLUMN] == ReplyOutcome.LOST]
-    demand(0 in lost[:, CLIENT_COLUMN], "the device that never answers is not given up")
-    demand(np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit), "its place is not held until the time-out")
+    demand(0 in lost[:, CLIENT_COLUMN], "the run does not give up on the device that never answers")
+    demand(
+        np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit),
+        "its slot is free before the timeout",
+    )
 
 
 TIME_LAWS: dict[str, Callable[[Any], None]] = {

@@ -192,7 +192,7 @@ def assign_models(
         what = f"the {one.groups[0][1].about['kind']} model" + (f" of {one.owners[0]}" if client is not None else "")
         if client is None and facts.table is not None:
             what += (
-                ", columns scaled as at the clients on average, because neither a client nor a column of "
+                ", with columns scaled as for an average client, because neither a client nor a column of "
                 "clients is given"
             )
         return one._replace(notes=(what,))
@@ -217,9 +217,9 @@ def assign_models(
     ]
     owners = [site if site in names else "global" for site in rows.sites]
     notes = [
-        f"each row by the {kind_of_sites} model of its site"
+        f"each row is predicted by the {kind_of_sites} model of its site"
         if kind_of_sites != "global"
-        else "the global model, scaled as at each site"
+        else "the global model, with columns scaled as at each site"
     ]
     notes += [f"not a client of the run, so the global model predicts: {unknown_sites}"] if strange else []
     return ModelAssignment(groups, owners, tuple(map(write_singular, notes)))

@@ -71,7 +71,7 @@ class Clustered(SizedSampler):
         """Return a note that sampling has no effect if every client participates with the same mass."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
-        reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
+        reason = f"at random, because all {ctx.n} clients take part with equal masses. Lower fraction or clients"
         return [f"sampler {self.kind!r} draws no client {reason}"]
 
     def smallest(self, n: int) -> int | None:

@@ -68,7 +68,7 @@ class PowerOfChoice(SizedSampler):
         """Return a note that the choice has no effect if every client participates."""
         if self.size(ctx.n) < ctx.n:
             return []
-        return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
+        return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part. Lower fraction or clients"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
         """Return infinite losses, because no client has participated yet."""

@@ -36,8 +36,8 @@ RANDOM_REREAD_SAMPLES = 256
 If one sample in a hundred changes, the change is missed with probability 0.98^256 < 1 %.
 """
 REREAD_NOTE = (
-    "samples change at random when they are read: every training step reads them again, while validation, test and "
-    "figures of training parts use one draw of each"
+    "samples change at random when they are read. Every training step reads them again, but evaluations use one draw "
+    "of each sample"
 )
 AUGMENT_HINT = (
     "leave random transforms out of the data set, and pass augment to the run, as augment={'flip': 0.5, 'crop': 4}"
@@ -112,8 +112,8 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
     if key(draw(places)) != key(draw(places)):
         raise DataError(
             f"{name}: samples change at random, but not by the global generators of torch, numpy or Python, so no run "
-            f"could be repeated: draw from torch.rand, numpy.random or random in __getitem__, or {AUGMENT_HINT}; or, "
-            "to keep one draw of each sample on purpose, pass [d[i] for i in range(len(d))] of the data set d"
+            f"could be repeated. Draw from torch.rand, numpy.random or random in __getitem__, or {AUGMENT_HINT}. "
+            "To keep one draw of each sample on purpose, pass [d[i] for i in range(len(d))] of the data set d"
         )
     return draw(None)
 

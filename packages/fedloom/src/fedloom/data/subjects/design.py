@@ -132,8 +132,8 @@ class Design:
         if self.subject is not None:
             subjects, total = len(np.unique(self.units)), len(self.units)
             notes.append(
-                f"{total:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions, folds and intervals go "
-                "by subject"
+                f"{total:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions, folds and intervals "
+                "keep the rows of a subject together"
             )
             clients = np.unique(owner * total + self.units[rows]) % total
             if several := int((np.bincount(clients, minlength=1) > 1).sum()):
@@ -149,7 +149,7 @@ class Design:
             assert self.tested is not None
             if moved := int((self.tested != self.held_out.numpy()).sum()):
                 notes.append(
-                    f"{moved:,} rows are in another part than they are marked for, because the last "
+                    f"{moved:,} rows are in a different part than their mark says, because the last "
                     "row of a subject decides its part"
                 )
         return notes

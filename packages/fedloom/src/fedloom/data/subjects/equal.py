@@ -119,7 +119,7 @@ def note_untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints
             if names:
                 notes.append(
                     f"column {column.name!r}: {shorten_list([*map(repr, names)], MAX_SHOWN_LEVELS)} occurs in test "
-                    "rows but in no training row, so models know nothing of it. Merge rare levels"
+                    "rows but in no training row, so models cannot learn its effect. Merge rare levels"
                 )
     return notes
 
@@ -160,7 +160,7 @@ def _equal_row_notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str
             where = " or ".join(f"the {other} part" for other in names[:k])
             yield Note.create(
                 f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are exact copies of "
-                f"rows of {where}, so scores are too good. Leave copies out, or name the column of "
-                "the patient or person of a row in subject",
+                f"rows of {where}, so scores are too good. Remove the copies, or name the column of "
+                "the patient or person of each row in subject",
                 "parts-share-rows",
             )

@@ -56,8 +56,8 @@ MIN_UNIT_GAP, ENOUGH_UNIT_GAP = 0.5, 1.0
 that is sufficient for a large factor. Species and other groups also differ, but rarely with so large a gap."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
-    "come from one sample, this sample is in the training part and in the test part. Leave such rows "
-    "out, or name the column of the patient or person of a row in subject"
+    "come from one sample, the sample may be in both the training part and the test part. Leave such rows "
+    "out, or name the column of the patient or person of each row in subject"
 )
 """Text of the note on near-duplicates."""
 ROW_NAMES = ("numbers the rows", "names the rows")
@@ -166,7 +166,7 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     if whole and is_repeated_unit(name, levels.tolist(), len(values)):
         yield (
             f"column {name!r}: {len(levels):,} different values in {len(values):,} rows, so rows with "
-            "the same value are in training and test alike, and scores are too good. Name it in "
+            "the same value are in both the training and the test part, and scores are too good. Name it in "
             "subject, which keeps such rows together, or in drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
@@ -177,7 +177,7 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
     elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
         yield (
-            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels name rows. "
+            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels identify rows. "
             "Name it in drop, or group its levels"
         )
 
@@ -285,7 +285,7 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iter
     if pairs > CHANCE_MULTIPLE * chance and (fine or coarse):
         yield (
             f"{copies:,} of {count:,} rows are exact copies of others{where}. If the copies come from one "
-            "sample, this sample is in the training part and in the test part. Leave the copies out"
+            "sample, the sample may be in both the training part and the test part. Leave the copies out"
         )
 
 

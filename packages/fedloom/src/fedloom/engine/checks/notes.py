@@ -99,7 +99,7 @@ def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
-    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks. Set aggregator.root to another"
+    attacks = f"aggregator 'fltrust' trusts client {rule.root}, an attacker. Set aggregator.root to another client"
     absent = f"aggregator 'fltrust' needs client {rule.root}, and a round without this client ends the run"
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
@@ -128,7 +128,7 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(kind.weight for kind in kinds):
-        return [f"client_weights = {weights!r} has no effect with {name}, whose clients count by their uploads"]
+        return [f"client_weights = {weights!r} has no effect with {name}, which weights clients by their uploads"]
     if explicit and not kinds:
         return [f"client_weights = {weights!r} has no effect with {name}, which uploads nothing"]
     if method.mixes and method.global_model(server) is None:
@@ -139,11 +139,11 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
             reads = f"client_weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
             reads = f"aggregation_weights {weigher.kind!r}"
-        alike = f"aggregator {kind_of(aggregator)!r} counts all clients equally, so {reads} has no effect"
+        alike = f"aggregator {kind_of(aggregator)!r} weights all clients equally, so {reads} has no effect"
         return [f"{alike} on its result"] if reads else []
     if isinstance(weigher, SharesWeigher) or not unequal:
         return []
-    everywhere = "set client_weights = 'uniform' to count clients equally in every method"
+    everywhere = "to weight clients equally in every method, set client_weights = 'uniform'"
     if not any(kind.weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
         return (
@@ -154,7 +154,7 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
     place = f"replaces client_weights = {weights!r} in the mean of uploads"
     if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
         draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
-        return [f"{draws}: the clients of a round count alike"] if explicit else []
+        return [f"{draws}: all clients of a round have equal weights"] if explicit else []
     if isinstance(weigher, UniformWeigher):
         return [f"aggregation_weights 'uniform' {place}; {everywhere}"]
     return [f"aggregation_weights {weigher.kind!r} {place}"] if explicit else []
@@ -295,6 +295,6 @@ def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [
-        f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} in a round, its "
-        f"global model moves about {fewest / n:.0%} as far as with all. Raise sampler.fraction or rounds"
+        f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} clients per "
+        f"round, its global model moves about {fewest / n:.0%} as far as with all. Raise sampler.fraction or rounds"
     ]
