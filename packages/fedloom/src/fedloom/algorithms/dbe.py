@@ -117,7 +117,7 @@ class DBE(Algorithm):
             g = work.clipped(shifted(r.w, r.memory, work.layout), batch, [slope] * len(terms), terms)
             head, (weight, bias) = head_of(work.layout, r.w).weight, head_of(work.layout, g)
             memory = r.memory - work.lr * (bias[:, None] @ head)[:, 0] if self.memory else r.memory
-            weight += bias[:, :, None] * r.memory[:, None]  # of the head on z + m, where g has it on z
+            weight += bias[:, :, None] * r.memory[:, None]  # gradient of the head at z + m instead of z
             return _Rows(r.w - work.lr * (g + decay_of(work, r.w)), memory, running)
 
         start = _Rows(down.x.expand(work.m, -1), rows.memory, torch.zeros_like(rows.memory))

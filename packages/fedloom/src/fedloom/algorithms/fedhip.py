@@ -98,7 +98,7 @@ class FedHiP(Algorithm):
         heads, outputs = [], sums.outputs_of(work.layout)
         for i, part in enumerate(work.features(down.x)):
             weight, size = work.weight[i].double(), max(len(part.z), 1)
-            ridge = float(self.ridge * weight / size)  # of sums over all samples, where shares are by samples
+            ridge = float(self.ridge * weight / size)  # for sums over all samples if shares are by samples
             rest = sums.moments_of(down.total - weight.to(down.total) * rows.sent[i], work.layout)
             z, t = sums.samples_of(part, outputs)
             client_sums = rest._replace(zz=weight / size * (z.T @ z), zt=weight / size * (z.T @ t))

@@ -98,7 +98,7 @@ class FedPAC(Algorithm):
         return Server(x0, heads, x0.new_zeros(classes * features), x0.new_zeros(classes)), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        first = server.x[masks.head(ctx.layout).to(server.x.device)]  # of clients that join later
+        first = server.x[masks.head(ctx.layout).to(server.x.device)]  # for clients that join later
         heads = torch.cat([server.heads, first.expand(ctx.n - len(server.heads), -1)])
         return Down(server.x, heads[ctx.ids], server.prototypes, server.known)
 
@@ -116,7 +116,7 @@ class FedPAC(Algorithm):
     def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         top = masks.head(work.layout).to(down.x.device)
         total = (work.class_means(model) * shares(work, model)[:, :, None]).flatten(1)
-        up, _ = self.client(down, rows, work.idle())  # moment and spread are under the received body
+        up, _ = self.client(down, rows, work.idle())  # to compute moment and spread with the received body
         return up._replace(dw=masks.only_(model - down.x, ~top), head=masks.part(model, top), total=total), rows
 
     def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:

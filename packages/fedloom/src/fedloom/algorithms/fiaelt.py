@@ -126,7 +126,7 @@ class FIAELT(Algorithm):
         return below(self, self.beta, float(server.smooth))
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
-        if self.passes > 1:  # of the time, what is left beside the full gradients of (9), in equal rounds of sgd
+        if self.passes > 1:  # SGD gets the time that the full gradients of (9) leave
             samples = ((samples - (self.passes + 1) * work.sizes) / self.passes).clamp(min=0)
         return super().affordable(samples, work)
 
@@ -162,7 +162,7 @@ class FIAELT(Algorithm):
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
         fails = (up.iterations >= self.iterations).double().mean() > 0.5
         if self.r and fails and not (before or self.beta or self.smooth):
-            before, beta = beta, beta.new_zeros(beta.shape)  # (9) fails for many: L is measured once more
+            before, beta = beta, beta.new_zeros(beta.shape)  # (9) fails at many clients, so measure L again
         return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0), up.met.mean(0))
 
     def reshared(self, server: Server, moved: Up, ctx: Ctx) -> Server:

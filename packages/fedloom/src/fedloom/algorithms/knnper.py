@@ -49,7 +49,7 @@ from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 
 WEIGHTS = torch.linspace(0, 1, 11)
-FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
+FEW = 30  # the standard error of an accuracy on 30 samples is up to 0.09
 
 
 class Down(NamedTuple):

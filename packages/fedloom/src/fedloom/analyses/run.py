@@ -294,7 +294,7 @@ def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None 
         clients = [client_rows(fed, k) for k in range(fed.n)]
         schema, _ = fill_ranges(schema_of(fed.data), dict(zip(fed.names, clients, strict=True)))
         terms = AnalysisTerms(schema, torch.tensor([*map(len, clients)]), analysis.rules or Rules())
-        with suppress(Exception):  # of code that may expect models: the run reports it
+        with suppress(Exception):  # user code may expect models; the run reports such errors
             terms = replace(terms, published=tuple(analysis.publish(rows, terms) for rows in clients))
         check_order(analysis, terms)
 
@@ -320,10 +320,10 @@ def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = Fa
             analysis.check_step(next(steps), question)
         return torch.zeros_like(bounds.low), Info(len(terms.sizes), 0, 0, int(terms.sizes.sum()))
 
-    most = analysis.most_questions  # sums of zeros need not converge
+    most = analysis.most_questions  # with sums of zeros, an analysis may not converge
     rules = terms.rules.with_(questions=min(terms.rules.questions or most, most))
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as divisions by a total of zero
+        with warnings.catch_warnings(action="ignore"):  # for example about divisions by a total of zero
             run_questions(analysis, replace(terms, rules=rules), ask)
     except QuestionOrderError:
         raise

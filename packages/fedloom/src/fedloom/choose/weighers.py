@@ -223,7 +223,7 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
 
 def _eigenvectors(a: Tensor) -> Floats:
     values = a.double().cpu().numpy()
-    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # no product is beyond the range of a float
+    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # scaled so that no product overflows
     return np.asarray(np.linalg.eigh(values @ values.T)[1])
 
 

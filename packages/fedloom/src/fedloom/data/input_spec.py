@@ -141,7 +141,7 @@ class InputSpec(Value):
         """Agreement for reading sites' tables like the training data, or None if the data are not a table."""
         if self.table is None:
             return None
-        columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
+        columns = tuple(column.with_(range=None) for column in self.table.columns)  # out of range: a note, no error
         return Agreement.create(
             self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit
         )

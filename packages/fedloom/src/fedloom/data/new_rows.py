@@ -208,7 +208,7 @@ def _read_array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str
             raise DataError(f"{name} has shape {x.shape}, but expected [rows, {len(table.columns)}]")
         cells = (ColumnPiece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
         return _read_columns(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
-    if x.ndim == 4 and x.shape[1] == 1 and x.shape[2:] == facts.shape:  # a sequence of a torch data set
+    if x.ndim == 4 and x.shape[1] == 1 and x.shape[2:] == facts.shape:  # sequences from a torch data set
         x = x[:, 0]
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]

@@ -273,7 +273,7 @@ def _note_unread_entries(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     x, y = next(pair for pair in FEATURE_TARGET_NAMES if pair[0] in obj and pair[1] in obj)
     unused = [
         key for key in obj if key not in (x, y, "clients", "users", "frame", *SAMPLE_ROLES)
-    ]  # of scikit-learn, which holds both
+    ]  # a scikit-learn Bunch contains both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
             f"{name}: fedloom would ignore {tests[0]!r} beside {x!r} and {y!r}. Pass {{'train': (x, "

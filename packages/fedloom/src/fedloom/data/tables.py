@@ -86,7 +86,7 @@ class MissingMarkers:
     def __init__(self, markers: Sequence[str]) -> None:
         self._texts = frozenset(marker.strip() for marker in markers)
         values = [float(marker) for marker in self._texts if is_number(marker)]
-        self._values = frozenset([*values, *np.array(values, np.float32).tolist()])  # as a column of 32 bits has it
+        self._values = frozenset([*values, *np.array(values, np.float32).tolist()])  # as stored in a 32-bit column
         self.numbers = sorted(self._values)
 
     def hold(self, cell: object) -> bool:
@@ -158,7 +158,7 @@ class Table(Value):
         ge=1,
         description="minimum number of training values in a column. A column with fewer values is dropped",
     )
-    missing: tuple[str, ...] = Field(default=("",), description="cell values that count as missing")
+    missing: tuple[str, ...] = Field(default=("",), description="cell values that mean a missing value")
     impute: bool = Field(default=True, description="whether missing cells in new rows are filled")
 
     @classmethod
@@ -290,7 +290,7 @@ class Table(Value):
             return None
         _, _, scale, low, high = fitted.tolist()
         margin = scale if column.scale else (high - low) / 2
-        if column.scale and low == high and scale != 1:  # few rows differ, as where a rare disease is present
+        if column.scale and low == high and scale != 1:  # few rows differ, for example because a disease is rare
             margin *= MAX_RARE_DEVIATIONS
         return low - margin, high + margin
 

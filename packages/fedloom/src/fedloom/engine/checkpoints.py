@@ -97,7 +97,7 @@ class RunCheckpoints:
         meta = loaded.meta
         times = Times.resumed(meta["seconds"], meta.get("firsts", [0]))
         state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
-        if shorter is not None:  # what was measured and noted because that round was the last
+        if shorter is not None:  # drop the results that belong to the earlier last round
             records = Records([r for r in state.records.items if r.round < shorter], state.records.ids)
             notes = tuple(note for note in state.notes if note != UNATTACKED_NOTE)
             return ResumedRun(state.with_(records=records, notes=notes))

@@ -136,7 +136,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     if job.eval_fed.groups is not None:
         ids = state.cohort[labels[state.cohort] >= 0].sort().values
         planted = job.eval_fed.groups[ids].cpu().numpy()
-        if len(set(planted.tolist())) > 1:  # within one planted group the NMI is 0 whatever is recovered
+        if len(set(planted.tolist())) > 1:  # with a single planted group, the NMI is always 0
             yield Record.make_federation_record(
                 t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy())
             )

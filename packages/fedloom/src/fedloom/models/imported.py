@@ -185,7 +185,7 @@ def _build_module(
     if tokens == (0, True) and len(shape) > 2:
         module.register_forward_hook(_flatten_pixels)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
-    with nullcontext() if lazy else restore_module_values(module):  # a pass gives lazy modules their attributes
+    with nullcontext() if lazy else restore_module_values(module):  # a forward pass initializes lazy modules
         try_out(module.float(), shape, outputs, name, tokens)
     return module
 
@@ -278,7 +278,7 @@ def try_out(
     try:
         with torch.no_grad():
             one = list(module.eval()(samples[:1]).shape)
-    except Exception:  # of a layer that needs two samples, which the first training step names
+    except Exception:  # a layer may need two samples; training reports this
         one = [1, *got[1:]]
     finally:
         module.train(training)
@@ -334,7 +334,7 @@ def copy_of(value: object) -> Any:
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if not isinstance(value, CONTAINER_TYPES):
         return value
-    same: Any = copy(value)  # which keeps the length of a deque and the default of a dictionary
+    same: Any = copy(value)  # keeps a deque's maxlen and a dictionary's default
     same.clear()
     if isinstance(value, dict):
         same.update({key: copy_of(part) for key, part in value.items()})

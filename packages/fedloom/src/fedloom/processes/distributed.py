@@ -310,7 +310,7 @@ class _Memory:
             dist.barrier(self._here)
 
     def _create(self, places: list[Path], size: int, large: bool) -> None:
-        wanted = size + sum(map(len, self._used))  # what was made before may still be empty
+        wanted = size + sum(map(len, self._used))  # earlier files may still be sparse
         for path in places[1:] if large else places:
             if path.parent.is_dir() and shutil.disk_usage(path.parent).free > wanted:
                 with path.open("xb") as file:

@@ -328,8 +328,8 @@ class _Worker:
 
 def _serve_worker(pipe: Connection, handlers: Sequence[Handler], down: SharedBuffer, ups: list[SharedBuffer]) -> None:
     _end_with_parent()
-    gc.freeze()  # what the parent made may wait for threads, as it is deleted, that are not here
-    os.setpgrp()  # Ctrl-C reaches the parent only, which decides
+    gc.freeze()  # deleting the parent's objects could wait for missing threads
+    os.setpgrp()  # only the parent receives Ctrl-C
     torch.set_num_threads(1)
     handler: Handler | None = None
     shared: Any = None

@@ -26,7 +26,7 @@ from fedloom.errors import ConfigError, WireError
 from fedloom.rows.algebra import grid_value, ranks
 from fedloom.rows.fields import Field, Ranks
 
-FULL_WORD = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
+FULL_WORD = 0xFFFFFFFF  # marks a matrix that is stored without factors
 
 
 class Encoding(Protocol):

@@ -131,7 +131,7 @@ def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
 
 def _choose_smallest(score: Tensor, k: int, chosen: Tensor) -> None:
     """Set ``chosen [..., s]`` to True at the k smallest values of ``score [..., s]``."""
-    if k > 0 and score.device.type == "cpu":  # NumPy's selection has vector instructions; all that ties is too many
+    if k > 0 and score.device.type == "cpu":  # NumPy's partition is vectorized, but may include too many ties
         kth = torch.from_numpy(np.partition(score.numpy(), k - 1)[..., k - 1 : k])
         torch.le(score, kth, out=chosen)
         if bool((chosen.sum(-1) == k).all()):

@@ -87,13 +87,13 @@ def _shapes(s: LawUploads) -> None:
 
 def _arguments_unmodified(s: LawUploads) -> None:
     """Check that the aggregator does not change the rows, weights or state that it receives."""
-    s = LawUploads.create(s.rule, len(s.ids))  # which no law has combined before
+    s = LawUploads.create(s.rule, len(s.ids))  # new input that no law has used
     before: list[Any] = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone()]
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
     before.append({k: v.clone() for k, v in state.items()})
     for value in s.combined(state)[0].values():
-        value.add_(1)  # a view of an argument shows
+        value.add_(1)  # reveals views of arguments
     for what, got, want in zip(("rows", "weights", "state"), arguments, before, strict=True):
         agree(got, want, f"{what} changed, or share memory with the aggregates")
 
@@ -216,7 +216,7 @@ def _enough(rule: Aggregator) -> int:
             rule.check(m)
         except ConfigError as error:
             refusal = str(error)
-        except Exception:  # the law `runs` meets it again, and reports it
+        except Exception:  # the law `runs` reports this error
             return 5
         else:
             return max(5, m + 2)

@@ -183,7 +183,7 @@ def few_stay_silent(s: AnalysisScene) -> None:
     question = s.log[0].question
     try:
         reply = s.reply(question, s.clients[0], terms, s.analysis.bounds(question, s.terms))
-    except Refused:  # its cells are so rare that nobody is asked
+    except Refused:  # cells are too rare, so no question is asked
         return
     demand(reply.neutral and not bool(reply.values.any()), "a client with too few subjects must answer with zeros")
 

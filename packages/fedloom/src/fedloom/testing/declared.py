@@ -36,9 +36,7 @@ def runs(s: Subject) -> None:
         personal_models(s.algorithm, Scene(s).fed, state)
         s.algorithm.global_model(state.server)
     except Exception as error:
-        if (
-            stage_of(error, Algorithm, METHOD_STAGES) is not None
-        ):  # else what the method gave is at fault: see other laws
+        if stage_of(error, Algorithm, METHOD_STAGES) is not None:  # other laws report invalid results
             raise
 
 

@@ -65,7 +65,7 @@ def row_independence(s: Subject) -> None:
 
 def permutation(s: Subject) -> None:
     """Check that permuting the cohort permutes the rows and does not change the server's state."""
-    scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
+    scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # neither a rotation nor its own inverse
     ids = [scene.ids[k] for k in order]
 
     a, state = s.algorithm, scene.state
@@ -82,7 +82,7 @@ def arguments_unmodified(s: Subject) -> None:
     """Check that no function changes its arguments, or the rows of clients that do not participate."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
-    kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
+    kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views reveal writes
     rows = picked(state.rows, slice(3))
     down, work = scene.down, scene.work()
 
@@ -91,7 +91,7 @@ def arguments_unmodified(s: Subject) -> None:
 
     first = map_rows(torch.clone, collect_inputs())
     up, new = a.client(down, rows, work)
-    agree(collect_inputs(), first, "client changed an argument")  # also one that a second call would write alike
+    agree(collect_inputs(), first, "client changed an argument")  # even if a second call would write the same values
     whole = scene.aggregate(up)
 
     def arguments() -> Any:
@@ -164,7 +164,7 @@ def precision(s: Subject) -> None:
         demand(t.dtype == torch.float32, f"{name} is {t.dtype} in a run in float32")
     default = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(torch.float64)  # an int tensor times a number is of the default dtype
+        torch.set_default_dtype(torch.float64)  # an int tensor times a number has the default dtype
         agree(s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], double, "float64 under another default dtype", 1e-12)
     finally:
         torch.set_default_dtype(default)

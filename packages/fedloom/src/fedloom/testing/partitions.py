@@ -162,7 +162,7 @@ def prepared(s: PartitionCase) -> None:
         want = s.data.prepare(raw, torch.zeros(len(rows), dtype=torch.long), in_train)
         worst = (s.fed.fetch(rows) - want).abs().max() if len(rows) else torch.zeros(())
         demand(
-            worst <= 1e-5,  # float32, and sums in another order
+            worst <= 1e-5,  # float32 sums in a different order
             f"rows of client {client} differ by {worst:.3g} from rows scaled by the client's training part",
         )
 

@@ -206,7 +206,7 @@ def permutation_of_devices(method: object) -> None:
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
         plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
         if isinstance(schedule, Synchronous) and len(plain) < N * LAW_ROUNDS:
-            return  # a sampler draws some of them, by their numbers
+            return  # samplers draw clients by number
         moved = Speeds(speeds=tuple(speeds[i] for i in order))
         other = clock_of(run_rounds(method, moved, schedule, federation(order))).history()
         other[:, CLIENT_COLUMN] = np.array(order)[other[:, CLIENT_COLUMN].astype(int)]

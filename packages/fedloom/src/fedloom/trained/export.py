@@ -155,7 +155,7 @@ class Program:
             content = check_archive(Path(path).read_bytes(), FACTS_FILE)
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
-        except Exception as error:  # a file from elsewhere may break torch in any way
+        except Exception as error:  # torch may raise any error for an untrusted file
             raise LayoutError(f"{path} is not a model exported for torch ({cause_of(error)})") from None
         self.module = program.module()
 

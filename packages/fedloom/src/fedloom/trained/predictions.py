@@ -197,7 +197,7 @@ def assign_models(
             )
         return one._replace(notes=(what,))
     kind_of_sites = kind or next(k for k in KIND_PREFERENCE if k in models.kinds())
-    models.ready(kind_of_sites, models.names[0])  # a kind that does not exist is refused whoever owns the rows
+    models.ready(kind_of_sites, models.names[0])  # raises an error if this kind does not exist
     places: dict[str, list[int]] = {}
     strange: dict[str, int] = {}
     for k, site in enumerate(rows.sites):

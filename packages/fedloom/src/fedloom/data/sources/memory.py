@@ -138,7 +138,7 @@ def as_dataset(
 
 def _table_source(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
     options = {key: _name_columns(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
-    if is_hub(obj):  # whose rows may come through a transform
+    if is_hub(obj):  # its rows may pass through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in check_reread_samples(
             (obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name
@@ -263,7 +263,7 @@ class HubData(Source):
             raise ConfigError(f"hub:{self.name}: needs the `hub` extra. Run: pip install 'fedloom[hub]'") from error
         try:
             splits: Any = datasets.load_dataset(self.name, self.config)
-        except Exception as error:  # the library raises its own, urllib's and httpx's errors
+        except Exception as error:  # errors of the library, urllib or httpx
             raise DataError(
                 f"hub:{self.name}: cannot be loaded ({type(error).__name__}: {error}). Check the name "
                 "and the connection, or load it once on a machine with a connection (the library "

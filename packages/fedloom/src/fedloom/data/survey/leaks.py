@@ -74,7 +74,7 @@ def find_leaks(
         rows: indices of the rows to check.
         ordered: True if later rows are test rows, so that features may contain earlier outcomes.
     """
-    from fedloom.data.by_site import score_groups  # which imports scipy.stats, slowly
+    from fedloom.data.by_site import score_groups  # imports scipy.stats, which is slow
 
     y = target.values[rows]
     numbers = {name: c.values for name, c in features.items() if not c.names}

@@ -146,7 +146,7 @@ def _translate_choice(value: Any, place: str, name: str, *, back: bool) -> Any:
     choices = RENAMED_VALUES.get((place, name), {})
     if not choices:
         return value
-    if isinstance(value, list):  # of a grid or a search
+    if isinstance(value, list):  # in a grid or a search
         return [_translate_choice(one, place, name, back=back) for one in value]
     if back and isinstance(value, str):
         return {new: old for old, new in choices.items()}.get(value, value)

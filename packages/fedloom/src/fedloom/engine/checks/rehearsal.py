@@ -181,7 +181,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
             fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
         ) from error
     except Exception:
-        return  # the run itself names the client, the round and the line
+        return  # the run reports this error with client, round and line
 
 
 def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:

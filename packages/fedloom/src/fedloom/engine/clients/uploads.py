@@ -76,7 +76,7 @@ class MeanField(RowsField):
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
         share = mass if self.kind.accumulates else share
-        if len(value) == 1:  # a large model's chunk
+        if len(value) == 1:  # chunks of large models have one client
             return value[0] if share == 1 else torch.mul(value[0], share[0].to(value), out=_allocate_vector(value[0]))
         return (share.T.to(value) @ value)[0]
 

@@ -87,7 +87,7 @@ class Version(ABC):
                 self._give_up(event)
             else:
                 self._silent = 0
-                self._waiting.append(event)  # it stays away: until the step it would get the same model again
+                self._waiting.append(event)  # not dispatched again before the step, because the model is the same
                 if len(self._waiting) == self._size:
                     break
             if self._next == len(self._queue) or self._queue[self._next][0] != self._now:
@@ -213,7 +213,7 @@ class Version(ABC):
             log += (client, flights[number].version, t, start, end, busy, fate)
         for event in self._lost:
             places.setdefault(event[3], []).append(event[4])
-        for number, place, _ in self._ready.values():  # computed, and not dispatched at this version
+        for number, place, _ in self._ready.values():  # computed but not dispatched in this version
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)

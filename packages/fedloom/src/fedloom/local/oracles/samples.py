@@ -294,7 +294,7 @@ def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool
         for factor in GROWING_FACTORS:
             try:
                 values.append(compute_user_number(loss, "loss", factor * outputs, target.to(y.dtype)))
-            except CodeError:  # of targets that the loss does not accept
+            except CodeError:  # the loss does not accept such targets
                 return False
     return any(b < 10 * a < 0 for a, b in (values[:2], values[2:]))
 

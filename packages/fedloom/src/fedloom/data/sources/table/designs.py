@@ -352,7 +352,7 @@ def _days_of(values: NDArray[np.float64], form: str, length: int) -> list[dateti
     for value in values.tolist():
         text = f"{value:.{4 if '.' in form else 0}f}".zfill(length)
         try:
-            day = datetime.strptime(text, form)  # a day without a time
+            day = datetime.strptime(text, form)  # a date without a time zone
         except ValueError:
             return []
         if float(text) != value or not FIRST_YEAR <= day.year <= LAST_YEAR:
@@ -383,7 +383,7 @@ def seconds_of(cell: object) -> float | None:
         except ValueError:
             return None
     if isinstance(cell, date) and not isinstance(cell, datetime):
-        cell = datetime(cell.year, cell.month, cell.day)  # made UTC below
+        cell = datetime(cell.year, cell.month, cell.day)  # converted to UTC below
     if not isinstance(cell, datetime):
         return None
     return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()

@@ -137,7 +137,7 @@ class LevelCodeCollector:
         names = sorted(self.levels, key=natural_sort_key)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
-        place[-1] = np.nan  # of missing cells, whose code is -1
+        place[-1] = np.nan  # for missing cells, whose code is -1
         return place[np.concatenate(self.rows)], tuple(names)
 
 
