@@ -77,7 +77,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
 
-def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
+def require_equal_shares(method: Algorithm, option: str, ctx: Ctx) -> None:
     """Raise an error if an option would weight clients by samples although the clients' shares already differ.
 
     Raises:

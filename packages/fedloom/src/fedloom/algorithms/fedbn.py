@@ -83,7 +83,7 @@ class FedBN(Algorithm):
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
         w = descend(masks.joined(down.x, rows.norm, norm), work)
         w_norm = masks.part(w, norm)
-        return Up(masks.only_(w.sub_(down.x), ~norm)), Client(w_norm)
+        return Up(masks.zero_outside_(w.sub_(down.x), ~norm)), Client(w_norm)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         shared = self.part("shared", ctx.layout).to(server.x.device)

@@ -39,7 +39,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule
-from fedloom.algorithms._regulariser import Regulariser, proximal, stationarity, unregularised
+from fedloom.algorithms._regulariser import Regulariser, note_missing_regularizer, proximal, stationarity
 from fedloom.local import Ctx, Work, where_moved
 from fedloom.local.inexact import LyapunovParts, Solver, below, inexact, lyapunov_parts, lyapunov_step
 from fedloom.local.smoothness import largest, smoothness
@@ -120,7 +120,7 @@ class FIAELT(Algorithm):
         return Server(x0, x0, zero, none + beta, none + smooth, none, none, none), Client(x0, zero, none), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return [*below(self, self.beta, self.smooth or 0.0), *unregularised(self, c=0.01 * ctx.n)]  # 0.01 in a mean
+        return [*below(self, self.beta, self.smooth or 0.0), *note_missing_regularizer(self, c=0.01 * ctx.n)]
 
     def remarks(self, server: Server) -> list[str]:
         return below(self, self.beta, float(server.smooth))

@@ -48,8 +48,8 @@ from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 
-WEIGHTS = torch.linspace(0, 1, 11)
-FEW = 30  # the standard error of an accuracy on 30 samples is up to 0.09
+WEIGHT_CHOICES = torch.linspace(0, 1, 11)
+FEW_SAMPLES = 30  # the standard error of an accuracy on 30 samples is up to 0.09
 
 
 class Down(NamedTuple):
@@ -88,14 +88,14 @@ class KNNPer(Algorithm):
         few = (
             f"kNN-Per chooses some clients' weights on only {fewest} samples, so their models may be worse. Set weight"
         )
-        return [few] if self.weight is None and fewest < FEW else []
+        return [few] if self.weight is None and fewest < FEW_SAMPLES else []
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         memory = memory_of(work.layout).to(down.x.device)
         if not bool(memory.any()):
             return Up(descend(down.x, work) - down.x), rows
         part = work if self.weight is not None else split(work, self.share)[0]
-        return Up(masks.only_(descend(down.x, part, mask=~memory) - down.x, ~memory)), rows
+        return Up(masks.zero_outside_(descend(down.x, part, mask=~memory) - down.x, ~memory)), rows
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw * self.part("network", ctx.layout).to(server.x.device))
@@ -124,10 +124,10 @@ class KNNPer(Algorithm):
             return 0.0
         kernel = z.new_tensor([self.scale, self.neighbours])
         q = recalled(z[held], z[rest], labels[rest], *kernel)
-        logs = [mixed(p[held], q, weight) for weight in WEIGHTS.to(z)]
+        logs = [mixed(p[held], q, weight) for weight in WEIGHT_CHOICES.to(z)]
         wrong = [int((log.argmax(1) != truth.argmax(1)).sum()) for log in logs]
         loss = [-float((log * truth).sum()) for log in logs]
-        return float(WEIGHTS[min(range(len(WEIGHTS)), key=lambda at: (wrong[at], loss[at]))])
+        return float(WEIGHT_CHOICES[min(range(len(WEIGHT_CHOICES)), key=lambda at: (wrong[at], loss[at]))])
 
 
 def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:

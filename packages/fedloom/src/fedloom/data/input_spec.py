@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partitions.changes import fit_preparation
 from fedloom.data.partitions.deal import Dealt
 from fedloom.data.partitions.parts import cut_parts
-from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers, span_of
+from fedloom.data.pixels import check_number_type, find_value_range, is_from_bytes, is_from_integers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import PartSizes
 from fedloom.data.survey.agreement import Agreement
@@ -90,9 +90,9 @@ class InputSpec(Value):
             targets=1 if data.classed else data.y.shape[1],
             centre=data.centre,
             unit=data.unit,
-            pixels=came_as_bytes(data),
-            integers=came_as_integers(data),
-            span=span_of(data),
+            pixels=is_from_bytes(data),
+            integers=is_from_integers(data),
+            span=find_value_range(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -239,7 +239,7 @@ class InputSpec(Value):
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
                 + _cure_of_shape(tuple(x.shape), self.shape)
             )
-        refuse_other_numbers(x, name, self.pixels, original_dtype, integers=self.integers)
+        check_number_type(x, name, self.pixels, original_dtype, integers=self.integers)
         return x
 
     def find_far_share(self, x: Tensor) -> float:

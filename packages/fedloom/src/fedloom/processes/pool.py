@@ -169,7 +169,7 @@ class WorkerPool:
                 return
             if cost is not None:
                 waiting.sort(key=lambda task: (cost(task[1]), -task[0]))
-            self._hand_out(waiting, list(busy.values()), *first)
+            self._send_tasks(waiting, list(busy.values()), *first)
             first = []
             silence.begin(worker for sent, worker in busy.values() if sent)
             ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], WATCH_SECONDS)
@@ -180,10 +180,10 @@ class WorkerPool:
                 sent, worker = busy[pipe]  # type: ignore[index]
                 done.append((sent.pop(0), worker.receive()))
                 silence.end(worker)
-                self._hand_out(waiting, [(sent, worker)])
+                self._send_tasks(waiting, [(sent, worker)])
             yield from done
 
-    def _hand_out(
+    def _send_tasks(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
         """Send waiting tasks to workers, starting from the end of the list, with one message for each worker.

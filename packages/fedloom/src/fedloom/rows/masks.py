@@ -31,7 +31,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     return layout.mask(*[name for name in layout.names if _layer_name(name) == layer])
 
 
-def undivided(method: str, head: Tensor, equal: str) -> list[str]:
+def note_head_is_model(method: str, head: Tensor, equal: str) -> list[str]:
     """Return a note if the head ``[d]`` is the whole model, because ``method`` is then the same as ``equal``."""
     sentence = (
         f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
@@ -88,7 +88,7 @@ def part(models: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
 
 
-def only_(rows: Tensor, mask: Tensor) -> Tensor:
+def zero_outside_(rows: Tensor, mask: Tensor) -> Tensor:
     """Set ``rows [m, d]`` to zero at the coordinates where ``mask [d]`` is False."""
     for run in spans(~mask):
         rows[:, run] = 0

@@ -55,7 +55,7 @@ class LawUploads(NamedTuple):
         state = self.rule.init(ctx) if state is None else state
         return self.rule.apply(state, self.rows, self.weights, next(iter(UPLOAD_WIDTHS)), ctx)
 
-    def but(self, **changes: Any) -> LawUploads:
+    def change(self, **changes: Any) -> LawUploads:
         """Return the same input after replacing some fields."""
         return self._replace(**changes)
 
@@ -105,7 +105,7 @@ def repeatable(s: LawUploads) -> None:
         first, state = s.combined()
     later = s.combined(state)
     agree(s.combined()[0], first, "the same call twice")
-    agree(s.but(rule=s.rule.with_()).combined(state)[0], later[0], "the rule and a copy of it")
+    agree(s.change(rule=s.rule.with_()).combined(state)[0], later[0], "the rule and a copy of it")
     demand(s.rule.model_dump() == before, f"the rule changed from {before} to {s.rule.model_dump()}")
 
 
@@ -120,7 +120,7 @@ def resume(s: LawUploads) -> None:
 def permutation(s: LawUploads) -> None:
     """Check that the result does not depend on the order of the clients."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
-    other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
+    other = s.change(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
@@ -131,13 +131,18 @@ def weighted(s: LawUploads) -> None:
     """
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
-    agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
+    agree(s.change(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
 
 
 def agreement(s: LawUploads) -> None:
     """Check that the aggregate equals the clients' row if all clients send the same row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
-    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "the row of all clients", TIGHT_TOLERANCE)
+    agree(
+        s.change(rows=same).combined()[0],
+        {n: r[0] for n, r in same.items()},
+        "the row of all clients",
+        TIGHT_TOLERANCE,
+    )
 
 
 def linear(s: LawUploads) -> None:

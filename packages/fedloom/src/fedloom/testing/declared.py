@@ -23,7 +23,7 @@ from fedloom.testing.scene import (
     agree,
     demand,
 )
-from fedloom.testing.trees import locate_difference, picked, plus
+from fedloom.testing.trees import locate_difference, plus, take_rows
 
 METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
 """Functions of a method. An error inside them is reported as an error of the method instead of a violated law."""
@@ -99,7 +99,7 @@ def shapes(s: Subject) -> None:
     demand(v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()), "personal must be finite and [m, d]")
     demand(x is not None or v is not None, "a method must have a global model, personal models or both")
     template = begin(a, scene.fed, scene.problem.x0 if x is None else x).rows
-    new = a.personal(scene.down, a.client(scene.down, picked(template, slice(m)), scene.work())[1], scene.work())
+    new = a.personal(scene.down, a.client(scene.down, take_rows(template, slice(m)), scene.work())[1], scene.work())
     demand((new is None) == (v is None), "a client that has never participated must also get a personal model")
     demand(new is None or new.shape == (m, d), "a new client's personal model must be [d]")
 
@@ -228,8 +228,8 @@ def translation(s: Subject) -> None:
 
     by = {
         "down": shift(first_down(moved, fed), first_down(here, scene.fed)),
-        "rows": shift(picked(moved.rows, ids), picked(here.rows, ids)),
-        "kept": shift(picked(moved.kept, ids), picked(here.kept, ids)),
+        "rows": shift(take_rows(moved.rows, ids), take_rows(here.rows, ids)),
+        "kept": shift(take_rows(moved.kept, ids), take_rows(here.kept, ids)),
         "server": shift(moved.server, here.server),
     }
     work = fed.work(len(COHORT_HISTORY) + 1, ids)

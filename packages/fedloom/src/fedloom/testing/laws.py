@@ -48,7 +48,7 @@ from fedloom.testing.scene import (
     demand,
     law_problem,
 )
-from fedloom.testing.trees import distance, locate_difference, picked, reload_from_checkpoint, select_download
+from fedloom.testing.trees import distance, locate_difference, reload_from_checkpoint, select_download, take_rows
 
 
 def row_independence(s: Subject) -> None:
@@ -57,8 +57,8 @@ def row_independence(s: Subject) -> None:
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
         row = slice(k, k + 1)
-        alone = s.algorithm.client(select_download(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
-        agree(picked(together, row), alone, f"row {k} of the cohort and the same client alone", TIGHT_TOLERANCE)
+        alone = s.algorithm.client(select_download(scene.down, row), take_rows(scene.rows, row), scene.work(ids=[i]))
+        agree(take_rows(together, row), alone, f"row {k} of the cohort and the same client alone", TIGHT_TOLERANCE)
     rounds = [*COHORT_HISTORY, SCENE_COHORT]
     agree(s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "whole cohorts and one client at a time", TIGHT_TOLERANCE)
 
@@ -72,8 +72,8 @@ def permutation(s: Subject) -> None:
     down = a.down(state.server, mixed(a, state.kept, ids), scene.ctx(ids))
     agree(down, select_download(scene.down, order), "the download", TIGHT_TOLERANCE)
     up, rows = a.client(scene.down, scene.rows, scene.work())
-    got = a.client(down, picked(scene.rows, order), scene.work(ids=ids))
-    agree(got, picked((up, rows), order), "the clients' answers", TIGHT_TOLERANCE)
+    got = a.client(down, take_rows(scene.rows, order), scene.work(ids=ids))
+    agree(got, take_rows((up, rows), order), "the clients' answers", TIGHT_TOLERANCE)
     want = a.server(state.server, scene.aggregate(up), scene.ctx())
     agree(a.server(state.server, scene.aggregate(got[0]), scene.ctx(ids)), want, "the server", TIGHT_TOLERANCE)
 
@@ -82,8 +82,8 @@ def arguments_unmodified(s: Subject) -> None:
     """Check that no function changes its arguments, or the rows of clients that do not participate."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
-    kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views reveal writes
-    rows = picked(state.rows, slice(3))
+    kept = take_rows(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views reveal writes
+    rows = take_rows(state.rows, slice(3))
     down, work = scene.down, scene.work()
 
     def collect_inputs() -> Any:
@@ -138,7 +138,7 @@ def dropped_is_not_sampled(s: Subject) -> None:
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
     got = play(s.algorithm, scene.fed, scene.state, scene.ids, **options)
     for what, old, new in (("rows", scene.state.rows, got.rows), ("kept row", scene.state.kept, got.kept)):
-        agree(picked(new, lost), picked(old, lost), f"the {what} of a dropped client")
+        agree(take_rows(new, lost), take_rows(old, lost), f"the {what} of a dropped client")
     fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options),

@@ -45,7 +45,7 @@ def notes_of(
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_note_repeated_client(method, sampler), *sampler.remarks(ctx)]
-    notes += _unseeded_sampler(sampler, ctx)
+    notes += _note_unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks(oracle.fed.data.task)]
     notes += [*_note_unused_weights(setting, server, ctx), *_note_normalization(setting, oracle, server)]
     notes += [*_note_double_softmax(oracle), *_note_changed_values(oracle)]
@@ -60,7 +60,7 @@ def notes_of(
     return notes
 
 
-def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
+def _note_unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
     """Return a note if a user-defined sampler draws different clients in two equal calls."""
     if sampler.probes or type(sampler).__module__.startswith("fedloom."):
         return []

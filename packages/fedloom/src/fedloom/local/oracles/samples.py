@@ -249,7 +249,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
             f"{', '.join(map(str, untrained[:4]))}. Call detach() on them, or make them parameters of "
             "the model (for a penalty on parameters, use local.weight_decay)"
         )
-    if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
+    if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _uses_pairing(task.objective.loss, outputs, y):
         raise ConfigError(
             f"task: loss {name!r} does not depend on which output belongs to which target, for example because outputs "
             f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
@@ -344,7 +344,7 @@ def _gradient_leaves(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
-def _tells_pairs(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
+def _uses_pairing(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
     """Return True if a loss depends on the assignment of two targets to two outputs ``[b, 1]``.
 
     The test uses increasing outputs, and half of these outputs have each target.

@@ -44,7 +44,7 @@ def rename_hint(twice: Sequence[str]) -> str:
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
-def refuse_twins(where: str, names: Sequence[str]) -> None:
+def check_duplicate_columns(where: str, names: Sequence[str]) -> None:
     """Raise an error if a header contains the same name twice.
 
     Raises:

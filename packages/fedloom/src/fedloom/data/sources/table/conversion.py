@@ -113,7 +113,7 @@ class _TableReading:
                 f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. Check the separator, "
                 "or provide the features as an array (NPZ, or a folder with x.npy)"
             )
-        checks.refuse_twins(where, names)
+        checks.check_duplicate_columns(where, names)
         if disguised := direction_in(*names, hidden=True):
             raise DataError(f"{where}: a column {disguised}")
         if absent := sorted(wanted - set(names)):
