@@ -26,7 +26,7 @@ def read_cached_text(name: str, key: str) -> str | None:
     try:
         head, _, text = (_cache_folder() / name).read_bytes().partition(b"\n")
         return text.decode() if head + b"\n" == _cache_header(key, text) else None
-    except (OSError, RuntimeError, UnicodeDecodeError):  # an unknown home is a RuntimeError
+    except (OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: the home folder is unknown
         return None
 
 

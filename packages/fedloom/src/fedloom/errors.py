@@ -434,7 +434,7 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
     except FedloomError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:  # of a file that the message names
+        if isinstance(error, OSError) and error.filename is not None:  # the message already names the file
             raise
         raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
 
@@ -472,7 +472,7 @@ def check_folder(folder: Path) -> None:
     """
     for place in (folder, *folder.parents):
         try:
-            mode = place.stat().st_mode  # one look: another process may create or delete it meanwhile
+            mode = place.stat().st_mode  # a single call, because another process may change the path
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise

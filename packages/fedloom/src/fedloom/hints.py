@@ -154,7 +154,7 @@ def unknown(
     cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
     message, fix = f"{place}unknown {what} {got!r}", cure or nearest(got, names)
     error = ConfigError(message, rule=rule, fix=fix)
-    error.args = (f"{message}; {worded(fix)}",)  # "did you mean" belongs to the same sentence
+    error.args = (f"{message}; {worded(fix)}",)  # "did you mean" continues the sentence
     return error
 
 
@@ -165,7 +165,7 @@ def give_no_hint(key: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """Description of a place in which users make choices: where each key belongs, and how it is written.
+    """Keys that a file or a Python call accepts: where each key belongs, and how it is written.
 
     Attributes:
         tables: keys of every table, grouped by kind. In each table, the keys that do not depend on the kind come first,
@@ -229,7 +229,7 @@ class KeyPlaces:
         if key == "name" and self.method and self.file:
             return f"the name of a method in tables and charts is its label: label = {_toml(value)}"
         places = (self._place(name, value, table) for name in names)
-        # other data would be another experiment, so their options come last
+        # options of the data come last, because changing data changes the experiment
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
 
     def _place(self, key: str, value: object, table: str) -> str:

@@ -63,7 +63,7 @@ def import_object(path: str, what: str, where: str = "") -> Any:
             target: Any = import_module(module)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # of a script that ends the program
+    except (Exception, SystemExit) as error:  # SystemExit: the script ends the program
         lacks = error.name if isinstance(error, ModuleNotFoundError) else None
         cure = f"Correct the code of {module!r}" if lacks is None else f"Install {lacks!r}"
         if lacks is not None and f"{module}.".startswith(f"{lacks}."):
@@ -168,7 +168,7 @@ def _functions_of_class(target: Any) -> list[Any]:
     if isinstance(target, type):
         classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
         return [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]
-    function = getattr(target, "__func__", getattr(target, "func", target))  # of a method, a partial
+    function = getattr(target, "__func__", getattr(target, "func", target))  # function of a method or of a partial
     return [function] if inspect.isfunction(function) else []
 
 
@@ -187,7 +187,7 @@ def _used_variables(target: Any) -> dict[str, Any]:
             read = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
             used |= {name: function.__globals__[name] for name in read & function.__globals__.keys()}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # it is empty
+            with suppress(ValueError):  # the cell is empty
                 used[name] = cell.cell_contents
     return used
 
@@ -261,6 +261,6 @@ def source_of(definition: object) -> str:
         return ""
     try:
         text = inspect.getsource(sys.modules[definition.__module__])
-    except (OSError, TypeError, KeyError):  # in a notebook
+    except (OSError, TypeError, KeyError):  # code in a notebook has no source file
         text = text_of(definition)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

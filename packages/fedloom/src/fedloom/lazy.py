@@ -53,7 +53,7 @@ def make_getattr(package: str, classes: str = "", renamed: Mapping[str, str] | N
             names = ", ".join(sorted(places))
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}its names: {names}")
         place = places[name]
-        is_part = place == package  # a module of the package itself, which it lacks until it is imported
+        is_part = place == package  # a submodule, which is an attribute only after its import
         public = import_module(f"{place}.{name}") if is_part else getattr(__import__(place, fromlist=[name]), name)
         if isinstance(public, ModuleType) and "__dir__" not in vars(public):
             vars(public)["__dir__"] = lister(public.__name__)

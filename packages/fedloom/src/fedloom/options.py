@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
-    ModelMetaclass = type(BaseModel)  # pydantic's own, which has no public name
+    ModelMetaclass = type(BaseModel)  # pydantic's metaclass has no public name
 
 ARGS_HEADING = "Args:"
 """Heading above the lines on the options in a docstring."""
@@ -117,7 +117,7 @@ def describe_option(field: FieldInfo) -> str:
     kind, default = plain_type(field.annotation), field.get_default(call_default_factory=True)
     if field.is_required():
         value = "required"
-    else:  # None in the place of a number stands for a value that the run derives
+    else:  # None means that the run derives a number
         value = "derived by default" if default is None and "None" not in kind else f"default {default!r}"
     sentence = (field.description or "").rstrip(".")
     return f"{', '.join([kind, *limits_of(field), value])}. {sentence[:1].upper()}{sentence[1:]}."

@@ -85,7 +85,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
     try:
         if b"\0" in fsencode(path):
             raise ValueError
-    except ValueError:  # and a character that the file system cannot encode
+    except ValueError:  # or a character that the file system cannot encode
         raise ConfigError(f"{what} contains a character that is not allowed in a path: {path!r:.80}") from None
     if long := [part for part in Path(path).parts if len(fsencode(part)) > MAX_NAME_BYTES]:
         raise ConfigError(
@@ -131,11 +131,11 @@ def file_name(label: str) -> str:
     if len(name) <= MAX_LABEL_CHARACTERS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f"{name[: MAX_LABEL_CHARACTERS - len(digest) - 1]}@{digest}"  # no other name has this sign
+    return f"{name[: MAX_LABEL_CHARACTERS - len(digest) - 1]}@{digest}"  # no other file name contains @
 
 
 def check_case(folder: Path, labels: Iterable[str]) -> None:
-    """Raise if labels differ only in case and the disk ignores case, so that their runs would share checkpoints.
+    """Raise an error if labels differ only in case and the disk ignores case, so that runs would share checkpoints.
 
     Args:
         folder: run directory. It contains the lock of this process.
@@ -147,7 +147,7 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
     first = dict[str, str]()
     for label in labels:
         namesake = first.setdefault(file_name(label).casefold(), label)
-        if namesake != label and (folder / ".LOCK").exists():  # the lock is .lock
+        if namesake != label and (folder / ".LOCK").exists():  # the lock file is .lock, so the disk ignores case
             raise RunDirError(
                 f"{folder}: the disk ignores case, but the labels {namesake!r} and {label!r} differ "
                 "only in case. Change one of the labels, or choose a folder on another disk"
@@ -293,7 +293,7 @@ def read_summary(path: Path) -> Summary:
         content = path.read_bytes()
         check_digest(path, content)
         document = json.loads(content)
-        json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
+        json.dumps(document, ensure_ascii=False).encode()  # fails for surrogates
         return Summary.model_validate(document)
     except RecursionError as error:
         raise RunDirError(f"{path} is damaged: it is nested too deeply. {REPAIR_HINT}") from error

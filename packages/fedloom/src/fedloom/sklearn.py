@@ -89,7 +89,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
-        rounds: Any = self.rounds  # of any type, as scikit-learn checks no option
+        rounds: Any = self.rounds  # may have any type, because scikit-learn does not check it
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
             "evaluate": {
@@ -290,7 +290,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 def _group_codes(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     try:
         labels: Some = column_or_1d(groups)
-    except (ValueError, TypeError):  # which name another argument
+    except (ValueError, TypeError):  # scikit-learn's error names another argument
         shown = f"{type(groups).__name__} {np.shape(groups)}" if hasattr(groups, "shape") else repr(groups)
         raise DataError(f"{what} must be a list with an entry for each row, got {shown:.60}") from None
     if len(labels) != rows:

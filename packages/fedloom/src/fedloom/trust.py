@@ -124,7 +124,7 @@ def check_module(path: str, what: str) -> None:
         name = ".".join(names[:count])
         if name in sys.modules:
             continue
-        spec = find_spec(name)  # imports the packages above, which have been looked at
+        spec = find_spec(name)  # imports the parent packages, which were checked
         origin = Path(spec.origin) if spec is not None and spec.origin else None
         if origin is None or not origin.exists():
             continue
@@ -139,7 +139,7 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Raise if an object is a module, class, function or method of Python itself, whichever path was used to reach it.
+    """Raise an error if an object is a module, class, function or method of Python itself, whatever its import path.
 
     Raises:
         ConfigError: the object belongs to Python itself.

@@ -126,7 +126,7 @@ class Value(BaseModel, metaclass=Face):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler(core_schema)
-        if "description" in schema:  # the lines of the options are descriptions of their own
+        if "description" in schema:  # options have their own descriptions
             schema["description"] = schema["description"].partition(f"\n\n{ARGS_HEADING}")[0]
         return schema
 
@@ -195,7 +195,7 @@ def list_functions(value: object, rule: str) -> list[Any]:
     """
     try:
         functions = [None] if callable(value) else [*cast("Iterable[Any]", value)]
-    except TypeError:  # no iterable, or a tensor without axes
+    except TypeError:  # not iterable, or a tensor without axes
         functions = [None]
     if not all(map(callable, functions)):
         raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
@@ -323,7 +323,7 @@ def _disable_conversions(schema: object, owner: type) -> Any:
     if kind == "bool":
         return {**schema, "strict": True}
     if kind == "function-before" and getattr(schema["function"]["function"], "func", None) is exact_number:
-        return schema  # a class whose schema was made before
+        return schema  # the schema of this class was built before
     if isinstance(kind, str) and kind in NUMBER_ERRORS:
         return core_schema.no_info_before_validator_function(partial(exact_number, NUMBER_ERRORS[kind]), schema)
     return {
@@ -375,7 +375,7 @@ def _refusal_sentences(error: ValidationError | InvalidValue, where: str, fields
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for details in error.errors():
         by_place.setdefault(_error_location(details["loc"]), []).append(details)
-    lists = {place[:depth] for place in by_place for depth in range(1, len(place))}  # a wrong item is the matter
+    lists = {place[:depth] for place in by_place for depth in range(1, len(place))}  # lists with a wrong item
     sentences = [
         _describe_expected_value(choices, place, where, fields)
         for place, choices in by_place.items()
@@ -403,7 +403,7 @@ def _describe_expected_value(
     if error["type"] == "extra_forbidden":
         return str(unknown("key", name, fields, where))
     where = f"{where}: " if where else ""
-    named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # patterns: see the hint
+    named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # the hint describes patterns
     first, *alternatives = dict.fromkeys(_describe_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_show_value(error['input'])}"

@@ -182,7 +182,7 @@ def test_fedrep_has_epochs_of_the_head_on_batches_of_their_own(seed: int, epochs
 
 def test_fedbn_refuses_a_model_without_normalisation() -> None:
     ctx = ReferenceFederation(Problem.random().oracle(), Problem.random().alpha, SGD).ctx(0, (0,))
-    with pytest.raises(Refused, match="the model has no normalisation layers"):
+    with pytest.raises(Refused, match="the model has no normalization layers"):
         FedBN().check(ctx.layout, ctx)
     assert FedBN(layers=("head",)).check(ctx.layout, ctx) == []
     assert FedBN().check(DEEP, ctx) == []

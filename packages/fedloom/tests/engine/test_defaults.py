@@ -64,7 +64,7 @@ ABOUT_WHAT_IS_WRITTEN = (
         "has nothing to forge: only client_weights = 'clusters' and aggregation_weights 'equitable' "
         "describe clients by activations"
     ),  # of [attack] kind, beside no weigher
-    r"FedBN keeps normalisation layers .* but the model has no normalisation layers",  # of the method, with this model
+    r"FedBN keeps normalization layers .* but the model has no normalization layers",  # of the method, with this model
     r"(krum|multi-krum|bulyan) needs .* and f = 0\. Set aggregator='median', or take more clients",  # whatever its f
     r"fltrust needs m >= 2, got m = 1 row\. Set aggregator='median', or take more clients",
 )

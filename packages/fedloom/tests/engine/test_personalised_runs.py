@@ -99,5 +99,5 @@ def test_fedbn_on_a_network_with_batch_normalisation(fed: Federation) -> None:
 
 
 def test_fedbn_refuses_a_network_without_normalisation(fed: Federation) -> None:
-    with pytest.raises(Refused, match="the model has no normalisation layers"):
+    with pytest.raises(Refused, match="the model has no normalization layers"):
         simulate(REGISTRY["fedbn"](), fed, MLP(hidden=(16,)), rounds=1)

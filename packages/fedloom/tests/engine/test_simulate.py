@@ -688,7 +688,7 @@ def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
         (Median(), UniformWeigher(), ""),
     ):
         notes = run(fed, aggregator=rule, aggregation_weights=weigher, rounds=1).notes
-        assert any(f"counts all clients equally, so {said} has no effect" in note for note in notes) == bool(said)
+        assert any(f"weights all clients equally, so {said} has no effect" in note for note in notes) == bool(said)
     replaced = run(fed, aggregation_weights=UniformWeigher(), rounds=1).notes
     assert any("aggregation_weights 'uniform' replaces client_weights = 'samples'" in note for note in replaced)
     assert not any("replaces" in note for note in run(fed, sampler=SizeWeighted(), rounds=1).notes)

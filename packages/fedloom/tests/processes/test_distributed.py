@@ -32,7 +32,7 @@ from fedloom.lab.experiment import Plan, read
 from fedloom.local.oracles.precision import has_bf16
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.clients import ChunkResult
-from fedloom.processes.distributed import TORCHRUN_VARIABLES, _leave_word, join_ranks
+from fedloom.processes.distributed import TORCHRUN_VARIABLES, _write_error_file, join_ranks
 from fedloom.processes.rank_pool import RankPool, rank_of_task
 from fedloom.processes.ranks import SINGLE_RANK, Move
 from fedloom.processes.row_locations import RowLocations
@@ -366,7 +366,7 @@ def test_a_search_and_a_recipe_are_refused_under_torchrun(tmp_path: Path, monkey
 def test_why_a_rank_ends_is_left_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    _leave_word(FedloomError("clients must be fewer"))
+    _write_error_file(FedloomError("clients must be fewer"))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert failure.message == "clients must be fewer"
 

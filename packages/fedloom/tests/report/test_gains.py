@@ -198,6 +198,4 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
 
 def test_the_notes_name_who_is_left_out_of_the_means(folder: Path) -> None:
     runs = read_runs([folder])
-    assert "Clients without AUROC, which the means omit: up to 1 of 3; Esche." in report_notes(
-        runs, method_rows(runs)
-    )
+    assert "Clients without AUROC, which the means omit: up to 1 of 3; Esche." in report_notes(runs, method_rows(runs))

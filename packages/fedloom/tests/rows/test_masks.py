@@ -34,7 +34,7 @@ def test_a_part_is_taken_out_and_put_back(chosen: list[bool], m: int) -> None:
     own = masks.part(models, mask)
     assert torch.equal(own, models[:, mask])
     assert torch.equal(masks.joined(x, own, mask), torch.where(mask, models, x))
-    assert torch.equal(masks.only_(models.clone(), mask), models * mask)
+    assert torch.equal(masks.zero_outside_(models.clone(), mask), models * mask)
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError, WireError
-from fedloom.rows.algebra import grid_value
+from fedloom.rows.algebra import dequantize
 from fedloom.rows.encodings import tensor_from_bytes
 from fedloom.rows.fields import FIELD_DTYPES, Field
 from fedloom.rows.layout import Layout
@@ -127,7 +127,7 @@ def test_packed_round_trip_is_exact(dtype, encoding, levels, seed, d, size):
     codes[:, seed % d] = levels
     if encoding == "sign":
         codes = 2 * (codes >= 0).long() - 1
-    rows = grid_value(torch.full((4, 1), size, dtype=dtype), codes, levels)
+    rows = dequantize(torch.full((4, 1), size, dtype=dtype), codes, levels)
     codec = Codec(LAYOUT, {"g": Field((d,), dtype, encoding, levels=levels)})
     assert measured(codec, {"g": rows}, 4) == codec.length({"g": rows}).tolist()
     bits = 1 if encoding == "sign" else {1: 2, 7: 4, 127: 8}[levels]
@@ -185,7 +185,7 @@ CODEC = Codec(
 VALUES = {
     "w": lowrank_rows(1, 2, torch.float32)[0],
     "s": sparse_rows(3, 40, torch.float64, 5)[1] * (torch.arange(40) < 20),
-    "g": grid_value(torch.tensor([2.0]), torch.arange(17) % 11 - 5, 5),
+    "g": dequantize(torch.tensor([2.0]), torch.arange(17) % 11 - 5, 5),
     "b": torch.ones(9, dtype=torch.bfloat16),
     "n": torch.tensor([7]),
     "p": torch.ones(6, dtype=torch.float16),

@@ -246,7 +246,7 @@ def test_a_graph_takes_markers_and_decides_by_the_threshold_that_it_is_given(
     for threshold, labels in ((0.05, want.labels), (None, want.decided(None).labels)):
         more = () if threshold is None else ("--threshold", threshold)
         said = call(*words, "--client", "Birke", "--format", "onnx", "--out", tmp_path / "m.onnx", *more)
-        assert f"class '1' from a probability of {threshold or 0.5:g} on" in said
+        assert f"class '1' if its probability is at least {threshold or 0.5:g}" in said
         graph = onnxruntime.InferenceSession(tmp_path / "m.onnx")
         probabilities, classes = graph.run(["probabilities", "class"], feed)
         np.testing.assert_allclose(probabilities, want.scores, atol=1e-6)

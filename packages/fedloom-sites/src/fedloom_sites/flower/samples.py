@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.sides import are_many, batches_error
+from fedloom.data.sides import are_sample_sets, batches_error
 from fedloom.data.sources.rereading import check_reread_samples, gives_random_samples
 from fedloom.errors import ConfigError, DataError, WireError
 
@@ -234,7 +234,7 @@ def _collate_samples(part: str, samples: object) -> Any:
         if not every:
             cure = "a node needs training samples" if part == "train" else "leave it out"
             raise ConfigError(f"{part}set is empty; {cure}")
-        if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
+        if join is collate and isinstance(every[0], list) and not are_sample_sets([every[0]]):
             raise ConfigError(
                 f"{part}set: sample 0 is a list of {len(every[0])} entries. Use a tuple whose last entry is the target"
             )
@@ -252,7 +252,7 @@ def _collate_samples(part: str, samples: object) -> Any:
     except (ConfigError, DataError):
         raise
     except Exception as error:
-        if isinstance(samples, list) and are_many(samples):
+        if isinstance(samples, list) and are_sample_sets(samples):
             raise batches_error(f"{part}set", samples) from error
         raise ConfigError(
             f"{part}set must be a Dataset or DataLoader of pairs (sample, target) or of dicts, or tensors (x, y), got "

@@ -77,7 +77,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
 
-def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
+def require_equal_shares(method: Algorithm, option: str, ctx: Ctx) -> None:
     """Raise an error if an option would weight clients by samples although the clients' shares already differ.
 
     Raises:
@@ -161,7 +161,7 @@ class Algorithm(Value, ABC):
         factors = {name: factor for name, factor in factors.items() if factor}
         method, values = self.with_(**dict.fromkeys(factors)) if factors else self, dict[str, Any]()
         try:
-            if factors:  # numbers that are derived from them follow; words are those of the default
+            if factors:  # numbers are derived from the scaled options, but text values from the defaults
                 rules = method.derived(ctx)
                 words = {
                     name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)

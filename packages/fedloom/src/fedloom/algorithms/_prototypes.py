@@ -66,7 +66,7 @@ def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, prototype
     return (z - prototypes.centre[y]).square().mean(1) * prototypes.has_prototype[y]
 
 
-def towards(prototypes: Tensor, has_prototype: Tensor, weight: float, work: Work) -> Term:
+def pull_term(prototypes: Tensor, has_prototype: Tensor, weight: float, work: Work) -> Term:
     """Return the loss term that pulls features to the prototypes ``[c k]`` of the classes in ``has_prototype [c]``."""
     centre = prototypes.view(len(has_prototype), -1).expand(work.m, -1, -1)
     return Term(distance, weight, argument=Prototypes(centre, has_prototype.expand(work.m, -1)))
@@ -82,7 +82,7 @@ def share_range(share: Tensor, work: Work) -> tuple[Tensor, float]:
     return torch.where(share > 0, 1 / work.sizes.to(share), 0.0), 1.0
 
 
-def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+def update_means(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Update the server's prototypes ``[c k]``, and the mask ``[c]`` of classes that have a prototype.
 
     Args:

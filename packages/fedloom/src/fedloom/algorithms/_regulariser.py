@@ -31,12 +31,12 @@ Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
 """Type of an option that holds the nonsmooth term of a composite problem. None means that there is no term."""
 
 
-def with_prox(f: object) -> Prox | None:
+def to_prox(f: object) -> Prox | None:
     """Convert a regularizer to a function that has a prox. None stays None."""
     return f if isinstance(f, Prox) else None
 
 
-def unregularised(method: Any, then: str = "produces models without zeros", c: float = 0.01) -> list[str]:
+def note_missing_regularizer(method: Any, then: str = "produces models without zeros", c: float = 0.01) -> list[str]:
     """Return a note if a composite method has no regularizer.
 
     The note names the equivalent method and the option to set.

@@ -21,10 +21,10 @@ from fedloom.local.oracles.base import Features
 from fedloom.rows.layout import Layout
 
 SUM_IS_EXACT = (
-    "its head is the solution of a system of sums, so a small error in the sums may become a large one in the head"
+    "its head is the solution of a system of sums, so a small error in the sums may cause a large error in the head"
 )
 
-IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")
+IGNORED_LOCAL_KEYS = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")
 """Keys of ``[local]`` that have no effect on a method that computes its head in closed form."""
 
 
@@ -112,7 +112,7 @@ def sent_fields(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
     return Up(now - rows.sent), Client(now)
 
 
-def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
+def unpack_statistics(row: Tensor, layout: Layout) -> FeatureSums:
     """Return statistics ``[..., s]`` as matrices."""
     rounding, size, row = torch.finfo(row.dtype).eps, shape_of(layout)[1] + 1, row.double()
     upper = torch.triu_indices(size, size, device=row.device)
@@ -121,7 +121,7 @@ def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
     return FeatureSums(zz, row[..., upper.shape[1] :].unflatten(-1, (size, -1)), rounding)
 
 
-def head_from(
+def solve_head(
     moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True, penalize_bias: bool = False
 ) -> Tensor:
     """Return the least-squares head ``[..., k + 1, c]``, with a ``ridge`` penalty on all rows except the last.
@@ -150,7 +150,7 @@ def bias_of(layout: Layout) -> str | None:
     return name if name in layout.names else None
 
 
-def with_head(x: Tensor, head: Tensor, layout: Layout) -> Tensor:
+def replace_head(x: Tensor, head: Tensor, layout: Layout) -> Tensor:
     """Return models ``[..., d]`` that consist of the body of ``x [d]`` and the heads ``[..., k + 1, c]``."""
     models = x.expand(*head.shape[:-2], -1).clone()
     tree, bias = layout.tree(models), bias_of(layout)

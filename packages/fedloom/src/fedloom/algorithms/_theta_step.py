@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Derived, by_rule
 from fedloom.errors import Refused
 from fedloom.local import Ctx, Work, descend
-from fedloom.local.dual import until_tolerance
+from fedloom.local.dual import descend_to_tolerance
 from fedloom.local.inexact import inexact
 from fedloom.rows.layout import Layout
 
@@ -104,4 +104,4 @@ class ThetaStep(Algorithm):
         if self.eps0 is None:
             return descend(theta, work, pull=((self.lam, centre),)), eps
         eps = self.shrink * eps  # Eq. 18
-        return until_tolerance(theta, centre, eps, work, self.lam, self.most), eps
+        return descend_to_tolerance(theta, centre, eps, work, self.lam, self.most), eps

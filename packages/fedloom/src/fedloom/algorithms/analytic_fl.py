@@ -62,7 +62,7 @@ class AnalyticFL(Algorithm):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return sums.IGNORED
+        return sums.IGNORED_LOCAL_KEYS
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[sums.Server, sums.Client, None]:
         return sums.start(x0, ctx.layout)
@@ -72,8 +72,8 @@ class AnalyticFL(Algorithm):
 
     def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
         total = server.total + ctx.part * up.change  # C_agg
-        head = sums.head_from(sums.moments_of(total, ctx.layout), self.ridge / int(ctx.sizes.sum()), ctx.layout)
-        return sums.Server(sums.with_head(server.x, head, ctx.layout), total)
+        head = sums.solve_head(sums.unpack_statistics(total, ctx.layout), self.ridge / int(ctx.sizes.sum()), ctx.layout)
+        return sums.Server(sums.replace_head(server.x, head, ctx.layout), total)
 
     def reshared(self, server: sums.Server, moved: sums.Up, ctx: Ctx) -> sums.Server:
         return sums.Server(server.x, server.total + moved.change)

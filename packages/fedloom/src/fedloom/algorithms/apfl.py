@@ -86,7 +86,7 @@ class APFL(Algorithm):
                     shrink_(work, v, work.lr)
                 v.addcmul_(g, alpha, value=-work.lr)
             else:
-                step_(v, work, batch, work.lr * alpha, at=mix)  # the chain rule's factor alpha
+                step_(v, work, batch, work.lr * alpha, at=mix)  # factor alpha from the chain rule
             if self.mix == "before":
                 step_(w, work, batch, work.lr)
             return r

@@ -97,13 +97,13 @@ class CFL(Algorithm):
         return Server(models, torch.zeros_like(models), zero, zero), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Model:
-        return Model(server.models[grown(server.cluster, ctx.n)[ctx.ids, 0].long()])
+        return Model(server.models[extend_rows(server.cluster, ctx.n)[ctx.ids, 0].long()])
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         return Up(descend(down.x, work) - down.x), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        state = Server(*[grown(t, ctx.n).clone() for t in server])
+        state = Server(*[extend_rows(t, ctx.n).clone() for t in server])
         models, last, cluster, has_upload = *state[:2], state.cluster[:, 0], state.seen[:, 0]
         share = ctx.weight[:, 0].to(models)
         last[ctx.ids], has_upload[ctx.ids] = up.dw.to(models), 1.0
@@ -135,8 +135,8 @@ def mean(mass: Tensor, rows: Tensor) -> Tensor:
     return ((mass / mass.sum()).double() @ rows.double()).to(rows)
 
 
-def grown(rows: Tensor, n: int) -> Tensor:
-    """Return rows ``[n, ...]`` in which clients that joined later have copies of the first client's row."""
+def extend_rows(rows: Tensor, n: int) -> Tensor:
+    """Extend rows to ``[n, ...]``: clients that joined later get copies of the first client's row."""
     return torch.cat([rows, rows[:1].expand(max(n - len(rows), 0), *rows.shape[1:])])
 
 

@@ -98,7 +98,7 @@ class DBE(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("DBE", layout)
-        return masks.undivided("DBE", masks.head(layout), "FedAvg with a bias for each client")
+        return masks.note_head_is_model("DBE", masks.head(layout), "FedAvg with a bias for each client")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = x0.new_zeros(shape_of(ctx.layout)[1])
@@ -114,10 +114,10 @@ class DBE(Algorithm):
                 running = (1 - self.momentum) * running + self.momentum * work.activations(r.w, batch=batch)
                 weight = torch.full_like(r.w[:, :1], self.kappa * self.momentum)
                 terms = [Bound(weight, (), running - down.mean)]
-            g = work.clipped(shifted(r.w, r.memory, work.layout), batch, [slope] * len(terms), terms)
+            g = work.clipped(add_memory(r.w, r.memory, work.layout), batch, [slope] * len(terms), terms)
             head, (weight, bias) = head_of(work.layout, r.w).weight, head_of(work.layout, g)
             memory = r.memory - work.lr * (bias[:, None] @ head)[:, 0] if self.memory else r.memory
-            weight += bias[:, :, None] * r.memory[:, None]  # of the head on z + m, where g has it on z
+            weight += bias[:, :, None] * r.memory[:, None]  # gradient of the head at z + m instead of z
             return _Rows(r.w - work.lr * (g + decay_of(work, r.w)), memory, running)
 
         start = _Rows(down.x.expand(work.m, -1), rows.memory, torch.zeros_like(rows.memory))
@@ -133,15 +133,15 @@ class DBE(Algorithm):
         return Server(server.x + up.dw, mean, torch.ones_like(server.formed))
 
     def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
-        return shifted(down.x.expand(work.m, -1), rows.memory, work.layout)
+        return add_memory(down.x.expand(work.m, -1), rows.memory, work.layout)
 
 
 def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:
-    """Return terms ``[b]`` whose gradient is that of mean(gap^2)/2 with respect to a batch's mean representation."""
+    """Return terms ``[b]`` with the same gradient as mean(gap^2)/2 with respect to a batch's mean representation."""
     return (z * gap).mean(1)
 
 
-def shifted(models: Tensor, memory: Tensor, layout: Layout) -> Tensor:
+def add_memory(models: Tensor, memory: Tensor, layout: Layout) -> Tensor:
     """Return models ``[m, d]`` with a head bias that has the same effect as adding the memory to z."""
     moved = models.clone()
     weight, bias = head_of(layout, moved)

@@ -66,7 +66,7 @@ class Fed3R(Algorithm):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return sums.IGNORED
+        return sums.IGNORED_LOCAL_KEYS
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[sums.Server, sums.Client, None]:
         return sums.start(x0, ctx.layout)
@@ -77,11 +77,12 @@ class Fed3R(Algorithm):
     def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
         total = server.total + ctx.part * up.change  # A, b
         ridge = self.ridge / int(ctx.sizes.sum())
-        head = sums.head_from(sums.moments_of(total, ctx.layout), ridge, ctx.layout, bias=self.bias, penalize_bias=True)
+        moments = sums.unpack_statistics(total, ctx.layout)
+        head = sums.solve_head(moments, ridge, ctx.layout, bias=self.bias, penalize_bias=True)
         if self.normalise:
             length = head[:-1].norm(dim=0)
             head = head / length.where(length > 0, 1)  # W_c / ||W_c||
-        return sums.Server(sums.with_head(server.x, head, ctx.layout), total)
+        return sums.Server(sums.replace_head(server.x, head, ctx.layout), total)
 
     def reshared(self, server: sums.Server, moved: sums.Up, ctx: Ctx) -> sums.Server:
         return sums.Server(server.x, server.total + moved.change)

@@ -57,7 +57,7 @@ class FedACS(Mixed):
     )
     copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
         0.999,
-        description="cosine similarity at which models count as copies of one model, so that attackers with "
+        description="cosine similarity at which models are treated as copies, so that attackers with "
         "equal models together have the weight of one; 'off' as in the paper",
     )
 

@@ -101,4 +101,4 @@ class FedADMM(Algorithm):
         return Model(server.x + eta * up.du)  # theta += eta/|S| sum of Delta_i
 
     def reshared(self, server: Model, moved: Up, ctx: Ctx) -> Model | None:
-        return Model(server.x + moved.du) if self.server_lr == "fraction" else None  # else x is no mean by shares
+        return Model(server.x + moved.du) if self.server_lr == "fraction" else None  # otherwise, x is no weighted mean

@@ -41,7 +41,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
-from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised
+from fedloom.algorithms._regulariser import Regulariser, note_missing_regularizer, proximal
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.layout import Layout
 
@@ -82,7 +82,7 @@ class FedADMMComposite(Algorithm):
         return {} if self.eta else {"eta": ctx.reach, "start": "server"}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self)
+        return note_missing_regularizer(self)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)

@@ -154,4 +154,4 @@ class FedADMMInexact(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         old = server.sigma  # x = sum z_i / sum sigma_i over ALL clients
         mean = old if self.rho else (self.r0 / ctx.local.lr * (10 * up.curvature).exp()).to(old)
-        return Server(up.u, torch.where((mean / old).log().abs() > 0.64, mean, old))  # a factor of 1.9
+        return Server(up.u, torch.where((mean / old).log().abs() > 0.64, mean, old))  # 0.64 = log 1.9

@@ -95,7 +95,7 @@ class FedAS(Algorithm):
         return ~masks.head(layout)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("FedAS", masks.head(layout), "Local")
+        return masks.note_head_is_model("FedAS", masks.head(layout), "Local")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0), None
@@ -105,7 +105,7 @@ class FedAS(Algorithm):
         moves = (work.steps > 0).cpu()
 
         def align(r: _Aligned, work: Work, batch: Batch) -> _Aligned:
-            g = masks.only_(work.slope(r.w, batch, (distance,), (r.term,)), ~top)
+            g = masks.zero_outside_(work.slope(r.w, batch, (distance,), (r.term,)), ~top)
             return r._replace(w=r.w - rate * g)
 
         w = masks.joined(down.x, masks.part(rows.w, top), top)
@@ -124,7 +124,7 @@ class FedAS(Algorithm):
         top, moves = masks.head(work.layout).to(down.x.device), (work.steps > 0).cpu()
         start = _Trace(model, torch.zeros_like(model[:, :1]))
         fisher = iterate(trace, start, work, work.epochs(1) * moves, stream="fisher").fisher
-        dw = where_moved(work, masks.only_(model - down.x, ~top), torch.zeros_like(model))
+        dw = where_moved(work, masks.zero_outside_(model - down.x, ~top), torch.zeros_like(model))
         return Up(dw, fisher), Client(where_moved(work, model, rows.w))
 
     def decode(self, down: Down, rows: Client, up: Up, work: Work) -> Tensor:

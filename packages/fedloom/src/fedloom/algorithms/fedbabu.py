@@ -96,7 +96,7 @@ class FedBABU(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.head, head), work, mask=~head)  # theta_ext <- SGD, theta_cls fixed
-        return Up(masks.only_(w.sub_(down.x), ~head)), rows
+        return Up(masks.zero_outside_(w.sub_(down.x), ~head)), rows
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw * self.part("body", ctx.layout).to(server.x.device))

@@ -68,7 +68,7 @@ class FedBN(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
-                "FedBN keeps normalisation layers at the clients, but the model has no normalisation layers, so FedBN "
+                "FedBN keeps normalization layers at the clients, but the model has no normalization layers, so FedBN "
                 "would equal FedAvg. Use a model with `norm`, or list the parameters to keep in `layers`"
             )
         return []
@@ -83,7 +83,7 @@ class FedBN(Algorithm):
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
         w = descend(masks.joined(down.x, rows.norm, norm), work)
         w_norm = masks.part(w, norm)
-        return Up(masks.only_(w.sub_(down.x), ~norm)), Client(w_norm)
+        return Up(masks.zero_outside_(w.sub_(down.x), ~norm)), Client(w_norm)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         shared = self.part("shared", ctx.layout).to(server.x.device)

@@ -49,7 +49,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
-from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised
+from fedloom.algorithms._regulariser import Regulariser, note_missing_regularizer, proximal
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.layout import Layout
 
@@ -89,7 +89,7 @@ class FedDR(Algorithm):
         return {"eta": 2 * ctx.reach}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self)
+        return note_missing_regularizer(self)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0), Point(x0)

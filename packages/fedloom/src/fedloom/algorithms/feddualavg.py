@@ -40,7 +40,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised
+from fedloom.algorithms._regulariser import Regulariser, note_missing_regularizer, proximal
 from fedloom.local import Batch, Ctx, Nothing, Work, iterate, step_
 from fedloom.rows.layout import Layout
 
@@ -87,7 +87,7 @@ class FedDualAvg(Algorithm):
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self, "is the same as FedAvg")
+        return note_missing_regularizer(self, "is the same as FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:

@@ -43,7 +43,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, by_rule, weighed_in_itself
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, by_rule, require_equal_shares
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.layout import Layout
 
@@ -98,7 +98,7 @@ class FedDyn(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.scaled:
-            weighed_in_itself(self, "scaled", ctx)
+            require_equal_shares(self, "scaled", ctx)
         return []
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Model | ScaledModel:

@@ -40,7 +40,7 @@ from fedloom.models.mixture import MIXING, log_probabilities
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
-LEAST = 1e-12
+MIN_MIXTURE_WEIGHT = 1e-12
 """Smallest weight of a component. This weight is positive so that the logarithm stays finite."""
 
 
@@ -87,7 +87,7 @@ class FedEM(Algorithm):
         count, means = rows.pi.shape[1], list[Tensor]()
         for (z, y), pi in zip(work.features(down.x), rows.pi, strict=True):
             means.append(shares(losses(z, y, count), pi.log()).mean(0))
-        return torch.stack(means).clamp(min=LEAST)
+        return torch.stack(means).clamp(min=MIN_MIXTURE_WEIGHT)
 
 
 def components(layout: Layout) -> int:

@@ -78,7 +78,7 @@ class FedHiP(Algorithm):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return sums.IGNORED
+        return sums.IGNORED_LOCAL_KEYS
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[sums.Server, sums.Client, None]:
         return sums.start(x0, ctx.layout)
@@ -88,8 +88,8 @@ class FedHiP(Algorithm):
 
     def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
         total = server.total + ctx.part * up.change
-        head = sums.head_from(sums.moments_of(total, ctx.layout), self.ridge / int(ctx.sizes.sum()), ctx.layout)
-        return sums.Server(sums.with_head(server.x, head, ctx.layout), total)
+        head = sums.solve_head(sums.unpack_statistics(total, ctx.layout), self.ridge / int(ctx.sizes.sum()), ctx.layout)
+        return sums.Server(sums.replace_head(server.x, head, ctx.layout), total)
 
     def reshared(self, server: sums.Server, moved: sums.Up, ctx: Ctx) -> sums.Server:
         return sums.Server(server.x, server.total + moved.change)
@@ -98,8 +98,8 @@ class FedHiP(Algorithm):
         heads, outputs = [], sums.outputs_of(work.layout)
         for i, part in enumerate(work.features(down.x)):
             weight, size = work.weight[i].double(), max(len(part.z), 1)
-            ridge = float(self.ridge * weight / size)  # of sums over all samples, where shares are by samples
-            rest = sums.moments_of(down.total - weight.to(down.total) * rows.sent[i], work.layout)
+            ridge = float(self.ridge * weight / size)  # for sums over all samples if shares are by samples
+            rest = sums.unpack_statistics(down.total - weight.to(down.total) * rows.sent[i], work.layout)
             z, t = sums.samples_of(part, outputs)
             client_sums = rest._replace(zz=weight / size * (z.T @ z), zt=weight / size * (z.T @ t))
             tried = SHARES_TRIED if self.share is None else (self.share,)
@@ -108,13 +108,13 @@ class FedHiP(Algorithm):
             ]
             fits = [self._fit(z, t, mix, float(weight / size), ridge, work) for mix in mixes]
             heads.append(min(fits, key=lambda fit: fit.error).head)
-        return sums.with_head(down.x, torch.stack(heads), work.layout)
+        return sums.replace_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
         """Return a head, and the mean squared error on each row of the head that is computed without that row."""
         if not len(z) or self.share is not None:
-            return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
-        both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)
+            return Fit(sums.solve_head(mix, ridge, work.layout), 0.0)
+        both = sums.solve_head(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)
         head, directions = both.split([t.shape[1], len(z)], 1)
         leverage = unit * (z * directions.T).sum(1, keepdim=True)
         return Fit(head, float(((t - z @ head) / (1 - leverage).clamp(min=1e-9)).square().mean()))

@@ -37,7 +37,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
-from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised, with_prox
+from fedloom.algorithms._regulariser import Regulariser, note_missing_regularizer, proximal, to_prox
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
 
@@ -69,10 +69,10 @@ class FedMiD(Algorithm):
     )
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self, "is the same as FedAvg")
+        return note_missing_regularizer(self, "is the same as FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        psi = with_prox(self.regulariser)
+        psi = to_prox(self.regulariser)
         w = descend(down.x, work, prox=None if psi is None else (psi, None))  # w <- prox_{eta_c psi}(w - eta_c g(w))
         return self.encode(w, down, rows, work)
 

@@ -36,7 +36,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent
-from fedloom.algorithms._prototypes import shape_of, share_range, shares, towards, updated
+from fedloom.algorithms._prototypes import pull_term, shape_of, share_range, shares, update_means
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.algebra import onto_simplex, spectrum
@@ -90,7 +90,7 @@ class FedPAC(Algorithm):
         return ~masks.head(layout)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("FedPAC", masks.head(layout), "a combination of heads")
+        return masks.note_head_is_model("FedPAC", masks.head(layout), "a combination of heads")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         classes, features = shape_of(ctx.layout)
@@ -98,7 +98,7 @@ class FedPAC(Algorithm):
         return Server(x0, heads, x0.new_zeros(classes * features), x0.new_zeros(classes)), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        first = server.x[masks.head(ctx.layout).to(server.x.device)]  # of clients that join later
+        first = server.x[masks.head(ctx.layout).to(server.x.device)]  # for clients that join later
         heads = torch.cat([server.heads, first.expand(ctx.n - len(server.heads), -1)])
         return Down(server.x, heads[ctx.ids], server.prototypes, server.known)
 
@@ -109,15 +109,15 @@ class FedPAC(Algorithm):
         size = work.activations(w, reduce=torch.square).sum(1, keepdim=True) - moment.square().sum(1, keepdim=True)
         spread = size / work.sizes.to(w)  # V_i
         w = descend(w, work, mask=top, steps=work.epochs(self.head_epochs), stream="head")
-        w = descend(w, work, mask=~top, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 4
+        w = descend(w, work, mask=~top, terms=(pull_term(down.prototypes, down.known, self.lam, work),))  # Eq. 4
         total, head = (work.class_means(w) * share[:, :, None]).flatten(1), masks.part(w, top)
-        return Up(masks.only_(w.sub_(down.x), ~top), head, moment, spread, total, share), rows
+        return Up(masks.zero_outside_(w.sub_(down.x), ~top), head, moment, spread, total, share), rows
 
     def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         top = masks.head(work.layout).to(down.x.device)
         total = (work.class_means(model) * shares(work, model)[:, :, None]).flatten(1)
-        up, _ = self.client(down, rows, work.idle())  # moment and spread are under the received body
-        return up._replace(dw=masks.only_(model - down.x, ~top), head=masks.part(model, top), total=total), rows
+        up, _ = self.client(down, rows, work.idle())  # to compute moment and spread with the received body
+        return up._replace(dw=masks.zero_outside_(model - down.x, ~top), head=masks.part(model, top), total=total), rows
 
     def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:
         return masks.joined(down.x + up.dw, up.head, masks.head(work.layout).to(down.x.device))
@@ -127,10 +127,10 @@ class FedPAC(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         moment = up.moment.cpu().double()
-        alpha = combined(up.spread[:, 0].cpu().double(), moment).to(up.head)
+        alpha = combine_heads(up.spread[:, 0].cpu().double(), moment).to(up.head)
         heads = server.heads.index_copy(0, ctx.ids.to(server.heads.device), alpha @ up.head)
         x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)
-        return Server(x, heads, *updated(server.prototypes, server.known, up.total, up.share))
+        return Server(x, heads, *update_means(server.prototypes, server.known, up.total, up.share))
 
     def global_model(self, server: Server) -> None:
         return None
@@ -139,7 +139,7 @@ class FedPAC(Algorithm):
         return masks.joined(down.x, down.head, masks.head(work.layout).to(down.x.device))
 
 
-def combined(spread: Tensor, moment: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
+def combine_heads(spread: Tensor, moment: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
     """Return a matrix ``[m, m]`` whose row i minimizes sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2 (Eq. 11)."""
     centred = moment - moment.mean(0)
     gram = centred @ centred.mT

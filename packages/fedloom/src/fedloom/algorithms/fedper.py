@@ -62,7 +62,7 @@ class FedPer(Algorithm):
         return ~masks.head(layout, self.head)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("FedPer", masks.head(layout, self.head), "Local")
+        return masks.note_head_is_model("FedPer", masks.head(layout, self.head), "Local")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
@@ -71,7 +71,7 @@ class FedPer(Algorithm):
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.head, head), work)  # (W_B, W_P_j) <- SGD
         w_head = masks.part(w, head)
-        return Up(masks.only_(w.sub_(down.x), ~head)), Client(w_head)
+        return Up(masks.zero_outside_(w.sub_(down.x), ~head)), Client(w_head)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         body = self.part("body", ctx.layout).to(server.x.device)

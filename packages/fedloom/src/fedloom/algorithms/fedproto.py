@@ -38,7 +38,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.algorithms._prototypes import shape_of, share_range, shares, towards, updated
+from fedloom.algorithms._prototypes import pull_term, shape_of, share_range, shares, update_means
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
@@ -77,14 +77,14 @@ class FedProto(Algorithm):
     )
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("FedProto", masks.head(layout), "Local")
+        return masks.note_head_is_model("FedProto", masks.head(layout), "Local")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         classes, features = shape_of(ctx.layout)
         return Server(x0.new_zeros(classes * features), x0.new_zeros(classes)), Client(x0), None
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
-        w = descend(rows.w, work, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 7
+        w = descend(rows.w, work, terms=(pull_term(down.prototypes, down.known, self.lam, work),))  # Eq. 7
         return self.encode(work.class_means(w).flatten(1), down, Client(w), work)  # Eq. 3
 
     def encode(self, model: Tensor, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
@@ -99,7 +99,7 @@ class FedProto(Algorithm):
         return {"share": share_range(up.share, work)}
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(*updated(server.prototypes, server.known, up.total, up.share))  # Eq. 6
+        return Server(*update_means(server.prototypes, server.known, up.total, up.share))  # Eq. 6
 
     def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
         return rows.w

@@ -73,7 +73,7 @@ class FedRep(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         warning = "FedRep with head_epochs = 0 never trains the heads. Set head_epochs to 1 or more"
-        return ([] if self.head_epochs else [warning]) + masks.undivided(
+        return ([] if self.head_epochs else [warning]) + masks.note_head_is_model(
             "FedRep", masks.head(layout, self.head), "Local"
         )
 
@@ -86,7 +86,7 @@ class FedRep(Algorithm):
         w = descend(w, work, mask=head, steps=work.epochs(self.head_epochs), stream="head")  # h_i, tau epochs
         w = descend(w, work, mask=~head)  # phi_i, with the new head
         w_head = masks.part(w, head)
-        return Up(masks.only_(w.sub_(down.x), ~head)), Client(w_head)
+        return Up(masks.zero_outside_(w.sub_(down.x), ~head)), Client(w_head)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         body = self.part("body", ctx.layout).to(server.x.device)

@@ -64,7 +64,7 @@ class FedRoD(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("FedRoD", layout)
-        return masks.undivided("FedRoD", masks.head(layout), "Local and FedAvg side by side")
+        return masks.note_head_is_model("FedRoD", masks.head(layout), "Local and FedAvg side by side")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None

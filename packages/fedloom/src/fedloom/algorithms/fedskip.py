@@ -64,8 +64,8 @@ class FedSkip(Algorithm):
 
     def down(self, server: Model, kept: Up, ctx: Ctx) -> Down:
         if (ctx.round - 1) % self.skip == 0:
-            return Down(server.x.expand(ctx.m, -1), torch.zeros_like(kept.seen))  # aggregation: all start at the mean
-        order = torch.argsort(ctx.ids)  # a permutation of clients, whatever the order of the cohort
+            return Down(server.x.expand(ctx.m, -1), torch.zeros_like(kept.seen))  # aggregation: start from the mean
+        order = torch.argsort(ctx.ids)  # permute clients independently of the cohort's order
         source = torch.empty_like(order)
         source[order] = order[torch.randperm(ctx.m, generator=ctx.rng("permutation"))]
         return Down(kept.w[source], kept.seen[source])  # skip: every client continues with another's model

@@ -95,7 +95,7 @@ class FedSpa(Algorithm):
         x, mask = down.x, rows.mask
         w = descend(x * mask, work, mask=mask)
         g = iterate(look, _Look(w, torch.zeros_like(w)), work, 1 * (work.steps > 0), stream="regrow").g  # dense
-        new = where_moved(work, self._searched(mask, w, g, work), mask)
+        new = where_moved(work, self._search_mask(mask, w, g, work), mask)
         return Up(w.sub_(x).mul_(mask)), Client(new)
 
     def encode(self, model: Tensor, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
@@ -110,7 +110,7 @@ class FedSpa(Algorithm):
     def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return down.x * rows.mask  # m_i * w
 
-    def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
+    def _search_mask(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
         """Return the next mask ``[m, d]``.
 
         In each layer, the parameters with the smallest weights are removed from the mask, and the same number of

@@ -39,7 +39,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule
-from fedloom.algorithms._regulariser import Regulariser, proximal, stationarity, unregularised
+from fedloom.algorithms._regulariser import Regulariser, note_missing_regularizer, proximal, stationarity
 from fedloom.local import Ctx, Work, where_moved
 from fedloom.local.inexact import LyapunovParts, Solver, below, inexact, lyapunov_parts, lyapunov_step
 from fedloom.local.smoothness import largest, smoothness
@@ -47,7 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth (L), before (first beta), mean iterations, met ``[1]``."""
+    """Model y and means xbar, zbar ``[d]``, and numbers ``[1]``: beta (0 while L is measured), L, and solver counts."""
 
     y: Tensor
     xbar: Tensor
@@ -60,7 +60,7 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Model y ``[d]``, penalty beta ``[1]``, and L ``[1]`` as smooth."""
+    """Model y ``[d]``, penalty beta ``[1]``, and the smoothness constant L ``[1]``."""
 
     y: Annotated[Tensor, Sent(prox="regulariser")]
     beta: Tensor
@@ -76,7 +76,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dx, dz ``[m, d]``; iterations, met (1: (9) was checked and holds), smooth (L, 0 unless measured) ``[m, 1]``."""
+    """Changes dx, dz ``[m, d]``, and ``[m, 1]``: iterations, met (1 if (9) was checked and holds), measured L or 0."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]
@@ -120,13 +120,13 @@ class FIAELT(Algorithm):
         return Server(x0, x0, zero, none + beta, none + smooth, none, none, none), Client(x0, zero, none), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return [*below(self, self.beta, self.smooth or 0.0), *unregularised(self, c=0.01 * ctx.n)]  # 0.01 in a mean
+        return [*below(self, self.beta, self.smooth or 0.0), *note_missing_regularizer(self, c=0.01 * ctx.n)]
 
     def remarks(self, server: Server) -> list[str]:
         return below(self, self.beta, float(server.smooth))
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
-        if self.passes > 1:  # of the time, what is left beside the full gradients of (9), in equal rounds of sgd
+        if self.passes > 1:  # SGD gets the time that the full gradients of (9) leave
             samples = ((samples - (self.passes + 1) * work.sizes) / self.passes).clamp(min=0)
         return super().affordable(samples, work)
 
@@ -162,7 +162,7 @@ class FIAELT(Algorithm):
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
         fails = (up.iterations >= self.iterations).double().mean() > 0.5
         if self.r and fails and not (before or self.beta or self.smooth):
-            before, beta = beta, beta.new_zeros(beta.shape)  # (9) fails for many: L is measured once more
+            before, beta = beta, beta.new_zeros(beta.shape)  # (9) fails at many clients, so measure L again
         return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0), up.met.mean(0))
 
     def reshared(self, server: Server, moved: Up, ctx: Ctx) -> Server:

@@ -82,7 +82,7 @@ class GPFL(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         plain = "GPFL on a model without valve and embeddings is the same as FedPer. Set guided in [model]"
-        return [] if guided(layout) else [plain, *masks.undivided("GPFL", masks.head(layout), "Local")]
+        return [] if guided(layout) else [plain, *masks.note_head_is_model("GPFL", masks.head(layout), "Local")]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout)]), None
@@ -94,7 +94,7 @@ class GPFL(Algorithm):
         else:
             w = descend(w, work)
         head = masks.part(w, masks.head(work.layout).to(w.device))
-        return Up(masks.only_(w.sub_(down.x), shared)), Client(head)
+        return Up(masks.zero_outside_(w.sub_(down.x), shared)), Client(head)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw * self.part("shared", ctx.layout).to(server.x.device))

@@ -48,8 +48,8 @@ from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 
-WEIGHTS = torch.linspace(0, 1, 11)
-FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
+WEIGHT_CHOICES = torch.linspace(0, 1, 11)
+FEW_SAMPLES = 30  # the standard error of an accuracy on 30 samples is up to 0.09
 
 
 class Down(NamedTuple):
@@ -86,14 +86,14 @@ class KNNPer(Algorithm):
             return ["kNN-Per without a memory is the same as FedAvg. Set memory in [model] to a number of samples"]
         fewest = max(1, round(self.share * int(ctx.sizes.min())))
         few = f"kNN-Per chooses a client's weight on only {fewest} samples, so its model may become worse. Set weight"
-        return [few] if self.weight is None and fewest < FEW else []
+        return [few] if self.weight is None and fewest < FEW_SAMPLES else []
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         memory = memory_of(work.layout).to(down.x.device)
         if not bool(memory.any()):
             return Up(descend(down.x, work) - down.x), rows
         part = work if self.weight is not None else split(work, self.share)[0]
-        return Up(masks.only_(descend(down.x, part, mask=~memory) - down.x, ~memory)), rows
+        return Up(masks.zero_outside_(descend(down.x, part, mask=~memory) - down.x, ~memory)), rows
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw * self.part("network", ctx.layout).to(server.x.device))
@@ -116,16 +116,16 @@ class KNNPer(Algorithm):
         return models
 
     def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
-        """Return the kNN weight that best predicts ``held`` samples from a client's other samples, or 0 without any."""
+        """Return the kNN weight that best predicts ``held`` samples from all others, or 0 if there are no others."""
         rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
         if not bool(rest.any()):
             return 0.0
         kernel = z.new_tensor([self.scale, self.neighbours])
         q = recalled(z[held], z[rest], labels[rest], *kernel)
-        logs = [mixed(p[held], q, weight) for weight in WEIGHTS.to(z)]
+        logs = [mixed(p[held], q, weight) for weight in WEIGHT_CHOICES.to(z)]
         wrong = [int((log.argmax(1) != truth.argmax(1)).sum()) for log in logs]
         loss = [-float((log * truth).sum()) for log in logs]
-        return float(WEIGHTS[min(range(len(WEIGHTS)), key=lambda at: (wrong[at], loss[at]))])
+        return float(WEIGHT_CHOICES[min(range(len(WEIGHT_CHOICES)), key=lambda at: (wrong[at], loss[at]))])
 
 
 def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class LGFedAvg(Algorithm):
         return masks.head(layout, self.head)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("LGFedAvg", masks.head(layout, self.head), "FedAvg")
+        return masks.note_head_is_model("LGFedAvg", masks.head(layout, self.head), "FedAvg")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[~masks.head(ctx.layout, self.head)]), None
@@ -73,7 +73,7 @@ class LGFedAvg(Algorithm):
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.body, ~head), work)  # (theta_g, theta_m) <- SGD
         w_body = masks.part(w, ~head)
-        return Up(masks.only_(w.sub_(down.x), head)), Client(w_body)
+        return Up(masks.zero_outside_(w.sub_(down.x), head)), Client(w_body)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         head = self.part("head", ctx.layout).to(server.x.device)

@@ -60,7 +60,7 @@ class MOON(Algorithm):
     tau: float = Field(0.5, gt=0, description="temperature; 0.5 (Sec. 4.1)")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return masks.undivided("MOON", masks.head(layout), "FedAvg") if layout.matrix_shapes else []
+        return masks.note_head_is_model("MOON", masks.head(layout), "FedAvg") if layout.matrix_shapes else []
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0), None

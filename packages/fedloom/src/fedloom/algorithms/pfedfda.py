@@ -37,7 +37,7 @@ from fedloom.rows import masks
 from fedloom.rows.algebra import lifted, solved
 from fedloom.rows.layout import Layout
 
-LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
+MIN_CLASS_SAMPLES, BETA_CHOICES = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
 
 class Server(NamedTuple):
@@ -62,8 +62,8 @@ class Gauss(NamedTuple):
     means: Tensor
     cov: Tensor
 
-    def towards(self, other: Gauss, beta: Tensor) -> Gauss:
-        """Return mixtures ``[b, ...]`` of this distribution (weight 1 - beta) and the other (weight ``beta [b]``)."""
+    def mix_with(self, other: Gauss, beta: Tensor) -> Gauss:
+        """Return mixtures ``[b, ...]`` of this distribution (weight 1 - beta) and another (weight ``beta [b]``)."""
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class PFedFDA(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         require_bias("PFedFDA", layout)
-        return masks.undivided("PFedFDA", masks.head(layout), "a discriminant analysis of the raw samples")
+        return masks.note_head_is_model("PFedFDA", masks.head(layout), "a discriminant analysis of the raw samples")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         classes, k = shape_of(ctx.layout)
@@ -93,14 +93,14 @@ class PFedFDA(Algorithm):
 
     def client(self, down: Server, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         top, (shared, prior) = masks.head(work.layout).to(down.x.device), self._received(down, work)
-        w = under([shared] * work.m, prior, down.x, work)
+        w = insert_heads([shared] * work.m, prior, down.x, work)
         w = descend(w, work, mask=~top)  # phi <- SGD under the head of (mu_g, Sigma_g, pi_i)
         return self.encode(w, down, rows, work)
 
     def encode(self, model: Tensor, down: Server, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         mixtures = zip(*self._mixtures(model, *self._received(down, work), work), strict=True)
         means, cov = (torch.stack([part.flatten() for part in parts]).to(model) for parts in mixtures)
-        return Up(masks.only_(model - down.x, ~masks.head(work.layout).to(model.device)), means, cov), rows
+        return Up(masks.zero_outside_(model - down.x, ~masks.head(work.layout).to(model.device)), means, cov), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)
@@ -111,7 +111,7 @@ class PFedFDA(Algorithm):
 
     def personal(self, down: Server, rows: Nothing, work: Work) -> Tensor:
         shared, prior = self._received(down, work)
-        return under(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
+        return insert_heads(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
 
     def _received(self, down: Server, work: Work) -> tuple[Gauss, Tensor]:
         """Return the server's distribution and each client's class priors ``[m, c]`` (shares plus 1e-4, normalized)."""
@@ -123,30 +123,30 @@ class PFedFDA(Algorithm):
         """Mix the shared distribution with each client's own distribution, with weights chosen by cross-validation."""
         mixtures = []
         for (z, y), pi in zip(work.features(w), prior, strict=True):
-            z, losses = z.double(), torch.zeros_like(BETAS, device=z.device)
+            z, losses = z.double(), torch.zeros_like(BETA_CHOICES, device=z.device)
             member = torch.eye(len(pi), dtype=torch.long, device=y.device)[y]
             order = (member.cumsum(0).gather(1, y[:, None]) % 2)[:, 0]  # every other sample of a class
             for fold in (0, 1):
                 test = (order == fold) & (member.sum(0) > 1)[y]
                 if bool(test.any()):
                     estimate = self._estimate(z[order != fold], y[order != fold], shared)
-                    weight, bias = shared.towards(estimate, BETAS.to(z)).head(pi)
+                    weight, bias = shared.mix_with(estimate, BETA_CHOICES.to(z)).head(pi)
                     outputs = z[test] @ weight.mT + bias[:, None]  # [betas, b, c]
                     losses += torch.stack([-out.log_softmax(1).gather(1, y[test][:, None]).mean() for out in outputs])
-            best = BETAS[losses.argmin().cpu()].to(z).view(1)
-            mixtures.append(Gauss(*(part[0] for part in shared.towards(self._estimate(z, y, shared), best))))
+            best = BETA_CHOICES[losses.argmin().cpu()].to(z).view(1)
+            mixtures.append(Gauss(*(part[0] for part in shared.mix_with(self._estimate(z, y, shared), best))))
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Return a client's class means (shared means for classes with fewer than `LEAST` samples) and covariance."""
+        """Return a client's class means (shared for classes below `MIN_CLASS_SAMPLES` samples) and covariance."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
-        means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
+        means = torch.where(count >= MIN_CLASS_SAMPLES, member.T @ z / count.clamp(min=1), shared.means)
         gap, eye = z - means[y], torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
         return Gauss(means, gap.T @ gap / max(len(z) - 1, 1) + self.ridge * eye)
 
 
-def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:
+def insert_heads(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:
     """Return models ``[m, d]`` that consist of the body of ``x`` and the discriminants as heads."""
     models = x.expand(work.m, -1).clone()
     for row, of, pi in zip(models, distributions, prior, strict=True):

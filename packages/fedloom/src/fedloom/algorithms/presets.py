@@ -14,7 +14,7 @@ from fedloom.hints import unknown
 
 
 class PresetMethod(NamedTuple):
-    """Combination of parts for which a preset stands. If a part is None, the one chosen in the experiment is used."""
+    """Algorithm, sampler and weigher that a preset combines. If a part is None, the experiment chooses it."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -65,13 +65,13 @@ class Preset:
         return self.algorithm.released
 
     def makes(self, composition: PresetMethod) -> bool:
-        """Return True if the parts in a combination are the parts of this preset."""
+        """Return True if a combination consists of exactly the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
 
     def __call__(self, **options: Any) -> PresetMethod:
-        """Return the combination of parts after replacing some options.
+        """Return the preset's combination of parts with the given options.
 
         Raises:
             ConfigError: none of the parts has this option, or the value is out of range.

@@ -48,7 +48,7 @@ from fedloom.algorithms._base import AS_IT_IS, Algorithm, Mean, Model, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.values import or_derived
 
-SMALLEST = 1e-10
+MIN_LOSS = 1e-10
 """Smallest loss. Losses below this value are replaced by it, so that their powers are finite."""
 
 
@@ -92,7 +92,7 @@ class QFFL(Algorithm):
         return down.x + torch.where(scale > 0, up.dw / scale, 0.0)
 
     def _loss(self, down: Model, work: Work) -> Tensor:
-        return work.loss(down.x).clamp(min=SMALLEST)  # F_k(w^t)
+        return work.loss(down.x).clamp(min=MIN_LOSS)  # F_k(w^t)
 
     def _upload(self, change: Tensor, f: Tensor, work: Work) -> Up:
         q, lipschitz = self.q, 1 / work.lr if self.lipschitz == "step" else self.lipschitz
@@ -107,7 +107,7 @@ class QFFL(Algorithm):
         if not q:
             return {"h": (1.0, 1.0)}
         f = ((q + 1) * lipschitz * square) ** (1 / (2 * q + 1))
-        f = f.clamp(min=SMALLEST)
+        f = f.clamp(min=MIN_LOSS)
         return {"h": (q * lipschitz * square * f ** (-q - 1) + f**q, math.inf)}
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:

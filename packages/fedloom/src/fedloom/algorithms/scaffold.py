@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, weighed_in_itself
+from fedloom.algorithms._base import Algorithm, Mean, require_equal_shares
 from fedloom.local import Ctx, Work, descend, where_moved
 from fedloom.rows.layout import Layout
 
@@ -94,7 +94,7 @@ class SCAFFOLD(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.scaled:
-            weighed_in_itself(self, "scaled", ctx)
+            require_equal_shares(self, "scaled", ctx)
         return []
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Server | Scaled:

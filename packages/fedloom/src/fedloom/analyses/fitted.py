@@ -37,7 +37,8 @@ from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.values import dump
 
 DEPENDENCE_TOLERANCE = 1e-8
-"""Part of an input's deviation that other inputs do not explain, below which the input counts as dependent on them."""
+"""Part of an input's deviation that other inputs do not explain, below which the input is treated as dependent on
+them."""
 
 
 class Fitted(FedAvg):

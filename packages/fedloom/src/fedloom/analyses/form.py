@@ -412,7 +412,7 @@ class Analysis(Value):
         return tuple(self.questions)
 
     def check_step(self, step: int, question: Question) -> None:
-        """Raise if a question may not be asked at a step.
+        """Raise an error if a question may not be asked at a step.
 
         Args:
             step: number of the question, counted from 0.

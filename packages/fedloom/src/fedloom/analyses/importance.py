@@ -38,7 +38,7 @@ MIN_IMPORTANCE_SAMPLES = 10
 
 
 class Importance(Analysis):
-    """Loss in the primary metric of each client when a column of its test part is permuted, after the last round."""
+    """Drop of each client's primary metric when a column of its test part is permuted, after the last round."""
 
     kind: ClassVar[str] = "importance"
 
@@ -50,7 +50,7 @@ class Importance(Analysis):
 
 
 class PooledImportance(Analysis):
-    """Loss in accuracy and Brier score over the test rows of all clients when a column is permuted within each client.
+    """Deterioration of accuracy and Brier score over all clients' test rows when a column is permuted within clients.
 
     Both metrics are sums over rows, so that real sites can also answer. Metrics that rank rows, such as AUROC, are not
     sums. Such metrics are available in a simulation, with `Importance`.
@@ -213,7 +213,7 @@ class Scored:
 
 
 def measure_permutations(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
-    """For each column, return its name, the metric, and the mean and standard deviation of the loss under permutation.
+    """Return, for each column, its name, the metric, and the mean and standard deviation of the metric's decrease.
 
     Args:
         scored: wrapper of the client's model with the client's samples.

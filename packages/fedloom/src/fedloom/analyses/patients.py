@@ -27,7 +27,7 @@ MAX_OUTPUTS = 64
 
 
 class KeptPredictions(Analysis):
-    """Predictions for every test sample after the last round, for calibration, net benefit and gains of individuals."""
+    """Predictions for every test sample after the last round, from which calibration and net benefit are computed."""
 
     kind: ClassVar[str] = "predictions"
 

@@ -244,8 +244,7 @@ def run_questions(
 
     Raises:
         ConfigError: the analysis asks more questions than were agreed on.
-        CodeError: a question does not have the declared form, or comes after a question that it must precede. Questions
-            may be left out.
+        CodeError: a question does not have the declared form, or is asked too late. Questions may be left out.
         DataError: a number in an answer was outside its bounds.
         CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
     """
@@ -284,7 +283,7 @@ def run_questions(
 
 
 def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None = None) -> None:
-    """Raise if an analysis does not fit a federation, or asks questions that no real site answers.
+    """Raise an error if an analysis is unsuitable for a federation, or asks questions that no real site answers.
 
     Raises:
         ConfigError: see `Analysis.check_run`.
@@ -295,21 +294,21 @@ def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None 
         clients = [client_rows(fed, k) for k in range(fed.n)]
         schema, _ = fill_ranges(schema_of(fed.data), dict(zip(fed.names, clients, strict=True)))
         terms = AnalysisTerms(schema, torch.tensor([*map(len, clients)]), analysis.rules or Rules())
-        with suppress(Exception):  # of code that may expect models: the run reports it
+        with suppress(Exception):  # user code may expect models; the run reports such errors
             terms = replace(terms, published=tuple(analysis.publish(rows, terms) for rows in clients))
         check_order(analysis, terms)
 
 
 def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = False) -> None:
-    """Raise if an analysis asks its questions in the wrong order when the sums of all answers are zeros.
+    """Raise an error if an analysis asks its questions in the wrong order when all sums are zeros.
 
-    Zeros are the answer of clients with too few subjects. Another error is left to the run, because zeros may be no
-    possible sum.
+    Clients with too few subjects answer with zeros. All other errors are ignored here, because sums of zeros may be
+    impossible in a real run.
 
     Args:
         analysis: analysis that is computed from sums.
         terms: public facts about the analysis.
-        at_sites: whether the analysis is for real sites, which do not answer if an earlier question was left out.
+        at_sites: True for real sites, which do not answer if an earlier question was left out.
 
     Raises:
         CodeError: see `Analysis.check_step`.
@@ -321,10 +320,10 @@ def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = Fa
             analysis.check_step(next(steps), question)
         return torch.zeros_like(bounds.low), Info(len(terms.sizes), 0, 0, int(terms.sizes.sum()))
 
-    most = analysis.most_questions  # sums of zeros need not converge
+    most = analysis.most_questions  # with sums of zeros, an analysis may not converge
     rules = terms.rules.with_(questions=min(terms.rules.questions or most, most))
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as divisions by a total of zero
+        with warnings.catch_warnings(action="ignore"):  # for example about divisions by a total of zero
             run_questions(analysis, replace(terms, rules=rules), ask)
     except QuestionOrderError:
         raise

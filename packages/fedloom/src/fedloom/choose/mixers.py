@@ -129,7 +129,7 @@ class Attention(Mixer):
         None,
         gt=0,
         le=1,
-        description="cosine similarity above which models count as copies of one model (None: no limit)",
+        description="cosine similarity above which models are treated as copies of one model (None: no limit)",
     )
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
@@ -210,7 +210,7 @@ class Angles(Mixer):
     def _self_and_peers(self, models: Tensor) -> tuple[float, Tensor]:
         direction = directions(models)
         score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
-        xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
+        xi = torch.softmax(score, 1).nan_to_num(1.0)  # NaN: a single client has no others
         return (1 / len(models) if self.self_weight is None else self.self_weight), xi
 
 
@@ -260,10 +260,10 @@ def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor
     """
     direction = directions(w)
     s = direction @ direction.T
-    s = ((s + s.T) / 2).fill_diagonal_(1.0)  # s_ij; symmetric to the last bit, as delta is often one of its entries
+    s = ((s + s.T) / 2).fill_diagonal_(1.0)  # s_ij, exactly symmetric because delta is often an entry of s
     rounding = 16 * torch.finfo(s.dtype).eps
     counts = None if copies is None else 1 / (s >= copies - rounding).sum(1).double()
-    delta = _quantile(s, quantile, counts) - rounding  # equal cosines pass together: clients never seen have equal rows
+    delta = _quantile(s, quantile, counts) - rounding  # include ties: clients that never trained have equal rows
     s = torch.where((s >= delta).fill_diagonal_(True), s, 0.0)
     s = s if counts is None else s * counts.to(s)
     total = s.sum(1, keepdim=True)

@@ -194,7 +194,7 @@ def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> T
     return torch.as_tensor(_k_means(_eigenvectors(a), clusters, rng)[0], dtype=torch.long)
 
 
-CLEAR = 0.7
+CLEAR_SILHOUETTE = 0.7
 """Mean silhouette at which clusters are regarded as clearly separated. Such a silhouette indicates a strong structure
 according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal distribution is
 split in the middle, the silhouette of its two halves is 0.59."""
@@ -205,12 +205,13 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
 
     The number of clusters, at most sqrt(m), has the largest mean silhouette (Rousseeuw 1987).
 
-    All rows form a single cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client.
-    In the second case, one outlier would otherwise have half of the total weight, which would be unfair to groups.
+    All rows form a single cluster if this silhouette is below `CLEAR_SILHOUETTE`, or if a cluster would contain only
+    one client. In the second case, one outlier would otherwise have half of the total weight, which would be unfair to
+    groups.
     """
     from sklearn.metrics import silhouette_score
 
-    vectors, best, labels = _eigenvectors(a), CLEAR, np.zeros(len(a), np.int64)
+    vectors, best, labels = _eigenvectors(a), CLEAR_SILHOUETTE, np.zeros(len(a), np.int64)
     for clusters in range(2, math.isqrt(len(a)) + 1):
         candidate, embedding = _k_means(vectors, clusters, rng)
         if np.bincount(candidate).min() < 2:
@@ -223,7 +224,7 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
 
 def _eigenvectors(a: Tensor) -> Floats:
     values = a.double().cpu().numpy()
-    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # no product is beyond the range of a float
+    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # scaled so that no product overflows
     return np.asarray(np.linalg.eigh(values @ values.T)[1])
 
 
@@ -302,7 +303,7 @@ class FairFedWeigher(Weigher):
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows; set group, for "
+                f"weigher.metric = {self.metric!r} compares two groups of rows. Set group, for "
                 "example group = 'sex' or group = 'age>=75', or add an analysis of the kind 'groups'"
             )
         return self.with_(group=groups[0])

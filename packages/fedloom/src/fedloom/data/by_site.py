@@ -83,7 +83,7 @@ def score_groups(
         if observed.sum() > len(y) / 2 and np.ptp(x[observed]) > 0 and np.ptp(y[observed]) > 0:
             value = max(value, float(np.corrcoef(x[observed], y[observed])[0, 1] ** 2))
             ranks = float(np.corrcoef(rankdata(x[observed]), rankdata(y[observed]))[0, 1] ** 2)
-            value = max(value, ranks)  # as a logarithm of the target has
+            value = max(value, ranks)  # high for a logarithm of the target, for example
         return SingleColumnScore(max(0.0, value), f"R2 {value:.3f} alone")
     ranks, values = rankdata(x[observed]), list[float]()
     codes, counts = np.unique(y, return_counts=True)

@@ -11,7 +11,14 @@ import numpy as np
 from fedloom.data.dataset import Dataset
 from fedloom.data.partitions import Natural
 from fedloom.data.samples import find_pair
-from fedloom.data.sides import are_many, batches_error, join_roles, merge_class_names, read_sample_set, refuse_unlike
+from fedloom.data.sides import (
+    are_sample_sets,
+    batches_error,
+    check_joinable,
+    join_roles,
+    merge_class_names,
+    read_sample_set,
+)
 from fedloom.data.sources.rereading import Rereading
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
@@ -90,7 +97,7 @@ def as_federation(
     both = split[next(iter(named))]
     for who, client in named.items():
         for side in _split_sample_sets(client, split[who]):
-            if isinstance(side, list) and are_many(side):
+            if isinstance(side, list) and are_sample_sets(side):
                 raise batches_error(f"{name}: client {who}", side)
     last: Any = options.pop("channels_last", None)
     places = {who: f"{name}: client {who}" for who in named}
@@ -107,7 +114,7 @@ def as_federation(
     training, *tested = [{f"client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
                       for k in range(len(sides[0]))]  # fmt: skip
     tests = {f"{who}, test set": side for test_sides in tested for who, side in test_sides.items()}
-    refuse_unlike(name, {**training, **tests}, "vocabulary" in options)
+    check_joinable(name, {**training, **tests}, "vocabulary" in options)
     joined = [[np.concatenate([getattr(parts[k], field) for parts in sides]) for field in ("x", "y")]
               for k in range(len(sides[0]))]  # fmt: skip
     width = len(str(len(named)))

@@ -182,7 +182,7 @@ class Dataset:
         """
         if isinstance(obj, cls) and target is None and not options:
             return obj
-        from fedloom.data.sources.memory import as_dataset  # which needs data sets
+        from fedloom.data.sources.memory import as_dataset  # imported here because memory imports Dataset
 
         return as_dataset(obj, target, **options)
 
@@ -312,7 +312,7 @@ class Dataset:
                 f"features must be uint8 or float, got {self.x.dtype}. Convert the features, or pass a "
                 "vocabulary of tokens"
             )
-        elif not bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
+        elif not bool(torch.isfinite(self.x.sum())):  # a sum with NaN or Inf is not finite
             bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
             bad = bad.reshape(len(bad), -1).any(1)
             where: list[int] = (bad if self.ready is None else bad & self.ready).nonzero().flatten().tolist()

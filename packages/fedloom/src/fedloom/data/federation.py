@@ -86,7 +86,7 @@ class Federation:
             fits = len(offsets) == self.n + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == len(index)
             if not fits or bool((steps < 0).any()):
                 raise DataError(f"{part}: offsets must be {self.n + 1} values that increase from 0 to {len(index)}")
-            held = index if index.stride(0) else index[:1]  # of one number that stands for all, that one
+            held = index if index.stride(0) else index[:1]  # a broadcast number is checked once
             if len(held) and (int(held.min()) < 0 or int(held.max()) >= len(self.data)):
                 raise DataError(f"{part}: positions must be from 0 to {len(self.data) - 1}")
             self._check_ready(part, held)
@@ -153,7 +153,7 @@ class Federation:
         """
         if isinstance(clients, cls) and not options:
             return clients
-        from fedloom.data.clients import as_federation  # which needs federations
+        from fedloom.data.clients import as_federation  # imported here because clients imports Federation
 
         return as_federation(clients, **options)
 

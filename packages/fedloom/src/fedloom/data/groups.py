@@ -217,7 +217,7 @@ def keep_group_columns(source: Source, groups: Sequence[str]) -> Source:
     if isinstance(source, TableSource):
         keeps: Source = source.with_(group_columns=tuple(dict.fromkeys((*source.group_columns, *columns))))
         return keeps
-    if isinstance(held := getattr(source, "held", None), Dataset):  # a data set of Python
+    if isinstance(held := getattr(source, "held", None), Dataset):  # a data set from Python
         keeps = source.with_(held=keep_columns(held, columns))
         return keeps
     raise ConfigError(

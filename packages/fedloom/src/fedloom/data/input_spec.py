@@ -1,4 +1,4 @@
-"""InputSpec: information about the training data by which samples for a model are prepared or rejected."""
+"""InputSpec: facts about the training data that decide how new samples are prepared, and which are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partitions.changes import fit_preparation
 from fedloom.data.partitions.deal import Dealt
 from fedloom.data.partitions.parts import cut_parts
-from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers, span_of
+from fedloom.data.pixels import check_number_type, find_value_range, is_from_bytes, is_from_integers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import PartSizes
 from fedloom.data.survey.agreement import Agreement
@@ -90,9 +90,9 @@ class InputSpec(Value):
             targets=1 if data.classed else data.y.shape[1],
             centre=data.centre,
             unit=data.unit,
-            pixels=came_as_bytes(data),
-            integers=came_as_integers(data),
-            span=span_of(data),
+            pixels=is_from_bytes(data),
+            integers=is_from_integers(data),
+            span=find_value_range(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -141,7 +141,7 @@ class InputSpec(Value):
         """Agreement for reading sites' tables like the training data, or None if the data are not a table."""
         if self.table is None:
             return None
-        columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
+        columns = tuple(column.with_(range=None) for column in self.table.columns)  # out of range: a note, no error
         return Agreement.create(
             self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit
         )
@@ -164,7 +164,7 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Return new data in the form of the training data: classes and columns are matched by name and scaled alike.
+        """Convert new data to the form of the training data. Classes and columns are matched by name.
 
         Args:
             data: data set from any source. It does not need to contain all classes.
@@ -239,16 +239,16 @@ class InputSpec(Value):
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
                 + _cure_of_shape(tuple(x.shape), self.shape)
             )
-        refuse_other_numbers(x, name, self.pixels, original_dtype, integers=self.integers)
+        check_number_type(x, name, self.pixels, original_dtype, integers=self.integers)
         return x
 
     def find_far_share(self, x: Tensor) -> float:
         """Return the share of samples ``[N, *shape]`` whose values are far outside the range of the training samples.
 
-        A value is far outside if it exceeds the range by more than half its width. The share is 1 if the values of all
-        samples together cover less than `SMALL_SPAN_SHARE` of the range, but differ, as numbers from 0 to 1 do for a
-        model of numbers from 0 to 255. A few samples other than images may do so by chance, as a silent recording
-        does. It is 0 if the range is unknown.
+        A value is far outside if it exceeds the range by more than half its width. If all samples together cover less
+        than `SMALL_SPAN_SHARE` of the range, they are probably in another unit, such as numbers from 0 to 1 instead of
+        0 to 255. The share is then 1, unless all values are equal, or the samples are too few and are not images: a
+        silent recording, for example, covers a small range by chance. The share is 0 if the training range is unknown.
         """
         if self.span is None or not len(x):
             return 0.0
@@ -260,7 +260,7 @@ class InputSpec(Value):
         return float(((least < low - reach) | (most > high + reach)).double().mean())
 
     def note_far(self, x: Tensor) -> list[str]:
-        """Return a sentence if at least `NOTED_ROW_SHARE` of the samples are far away (see `find_far_share`)."""
+        """Return a note if at least `NOTED_ROW_SHARE` of the samples are far out of range (see `find_far_share`)."""
         if self.span is None or (share := self.find_far_share(x)) < NOTED_ROW_SHARE:
             return []
         return [

@@ -69,7 +69,7 @@ class NewData(NamedTuple):
         """
         reader = self.source(data, facts)
         if isinstance(reader, TableSource) and reader.chosen:
-            with reader.open(data_dir) as raw:  # whose rows need no subject, unless they are cut once more
+            with reader.open(data_dir) as raw:  # new rows need no subject unless they are split again
                 names = raw.names
             reader = reader.with_(**reader.absent(names))
         return reader.read(data_dir)

@@ -15,7 +15,7 @@ from fedloom.data.input_spec import NO_TABLE, InputSpec
 from fedloom.data.samples import stack_unlabelled_samples
 from fedloom.data.sources.array_data import as_features, convert_to_plain_array
 from fedloom.data.sources.table.cells import ColumnPiece, Problems, decode_cells, is_missing
-from fedloom.data.sources.table.checks import refuse_twins
+from fedloom.data.sources.table.checks import check_duplicate_columns
 from fedloom.data.sources.table.dates import check_dates, replace_dates
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, unapplied_factor_notes
@@ -149,7 +149,7 @@ def _read_columns(
         )
     if lost := [column for column in keep if column not in names]:
         raise DataError(f"{where} has no column {lost[0]!r} to keep. Its columns: {', '.join(map(repr, names))}")
-    refuse_twins(where, names)
+    check_duplicate_columns(where, names)
     agreed = agreed_columns(table, REPAIR_HINT, factors or {})
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
     sites: list[str] = []
@@ -208,7 +208,7 @@ def _read_array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str
             raise DataError(f"{name} has shape {x.shape}, but expected [rows, {len(table.columns)}]")
         cells = (ColumnPiece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
         return _read_columns(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
-    if x.ndim == 4 and x.shape[1] == 1 and x.shape[2:] == facts.shape:  # a sequence of a torch data set
+    if x.ndim == 4 and x.shape[1] == 1 and x.shape[2:] == facts.shape:  # sequences from a torch data set
         x = x[:, 0]
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]

@@ -1,4 +1,4 @@
-"""Bytes and floats: which numbers a model accepts, depending on the type of its training data."""
+"""Checks of pixel types: a model trained on bytes accepts other numbers than a model trained on floats."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ is a quarter of a gray level.
 """
 
 
-def came_as_bytes(data: Dataset) -> bool:
+def is_from_bytes(data: Dataset) -> bool:
     """Return True if the features of a data set were originally bytes."""
     return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
 
 
-def came_as_integers(data: Dataset) -> bool | None:
-    """Return True if images were integers other than bytes, False if they were floats, or None if there are none."""
-    if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
+def is_from_integers(data: Dataset) -> bool | None:
+    """Return True for images of integers other than bytes, False for images of floats, and None for other data."""
+    if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or is_from_bytes(data):
         return None
     return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)
 
 
-def span_of(data: Dataset) -> tuple[float, float] | None:
+def find_value_range(data: Dataset) -> tuple[float, float] | None:
     """Return the smallest and the largest value of float samples, or None if they are tables, bytes or tokens."""
-    if data.prepare is not None or data.fitted is not None or data.vocabulary or came_as_bytes(data) or not len(data):
+    if data.prepare is not None or data.fitted is not None or data.vocabulary or is_from_bytes(data) or not len(data):
         return None
     return float(data.x.min()), float(data.x.max())
 
 
-def refuse_other_numbers(
+def check_number_type(
     x: Tensor, name: str, pixels: bool, original_dtype: str = "", integers: bool | None = None
 ) -> None:
     """Raise an error if the type or value range of samples is not what a model accepts.

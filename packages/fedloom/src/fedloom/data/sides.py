@@ -1,4 +1,4 @@
-"""Side: one user's training or test set in memory, as arrays, and errors for sets that do not match."""
+"""Training and test sets that a user passes in memory, as arrays, and errors for sets that do not match."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SampleSet(NamedTuple):
     @classmethod
     def create(cls, x: object, y: object, name: str, users: object = None) -> SampleSet:
         """Create a set from a user's features and targets."""
-        refuse_order(x, y, name)
+        check_target_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else convert_to_plain_array(users, name)
         array, dtype, pictures = stack_features(x, name)
@@ -88,12 +88,12 @@ class SampleSet(NamedTuple):
 
 
 def merge_class_names(sides: Iterable[SampleSet]) -> tuple[str, ...]:
-    """Return the classes of sets with consistent numbering, taken from the set that declares most classes."""
+    """Return the longest list of classes that any of the sets declares. The sets must number their classes alike."""
     return max((side.classes for side in sides), key=len)
 
 
 def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
-    """Return the other entries of dictionaries (all except features and targets), concatenated and keyed by role.
+    """Return the entries of dictionaries other than features and targets, joined over all sets and keyed by role.
 
     Raises:
         DataError: some, but not all, of the sets contain an entry.
@@ -107,7 +107,7 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
-def refuse_unlike(name: str, sides: Mapping[str, SampleSet], tokens: bool = False) -> None:
+def check_joinable(name: str, sides: Mapping[str, SampleSet], tokens: bool = False) -> None:
     """Raise an error if sets cannot be joined without changing the meaning of at least one of them.
 
     Args:
@@ -159,7 +159,7 @@ def refuse_unlike(name: str, sides: Mapping[str, SampleSet], tokens: bool = Fals
                 )
 
 
-def refuse_order(x: object, y: object, name: str) -> None:
+def check_target_order(x: object, y: object, name: str) -> None:
     """Raise an error if the targets and the features are pandas objects whose indexes are in different orders."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
@@ -193,7 +193,7 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
         )
     if isinstance(obj, tuple) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return SampleSet.create(obj[0], obj[1], name)
-    if isinstance(obj, list) and target is None and are_many(obj):
+    if isinstance(obj, list) and target is None and are_sample_sets(obj):
         raise ConfigError(
             f"{name}: {len(obj)} pairs of features and labels, each with many samples, look like the data of clients. "
             "Pass them to fl.Federation.create, or to fl.simulate instead of a federation"
@@ -246,7 +246,7 @@ def _declared_classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
     return tuple(str(c) for c in getattr(obj, "classes", ()))
 
 
-def are_many(pairs: Sequence[Any]) -> bool:
+def are_sample_sets(pairs: Sequence[Any]) -> bool:
     """Return True if every pair is a set of labeled samples, such as a client or a batch, and not a single sample."""
     shapes = [
         [tuple(getattr(part, "shape", ())) for part in pair]
@@ -276,7 +276,7 @@ def _note_unread_entries(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     x, y = next(pair for pair in FEATURE_TARGET_NAMES if pair[0] in obj and pair[1] in obj)
     unused = [
         key for key in obj if key not in (x, y, "clients", "users", "frame", *SAMPLE_ROLES)
-    ]  # of scikit-learn, which holds both
+    ]  # a scikit-learn Bunch contains both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
             f"{name}: fedloom would ignore {tests[0]!r} beside {x!r} and {y!r}. Pass {{'train': (x, "

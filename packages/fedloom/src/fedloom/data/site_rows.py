@@ -49,7 +49,7 @@ def rows_by_site(
         source: table, with the name of the column that contains the client of each row.
         data_dir: folder of data sets.
         test: column that marks test rows, and the value in it that does so. The regression does not use this column.
-        changes: options of the source that are replaced.
+        changes: options of the source to change.
 
     Raises:
         ConfigError: the source is not a table, or has no column besides the target.

@@ -71,7 +71,7 @@ def number_of(cell: Any) -> float | None:
 def is_number(cell: Any) -> bool:
     """Return True if a cell is a finite number written in digits.
 
-    Truth values do not count as numbers (see `number_of`).
+    Booleans are not treated as numbers (see `number_of`).
     """
     return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
@@ -86,7 +86,7 @@ class MissingMarkers:
     def __init__(self, markers: Sequence[str]) -> None:
         self._texts = frozenset(marker.strip() for marker in markers)
         values = [float(marker) for marker in self._texts if is_number(marker)]
-        self._values = frozenset([*values, *np.array(values, np.float32).tolist()])  # as a column of 32 bits has it
+        self._values = frozenset([*values, *np.array(values, np.float32).tolist()])  # as stored in a 32-bit column
         self.numbers = sorted(self._values)
 
     def hold(self, cell: object) -> bool:
@@ -158,7 +158,7 @@ class Table(Value):
         ge=1,
         description="minimum number of training values in a column. A column with fewer values is dropped",
     )
-    missing: tuple[str, ...] = Field(default=("",), description="cell values that count as missing")
+    missing: tuple[str, ...] = Field(default=("",), description="cell values that mean a missing value")
     impute: bool = Field(default=True, description="whether missing cells in new rows are filled")
 
     @classmethod
@@ -235,7 +235,7 @@ class Table(Value):
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return sentences on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
+        """Return notes on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
 
         A number is far outside the bounds if it exceeds the training bounds by more than a standard deviation or, in a
         column with an agreed range, if it is outside this range. A column is reported if at least the fraction
@@ -268,7 +268,7 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the raw columns ``[N, p]`` in which most numbers lie outside the training range.
+        """Return the raw columns ``[N, p]`` in which most numbers are outside the training range.
 
         Such columns are in a different unit, or describe a different population. The bounds and ``fitted`` are the same
         as in `strange`.
@@ -290,7 +290,7 @@ class Table(Value):
             return None
         _, _, scale, low, high = fitted.tolist()
         margin = scale if column.scale else (high - low) / 2
-        if column.scale and low == high and scale != 1:  # few rows differ, as where a rare disease is present
+        if column.scale and low == high and scale != 1:  # few rows differ, for example because a disease is rare
             margin *= MAX_RARE_DEVIATIONS
         return low - margin, high + margin
 

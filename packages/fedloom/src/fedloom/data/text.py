@@ -32,7 +32,7 @@ def tokenize_text(text: str, level: Level) -> Sequence[str]:
 
 
 def level_of(vocabulary: Sequence[str]) -> Level:
-    """Return whether the entries of a vocabulary are characters or words."""
+    """Return "character" or "word", the kind of the entries of a vocabulary."""
     return "character" if all(len(token) == 1 for token in vocabulary[2:]) else "word"
 
 
@@ -80,7 +80,7 @@ def recode_tokens(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) ->
 
 
 def token_errors(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about invalid tokens in the samples."""
+    """Yield an error message for each kind of invalid token in the samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
         yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}. Encode the text"
         return
@@ -105,7 +105,7 @@ def token_errors(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
 
 
 def label_errors(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
-    """Yield sentences about invalid labels of positions ``[N, length]``, where -1 means that there is no label."""
+    """Yield error messages for invalid labels of positions ``[N, length]``, where -1 means that there is no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "
@@ -119,7 +119,7 @@ def label_errors(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
 
 
 def label_range_errors(y: Tensor, classes: int) -> Iterator[str]:
-    """Yield sentences about positions ``[N, length]`` whose label is not a class, and about samples without labels."""
+    """Yield error messages for positions ``[N, length]`` whose label is not a class, and for samples without labels."""
     if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
     without = (y < 0).all(1)

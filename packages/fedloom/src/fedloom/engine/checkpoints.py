@@ -97,7 +97,7 @@ class RunCheckpoints:
         meta = loaded.meta
         times = Times.resumed(meta["seconds"], meta.get("firsts", [0]))
         state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
-        if shorter is not None:  # what was measured and noted because that round was the last
+        if shorter is not None:  # drop the results that belong to the earlier last round
             records = Records([r for r in state.records.items if r.round < shorter], state.records.ids)
             notes = tuple(note for note in state.notes if note != UNATTACKED_NOTE)
             return ResumedRun(state.with_(records=records, notes=notes))
@@ -106,10 +106,10 @@ class RunCheckpoints:
         return ResumedRun(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the number of rounds of the shorter, finished run in the folder if this run can extend it, or None.
+        """Return the number of rounds of a shorter, finished run in the folder that this run can extend, or None.
 
         Raises:
-            RunDirError: a part of the run depends on the number of rounds, so the longer run would give different
+            RunDirError: a setting depends on the number of rounds, so the longer run would have given different
                 results.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
@@ -130,7 +130,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of ``state``. It must be possible to represent ``extras`` as JSON."""
+        """Write a checkpoint of ``state``. The values in ``extras`` must be representable as JSON."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:

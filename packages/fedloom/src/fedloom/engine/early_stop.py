@@ -47,7 +47,7 @@ class EarlyStop(Value):
         description="part of the clients' data on which the metric is monitored. It is never the test part",
     )
     patience: int = Field(5, ge=1, description="number of evaluations without an improvement before the run stops")
-    min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")
+    min_delta: float = Field(0.0, ge=0, description="smallest change that is treated as an improvement")
 
     @field_validator("metric")
     @classmethod

@@ -118,7 +118,7 @@ class Job(JobFacts):
         mask, shared = self.messages.masks.get(self.primary), down[0]
         if mask is not None:
             rows, start = rows[:, mask.cpu()], start[mask.cpu()]
-        if not rows.shape[1]:  # all of the model is the clients' own
+        if not rows.shape[1]:  # nothing of the model is shared
             return down
         with attribute_error("mixer", mixer, f"round {ctx.round}"):
             mixtures = mixer.mix(rows, start, ctx, self._robust_mixture(ctx.round) if self.robust else None)

@@ -124,7 +124,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
 
 
 class _RunLoop:
-    """Run in progress. `state` is the most recent state after a completed round or evaluation."""
+    """Run in progress. `state` is the state after the latest round or evaluation."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks

@@ -110,10 +110,7 @@ class JobFacts:
 
     @property
     def forges(self) -> bool:
-        """True if attackers forge uploads, which requires that the method uploads something.
-
-        It is False if nothing is uploaded.
-        """
+        """True if attackers forge uploads, which requires that the method uploads something."""
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
@@ -148,7 +145,7 @@ class JobFacts:
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
     def places_by_honesty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of the honest clients in a cohort, and of the clients that forge their uploads."""
+        """Return the positions, within a cohort, of the honest clients and of the clients that forge uploads."""
         if not self.forges:
             return torch.arange(len(ids)), torch.zeros(0, dtype=torch.long)
         forges = self.malicious[ids]

@@ -101,7 +101,7 @@ class Result:
 
     @property
     def used(self) -> str:
-        """Model that a client would use, which is the most personal of the measured models."""
+        """Model that a client would use: the most personal model that was measured."""
         measured = {r.model for r in self.state.records.items}
         return next((kind for kind in KIND_PREFERENCE if kind in measured), KIND_PREFERENCE[-1])
 
@@ -243,7 +243,7 @@ class LiveModels:
 
     @cached_property
     def _down(self) -> Fields:
-        """Download for all clients, which may be computed from all rows that the server stores."""
+        """Download for all clients. It may depend on all rows that the server stores."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
     @isolate_torch_settings()

@@ -116,5 +116,5 @@ def check_client_ids(ids: Tensor, n: int) -> Tensor:
 
 
 def sort_by_samples(job: Job, cohort: Tensor) -> Tensor:
-    """Return the order of a cohort by decreasing number of training samples (ties stay in order)."""
+    """Return the order of a cohort by decreasing number of training samples (ties keep their order)."""
     return torch.from_numpy(np.argsort(-job.train_sizes.numpy()[cohort.numpy(), 0], kind="stable"))

@@ -59,7 +59,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
 
 
 def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each part, model and list of clients for which the loss is not finite although the clients have samples."""
+    """Yield each part and model with the clients that have samples but whose loss is not finite."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
         if part in job.setting.evaluate.parts:
@@ -136,7 +136,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     if job.eval_fed.groups is not None:
         ids = state.cohort[labels[state.cohort] >= 0].sort().values
         planted = job.eval_fed.groups[ids].cpu().numpy()
-        if len(set(planted.tolist())) > 1:  # within one planted group the NMI is 0 whatever is recovered
+        if len(set(planted.tolist())) > 1:  # with a single planted group, the NMI is always 0
             yield Record.make_federation_record(
                 t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy())
             )

@@ -221,7 +221,7 @@ class Setting(Value):
         "samples",
         description=(
             "shares alpha_i of the clients in the objective, used in every mean and local problem: by training "
-            "samples; uniform (1/n); by groups (every planted group counts equally, or every level of a column with "
+            "samples; uniform (1/n); by groups (equal weights for planted groups, or for the levels of a column with "
             "'groups by region'); by clusters found from activations before round 1 ('clusters-3', or 'clusters' to "
             "estimate their number) and, with 'clusters-3 every 10', again every 10 rounds; or one number per client"
         ),

@@ -155,7 +155,7 @@ def simulate(
     for call in callbacks:
         if isinstance(call, EarlyStop):
             check_early_stop(call, job, server)
-    rule = setting.early_stop  # its last round is not always its result
+    rule = setting.early_stop  # the result may come from an earlier round
     calls: list[Progress] = [*callbacks, *([] if rule is None else [rule])]
     result = _resume_and_run(job, server, place, calls, pause, advance=advance)
     best = None if rule is None or rule.result == "last" else rule.best_round(result.state.records)
@@ -222,7 +222,7 @@ class _Simulation(Hooks):
 
     def review_round(self, state: State) -> str | None:
         copied = state
-        if not all(map(_is_own, self._callbacks)):  # a user's callback may change what it is given
+        if not all(map(_is_own, self._callbacks)):  # a user's callback may modify its argument
             fields = ("server", "sampler", "weigher", "aggregator", "sums", "totals", "cohort")
             copied = state.with_(**{name: _copy_state(getattr(state, name)) for name in fields})
         answers = [self._guard.call("callback", call, state if _is_own(call) else copied) for call in self._callbacks]

@@ -40,7 +40,7 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
     return useful_processes(engine.workers, problem.n)
 
 
-def idle_workers(engine: Engine) -> list[str]:
+def note_idle_workers(engine: Engine) -> list[str]:
     """Return a note if more worker processes are requested than the cores can use."""
     if engine.workers == "auto" or engine.workers <= PROCESSES_PER_CORE * usable_cores():
         return []

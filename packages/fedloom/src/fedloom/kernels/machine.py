@@ -13,10 +13,10 @@ import numba
 from filelock import FileLock
 
 FASTMATH_FLAGS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz"},  # numbers that are not finite stay so
+    "fastmath": {"reassoc", "contract", "nsz"},  # flags that keep NaN and infinity
     "error_model": "numpy",
     "nogil": True,
-    "_nrt": False,  # no counting of references to slices, which took a third of the time of small layers
+    "_nrt": False,  # reference counting took a third of the time of small layers
 }
 
 
@@ -36,7 +36,7 @@ def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     home = os.path.expanduser("~")
     places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]
     if os.path.isabs(home) and all(shutil.disk_usage(place).free >= MIN_FREE_BYTES for place in places):
-        with suppress(RuntimeError):  # of numba: neither can be written
+        with suppress(RuntimeError):  # numba raises it if no folder is writable
             return _lock_cache(numba.njit(cache=True, **FASTMATH_FLAGS)(loop))
     return numba.njit(**FASTMATH_FLAGS)(loop)  # type: ignore[no-any-return]
 
@@ -48,7 +48,7 @@ def _lock_cache(loop: Any) -> Callable[..., Any]:
     a lock, two processes that compile at the same time could store two versions under the same name, and a third
     process could load the wrong version.
     """
-    if numba.config.DISABLE_JIT:  # then the loop stays a plain function
+    if numba.config.DISABLE_JIT:  # numba then returns a plain function
         return loop  # type: ignore[no-any-return]
     stored = loop._cache
     for name in ("load_overload", "save_overload"):

@@ -36,7 +36,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
         for r in some:
             if not 0 <= r < len(data):
                 raise IndexError("a position is outside the data set")
-            for k in lines:  # rows are far apart: ask for all of them before the first is needed
+            for k in lines:  # rows are far apart, so prefetch all of them
                 touched |= np.int64(data[r, k])
         for j in range(len(some)):
             row, to = data[some[j]], out[start + j]
@@ -47,7 +47,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
 
 def _read_number(value: object) -> Any:
     """Return a value as a number. An int16 value contains the bits of a bfloat16 number."""
-    raise NotImplementedError  # compiled only
+    raise NotImplementedError  # runs only when compiled
 
 
 @extending.overload(_read_number, strict=False)  # type: ignore[untyped-decorator]
@@ -103,7 +103,7 @@ def unpool(delta: Any, place: Any, out: Any) -> None:
     for s in range(samples):
         for i in range(high):
             for j in range(wide):
-                for square in range(4):  # one target at a time takes few checks for overlap
+                for square in range(4):  # separate loops need fewer overlap checks
                     y, x = 2 * i + square // 2, 2 * j + square % 2
                     for k in range(channels):
                         out[s, y, x, k] = delta[s, i, j, k] if place[s, i, j, k] == square else zero

@@ -92,7 +92,7 @@ def descend(
             or the exact solution.
     """
     m, local = work.m, work.local
-    pairs: Sequence[object] = pull  # of user code, perhaps
+    pairs: Sequence[object] = pull  # may come from user code
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise CodeError("descend: `pull` must contain pairs of a strength and a point, as in pull=((mu, x),)")
     rate = work.lr if lr is None else lr

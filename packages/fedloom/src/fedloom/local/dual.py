@@ -65,7 +65,7 @@ class _ToleranceRows(NamedTuple):
     eps: Tensor
 
 
-def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: float, most: int) -> Tensor:
+def descend_to_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: float, most: int) -> Tensor:
     """Run gradient descent on f_i + lam/2 ||theta - w||^2 until the gradient is small (FLAME, Eq. 17).
 
     Args:

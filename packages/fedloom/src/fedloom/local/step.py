@@ -40,7 +40,7 @@ def step_(
         move = work.grad(at, batch).mul_(-lr)
         w.mul_(keep).add_(move)
         return w if steady is None else w.add_(steady)
-    if isinstance(keep, Tensor) and keep.shape[1] > 1:  # oracles take one factor per client
+    if isinstance(keep, Tensor) and keep.shape[1] > 1:  # oracles support one factor per client
         rest = w * (keep - 1)
         keep, steady = 1.0, rest if steady is None else rest.add_(steady)
     decay = work.local.weight_decay

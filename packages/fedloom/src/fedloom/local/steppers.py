@@ -53,7 +53,7 @@ class Steppers:
         stepped = slots.tolist()
         for slot in self._parameters.keys() - set(stepped):
             for p in self._parameters[slot]:
-                p.grad = None  # which leaves it as it is
+                p.grad = None  # the optimizer then skips it
         for row, slope, slot in zip(w, g, stepped, strict=True):
             for p, value, gradient in zip(self._parameters[slot], self._views(row), self._views(slope), strict=True):
                 p.data, p.grad = value, gradient

@@ -72,7 +72,7 @@ class HubNetwork(nn.Module):
         super().__init__()
         body.config.use_cache = False
         if getattr(body, "pooler", None) is not None:
-            body.pooler = None  # nothing here reads it
+            body.pooler = None  # unused
         self.body, self.pick, self.head = body, pick, nn.Linear(body.config.hidden_size, outputs)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ from fedloom.models.spec import ModelSpec
 OwnModel = nn.Module | Callable[..., nn.Module]
 """User's own module, or a class or function that returns a module."""
 ABSENT_VALUE = object()
-"""Marker that represents an attribute that does not exist."""
+"""Placeholder for an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
-"""Types of the attributes for which it is noticed if a forward pass changes them."""
+"""Types of the attributes that are compared before and after a forward pass to detect changes."""
 MODULE_ATTRIBUTES = {*vars(nn.Module())}
 """Attributes that every module has."""
 
@@ -185,7 +185,7 @@ def _build_module(
     if tokens == (0, True) and len(shape) > 2:
         module.register_forward_hook(_flatten_pixels)
     lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
-    with nullcontext() if lazy else restore_module_values(module):  # a pass gives lazy modules their attributes
+    with nullcontext() if lazy else restore_module_values(module):  # a forward pass initializes lazy modules
         try_out(module.float(), shape, outputs, name, tokens)
     return module
 
@@ -278,7 +278,7 @@ def try_out(
     try:
         with torch.no_grad():
             one = list(module.eval()(samples[:1]).shape)
-    except Exception:  # of a layer that needs two samples, which the first training step names
+    except Exception:  # a layer may need two samples; training reports this
         one = [1, *got[1:]]
     finally:
         module.train(training)
@@ -334,7 +334,7 @@ def copy_of(value: object) -> Any:
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if not isinstance(value, CONTAINER_TYPES):
         return value
-    same: Any = copy(value)  # which keeps the length of a deque and the default of a dictionary
+    same: Any = copy(value)  # keeps a deque's maxlen and a dictionary's default
     same.clear()
     if isinstance(value, dict):
         same.update({key: copy_of(part) for key, part in value.items()})
@@ -385,7 +385,7 @@ class ModuleValues:
         self._before = {name: ValueRecord.record(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the values that have been replaced or changed in place since then."""
+        """Return the names of the values that have been replaced or changed in place since they were recorded."""
         now = values_of(self._module)
         same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]

@@ -74,7 +74,7 @@ class WithMemory(MultiBodyNetwork):
         if self.training:
             return logits
         weight = self.memory.rule[0]
-        if not torch.compiler.is_compiling() and not weight > 0:  # a program that is exported has no branches
+        if not torch.compiler.is_compiling() and not weight > 0:  # exported programs have no branches
             return logits
         logs = mixed(log_probabilities(logits).exp(), self.memory(z), weight)
         return torch.where(weight > 0, logs if logits.shape[-1] > 1 else logs[..., 1:] - logs[..., :1], logits)

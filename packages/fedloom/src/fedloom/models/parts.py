@@ -21,7 +21,7 @@ POSITIONS_REASON = "these sequences have a label per position"
 
 
 class Construction(Value):
-    """Option that all models have, and the larger network that is built from plain networks if the option is set.
+    """Option of every model. If it is set, a larger network is built from plain networks.
 
     A method recognizes such networks by the names of their parameters. No other code depends on the method.
     """

@@ -123,7 +123,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
                     count = one.count_networks(value)
                     return one.wrap_networks([self._network(shape, outputs, tokens) for _ in range(count)], value)
                 return self._network(shape, outputs, tokens)
-            except (RuntimeError, TypeError) as error:  # of a size beyond 64 bits PyTorch raises a TypeError
+            except (RuntimeError, TypeError) as error:  # TypeError: a size exceeds 64 bits
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
                 raise ConfigError(

@@ -160,7 +160,7 @@ def is_run_directory(folder: Path) -> bool:
     )
 
     settings = folder / SETTINGS_FILE
-    with suppress(OSError):  # of folders that may not be read, nothing is known
+    with suppress(OSError):  # unreadable folders are skipped
         names = (LOCK_FILE, SUMMARY_FILE, METRICS_FILE, PARTITION_FILE)
         return settings.is_file() and (any((folder / n).exists() for n in names) or has_digest(settings.read_bytes()))
     return False
@@ -196,7 +196,7 @@ def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], 
 def _existing_inputs(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
     """Yield the inputs that exist as files or folders."""
     for one in inputs:
-        with suppress(OSError, ValueError):  # a name that no path can have
+        with suppress(OSError, ValueError):  # the name is not a valid path
             if isinstance(one, str | os.PathLike) and one and (path := Path(one).expanduser()).exists():
                 yield one, path
 

@@ -51,7 +51,7 @@ class _Packer(pickle.Pickler):
             return None
         size, start = obj.numel() * obj.element_size(), self._end
         row = obj.reshape(-1)
-        row = row.clone(memory_format=torch.contiguous_format) if row.stride(0) != 1 else row  # of a single number
+        row = row.clone(memory_format=torch.contiguous_format) if row.stride(0) != 1 else row  # a broadcast number
         if self._memory is None or size < MIN_SHARED_BYTES or start + size > len(self._memory):
             return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
         torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)
@@ -69,7 +69,7 @@ class _Unpacker(pickle.Unpickler):
         count = torch.Size(shape).numel()
         if isinstance(where, bytes):
             flat = torch.frombuffer(bytearray(where), dtype=dtype) if count else torch.empty(0, dtype=dtype)
-            return flat.view(shape).clone()  # where torch would place it: a product's rounding depends on it
+            return flat.view(shape).clone()  # aligned as by torch, because rounding depends on it
         assert self._memory is not None
         view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=where).view(shape)
         return view.clone() if self._copy else view

@@ -64,7 +64,7 @@ class MeasuredWorkers:
             self.passing += time.perf_counter() - done
             self.work += done - start
             self.bytes += len(packed)
-            self.clients += len(result.ids) if isinstance(result, ChunkResult) else 0  # asking is in the work only
+            self.clients += len(result.ids) if isinstance(result, ChunkResult) else 0  # queries only add to `work`
             self.chunks += 1
             yield result
 

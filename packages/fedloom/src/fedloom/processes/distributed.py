@@ -68,7 +68,7 @@ def join_ranks() -> Iterator[Ranks]:
                 dist.destroy_process_group()
     except Exception as error:
         if watch.first_to_fail():
-            _leave_word(error)
+            _write_error_file(error)
             raise
         raise SystemExit(1) from None
     finally:
@@ -94,7 +94,7 @@ def _started_rank_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in TORCHRUN_VARIABLES) else 1
 
 
-def _leave_word(error: Exception) -> None:
+def _write_error_file(error: Exception) -> None:
     """Write the error that ends this rank to a file. torchrun reports it after all ranks have ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -310,7 +310,7 @@ class _Memory:
             dist.barrier(self._here)
 
     def _create(self, places: list[Path], size: int, large: bool) -> None:
-        wanted = size + sum(map(len, self._used))  # what was made before may still be empty
+        wanted = size + sum(map(len, self._used))  # earlier files may still be sparse
         for path in places[1:] if large else places:
             if path.parent.is_dir() and shutil.disk_usage(path.parent).free > wanted:
                 with path.open("xb") as file:

@@ -169,7 +169,7 @@ class WorkerPool:
                 return
             if cost is not None:
                 waiting.sort(key=lambda task: (cost(task[1]), -task[0]))
-            self._hand_out(waiting, list(busy.values()), *first)
+            self._send_tasks(waiting, list(busy.values()), *first)
             first = []
             silence.begin(worker for sent, worker in busy.values() if sent)
             ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], WATCH_SECONDS)
@@ -180,18 +180,18 @@ class WorkerPool:
                 sent, worker = busy[pipe]  # type: ignore[index]
                 done.append((sent.pop(0), worker.receive()))
                 silence.end(worker)
-                self._hand_out(waiting, [(sent, worker)])
+                self._send_tasks(waiting, [(sent, worker)])
             yield from done
 
-    def _hand_out(
+    def _send_tasks(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
         """Send waiting tasks to workers, starting from the end of the list, with one message for each worker.
 
         Each message begins with ``first``.
 
-        A worker receives an additional task if all workers do, or if more tasks than workers remain, so that all
-        workers finish at about the same time.
+        A worker receives an additional task only if every worker receives one, or if more tasks than workers remain.
+        All workers then finish at about the same time.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
@@ -238,7 +238,7 @@ class _SilenceWatch:
             self._since.setdefault(worker, now)
 
     def look(self, workers: Iterable[_Worker]) -> None:
-        """Report the workers that should have answered by now."""
+        """Log the workers that should have answered by now."""
         for worker in workers:
             silent = time.monotonic() - self._since[worker]
             if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):
@@ -328,8 +328,8 @@ class _Worker:
 
 def _serve_worker(pipe: Connection, handlers: Sequence[Handler], down: SharedBuffer, ups: list[SharedBuffer]) -> None:
     _end_with_parent()
-    gc.freeze()  # what the parent made may wait for threads, as it is deleted, that are not here
-    os.setpgrp()  # Ctrl-C reaches the parent only, which decides
+    gc.freeze()  # deleting the parent's objects could wait for missing threads
+    os.setpgrp()  # only the parent receives Ctrl-C
     torch.set_num_threads(1)
     handler: Handler | None = None
     shared: Any = None

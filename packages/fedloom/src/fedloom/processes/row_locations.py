@@ -35,7 +35,7 @@ class RowLocations:
     def __init__(self, ranks: Ranks, stores: Mapping[str, Store[Any]]) -> None:
         self._ranks = ranks
         used = {name: store for name, store in stores.items() if name == "clients" or len(store.template)}
-        self._stores = used  # that a client was seen is known from its row, even if that is empty
+        self._stores = used  # even an empty row shows that a client has participated
         self.machines = max(ranks.machines) + 1
         n = next(iter(stores.values())).n
         self._latest = {name: torch.ones(self.machines, n, dtype=torch.bool) for name in self._stores}

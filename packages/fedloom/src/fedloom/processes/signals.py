@@ -33,7 +33,7 @@ class _StopRequest:
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True after the user has requested a stop.
 
-    A request belongs to all nested `interruptible`: the outer ones receive it, and inner ones that begin after it start
+    Nested `interruptible` blocks share a request: outer blocks receive it too, and inner blocks that begin later start
     with it.
 
     Signals can only be received in the main thread. In any other thread, the function always returns False.

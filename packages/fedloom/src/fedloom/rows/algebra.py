@@ -87,7 +87,7 @@ def map_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor
     return torch.where(finite, (u * change(s).unsqueeze(-2)) @ vh, torch.nan)
 
 
-def grid_value(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
+def dequantize(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
     """Dequantize the integers `codes` (from -levels to levels): divide them by `levels` and multiply by `scale`."""
     return scale * (codes.to(scale.dtype) / levels)
 

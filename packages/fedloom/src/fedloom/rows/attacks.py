@@ -367,7 +367,7 @@ class Mimic(Forgery):
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
         centred = (rows - rows.mean(0)).nan_to_num()
-        products = (centred @ centred.T).double().cpu()  # cuSOLVER fails where eigenvalues are equal
+        products = (centred @ centred.T).double().cpu()  # cuSOLVER fails for equal eigenvalues
         along = torch.linalg.eigh(products).eigenvectors[:, -1]
         return rows[int(along.abs().argmax())].expand_as(base).clone()
 

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Generator, Tensor
 
 from fedloom.rows import fields
-from fedloom.rows.algebra import grid_value, norm
+from fedloom.rows.algebra import dequantize, norm
 from fedloom.values import Value
 
 
@@ -182,7 +182,7 @@ class QSGD(Channel):
         ratio = torch.where(scale > 0, x.abs() / scale, x.abs()) * self.levels
         u = _draw_for_each(gens, lambda gen: torch.rand(x.shape[1], generator=gen, dtype=x.dtype), x)
         level = ratio.floor() + (u < ratio - ratio.floor())
-        return grid_value(scale, x.sign() * level, self.levels)
+        return dequantize(scale, x.sign() * level, self.levels)
 
 
 class Sign(Channel):

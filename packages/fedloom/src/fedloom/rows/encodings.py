@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ConfigError, WireError
-from fedloom.rows.algebra import grid_value, ranks
+from fedloom.rows.algebra import dequantize, ranks
 from fedloom.rows.fields import Field, Ranks
 
-FULL_WORD = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
+FULL_WORD = 0xFFFFFFFF  # marks a matrix that is stored without factors
 
 
 class Encoding(Protocol):
@@ -225,7 +225,7 @@ class _Packed:
         return (
             scale * (2 * codes - 1)
             if field.encoding == "sign"
-            else grid_value(scale, codes - field.levels, field.levels)
+            else dequantize(scale, codes - field.levels, field.levels)
         )
 
 

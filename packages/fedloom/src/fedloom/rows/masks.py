@@ -1,7 +1,4 @@
-"""Masks of parts of a model: head and body, normalization layers, sparse layers.
-
-The masks depend only on the layout.
-"""
+"""Masks of parts of a model: head, body, normalization layers and sparse layers. They depend only on the layout."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     return layout.mask(*[name for name in layout.names if _layer_name(name) == layer])
 
 
-def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """Return a note that ``method`` reduces to ``equal`` if the head ``[d]`` is the whole model, or no note."""
+def note_head_is_model(method: str, head: Tensor, equal: str) -> list[str]:
+    """Return a note if the head ``[d]`` is the whole model, because ``method`` is then the same as ``equal``."""
     sentence = (
         f"{method} on a model that consists only of the head is the same as {equal}. Use a model with a hidden layer, "
         "or set a smaller head"
@@ -91,7 +88,7 @@ def part(models: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
 
 
-def only_(rows: Tensor, mask: Tensor) -> Tensor:
+def zero_outside_(rows: Tensor, mask: Tensor) -> Tensor:
     """Set ``rows [m, d]`` to zero at the coordinates where ``mask [d]`` is False."""
     for run in spans(~mask):
         rows[:, run] = 0
@@ -134,7 +131,7 @@ def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
 
 def _choose_smallest(score: Tensor, k: int, chosen: Tensor) -> None:
     """Set ``chosen [..., s]`` to True at the k smallest values of ``score [..., s]``."""
-    if k > 0 and score.device.type == "cpu":  # NumPy's selection has vector instructions; all that ties is too many
+    if k > 0 and score.device.type == "cpu":  # NumPy's partition is vectorized, but may include too many ties
         kth = torch.from_numpy(np.partition(score.numpy(), k - 1)[..., k - 1 : k])
         torch.le(score, kth, out=chosen)
         if bool((chosen.sum(-1) == k).all()):

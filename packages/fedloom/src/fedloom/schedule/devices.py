@@ -1,6 +1,6 @@
 """Devices, which determine how fast clients compute and communicate, and when they are available.
 
-``DEVICES`` by kind.
+``DEVICES`` lists them by kind.
 """
 
 from __future__ import annotations
@@ -244,4 +244,4 @@ def _assign_slow_to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
 
 
 DEVICES: dict[str, type[Devices]] = {"equal": Equal, "lognormal": LogNormal, "classes": Classes, "trace": Trace}
-"""Devices by kind."""
+"""Devices, keyed by kind."""

@@ -67,7 +67,7 @@ class Fleet:
         if self._all_answer:
             work = samples * seconds
         else:
-            work = np.multiply(samples, seconds, out=np.zeros(len(samples)), where=samples > 0)  # no sample, no time
+            work = np.multiply(samples, seconds, out=np.zeros(len(samples)), where=samples > 0)  # 0 s for no samples
         messages = np.sign(up) + np.sign(down)
         seconds_busy: NDArray[np.float64] = work + up / rate_up + down / rate_down + latency * messages
         return seconds_busy

@@ -1,4 +1,4 @@
-"""Schedules, which determine the uploads that the server uses in a step. ``SCHEDULES`` by kind."""
+"""Schedules, which determine the uploads that the server uses in a step. ``SCHEDULES`` lists them by kind."""
 
 from __future__ import annotations
 
@@ -148,4 +148,4 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "buffered": Buffered,
     "asynchronous": Asynchronous,
 }
-"""Schedules by kind."""
+"""Schedules, keyed by kind."""

@@ -265,7 +265,7 @@ class Checkpoints:
                         return meta
                 except (OSError, ValueError, KeyError, TypeError, RecursionError):
                     continue
-            if self.generations() == generations:  # else newer ones have taken the place of all that were there
+            if self.generations() == generations:  # otherwise newer generations have replaced them
                 return None
 
     def resume(
@@ -299,7 +299,7 @@ class Checkpoints:
             state = {key.removeprefix(prefix): tensors.pop(key) for key in loaded.tensors if key.startswith(prefix)}
             store.rollback(loaded.generation)
             store.load_state(state)
-        placed = {name: tensor.clone() for name, tensor in tensors.items()}  # a product's rounding depends on it
+        placed = {name: tensor.clone() for name, tensor in tensors.items()}  # rounding depends on the alignment
         return loaded._replace(tensors=placed)
 
     def copy_newest(self, folder: Path) -> None:

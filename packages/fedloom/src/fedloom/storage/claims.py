@@ -97,7 +97,7 @@ class UnitClaim:
 
     def _pulse(self) -> None:
         while not self._end.wait(PULSE_SECONDS):
-            with suppress(OSError):  # the folder is gone where another process has finished all
+            with suppress(OSError):  # another process may have finished and deleted the folder
                 self._write()
 
     def _write(self, *, released: bool = False) -> None:
@@ -113,7 +113,7 @@ class UnitClaim:
         content |= {"progress": self.progress, "released": released}
         draft = self.folder / f".{PULSE_FILE}.tmp"
         draft.write_text(json.dumps(content))
-        draft.rename(self.folder / PULSE_FILE)  # not synced: after a crash of the machine its claims are free anyway
+        draft.rename(self.folder / PULSE_FILE)  # not synced, because a crash of the machine frees its claims
 
 
 class Claims:
@@ -243,7 +243,7 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
         return
     with suppress(OSError):
         if all(path.name.lstrip(".").startswith("checkpoint-") for path in before.iterdir()):
-            from fedloom.storage.checkpoint import Checkpoints  # with PyTorch, which nothing else here needs
+            from fedloom.storage.checkpoint import Checkpoints  # imports PyTorch, which is needed only here
 
             Checkpoints(before).copy_newest(state)
 

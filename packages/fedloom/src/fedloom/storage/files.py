@@ -100,7 +100,7 @@ def is_unused(folder: Path) -> bool:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise if one of these folders, or an entry in it, is a symbolic link, since content may be replaced or deleted.
+    """Raise an error if a folder, or an entry in it, is a symbolic link, because fedloom may delete its content.
 
     Raises:
         RunDirError: one of them is a symbolic link. The message names the first symbolic link.
@@ -152,7 +152,7 @@ def _open_draft(path: Path) -> Iterator[int]:
         try:
             with suppress(OSError):  # a disk without locks
                 fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_at(path, fd) or not tries_left:  # the writer before may have renamed or removed it
+            if _is_at(path, fd) or not tries_left:  # the previous writer may have renamed or removed it
                 with _remove_on_error(path):
                     if os.fstat(fd).st_size:
                         disk.truncate(fd, path, 0)
@@ -160,7 +160,7 @@ def _open_draft(path: Path) -> Iterator[int]:
                 return
         finally:
             with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked process may have the file open too
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked process may also have the file open
             os.close(fd)
 
 

@@ -135,7 +135,7 @@ def _share_lock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a disk without locks: claims need none
+    except OSError:  # the disk has no locks, but claims need none
         return True
     return True
 

@@ -49,7 +49,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not a TOML file: line {line} is not valid UTF-8. Save the file as UTF-8"
         ) from None
-    except ValueError as error:  # of TOML, or of a number with thousands of digits
+    except ValueError as error:  # invalid TOML, or a number with thousands of digits
         fault = str(error).replace("Cannot overwrite a value", "A key is given twice. Leave one of them out")
         fault = re.sub(r"Cannot declare \((.+?),?\) twice", _describe_repeated_heading, fault)
         raise ConfigError(f"{path} is not a TOML file: {fault}") from None

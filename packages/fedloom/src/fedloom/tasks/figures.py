@@ -78,11 +78,11 @@ def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Te
     ties = len(who)
     positive, negative = owner_total(y, tie, ties), owner_total(1 - y, tie, ties)
     all_positive, all_negative = owner_total(y, owner, n), owner_total(1 - y, owner, n)
-    before = owner_total(torch.stack([positive, negative], 1), who, n).cumsum(0).roll(1, 0)  # of the clients before
+    before = owner_total(torch.stack([positive, negative], 1), who, n).cumsum(0).roll(1, 0)  # of preceding clients
     before[:1] = 0
-    above = positive.cumsum(0) - before[who, 0]  # positives at or above the threshold
+    above = positive.cumsum(0) - before[who, 0]  # positive samples at or above the threshold
     named = above + negative.cumsum(0) - before[who, 1]  # all samples at or above it
-    won = owner_total(negative * (above - positive / 2), who, n)  # pairs ranked right, ties count half
+    won = owner_total(negative * (above - positive / 2), who, n)  # correctly ranked pairs; ties contribute one half
     step = owner_total(positive * above / named, who, n)
     return won / (all_positive * all_negative), step / all_positive
 

@@ -101,7 +101,7 @@ class Classification(TaskKind):
     """
 
     further: ClassVar[tuple[str, ...]] = (
-        *(name for name in (*COUNT_METRICS, *CLASS_RATIOS) if name != "macro_f1"),  # which is measured always
+        *(name for name in (*COUNT_METRICS, *CLASS_RATIOS) if name != "macro_f1"),  # always measured
         *("auroc_ovr", "auprc_ovr", "brier", "calibration_error", "perplexity"),
     )
 
@@ -119,7 +119,7 @@ class Classification(TaskKind):
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return the gradient softmax(z) - e_y."""
         label = y.unsqueeze(-1)
-        p = output.mT.contiguous().softmax(-2).mT  # on few classes ten times faster than over the last dimension
+        p = output.mT.contiguous().softmax(-2).mT  # ten times faster than the last dimension for few classes
         return p.scatter_add_(-1, label, output.new_full((), -1.0).expand(label.shape))
 
     def probabilities(self, output: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ class Regression(TaskKind):
             "loss": mse,
             "mae": owner_mean(error.abs().mean(1), owner, n),
             "rmse": mse.sqrt(),
-            "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # else constant but for rounding
+            "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # NaN if constant up to rounding
         }
         return mask_nonfinite_clients(values, z, owner, n)
 

@@ -37,7 +37,7 @@ BLOCK_PAIRS = 1 << 22
 class Survival(TaskKind):
     """Time-to-event task. The model has one output z, which is the log of the hazard relative to the client's baseline.
 
-    Partial likelihood.
+    The loss is the partial likelihood.
 
     Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (Efron's method for ties).
     ``c_index`` is Harrell's C-index in [0, 1], which is the fraction of comparable pairs in which the row with the
@@ -76,7 +76,7 @@ class Survival(TaskKind):
             return torch.zeros_like(output)
         z, tie, place, at_risk, share, hazards = rows.z, rows.tie, rows.place, rows.at_risk, rows.share, rows.hazards
         later = torch.cat([(-hazards).flip(0).logcumsumexp(0).flip(0), z.new_tensor([-torch.inf])])
-        slope = (z + later[torch.searchsorted(place, tie)]).exp()  # a row counts in every risk set from its time on
+        slope = (z + later[torch.searchsorted(place, tie)]).exp()  # a row is in every risk set up to its time
         ties = z.new_zeros(len(at_risk)).index_add(0, place, share * (at_risk[place] - hazards).exp())[place]
         slope[rows.event] -= 1 + (z[rows.event] - at_risk[place]).exp() * ties
         return torch.empty_like(slope).index_copy(0, rows.order, slope)[:, None]
@@ -158,9 +158,9 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
     z, time, event = output[order, 0], y[order, 0], y[order, 1] > 0
     if not bool(event.any()):
         return None
-    last = torch.cat([time[1:] != time[:-1], torch.ones_like(event[:1])])  # of the rows with one time
+    last = torch.cat([time[1:] != time[:-1], torch.ones_like(event[:1])])  # last row of each tied time
     tie = last.cumsum(0) - last.long()
-    at_risk = z.logcumsumexp(0)[last]  # log of the sum over rows whose time is at least this one
+    at_risk = z.logcumsumexp(0)[last]  # log-sum over rows with at least this time
     place = tie[event]
     deaths = torch.bincount(place, minlength=len(at_risk))
     earlier = torch.arange(len(place), device=z.device) - (deaths.cumsum(0) - deaths)[place]

@@ -55,7 +55,7 @@ class LawUploads(NamedTuple):
         state = self.rule.init(ctx) if state is None else state
         return self.rule.apply(state, self.rows, self.weights, next(iter(UPLOAD_WIDTHS)), ctx)
 
-    def but(self, **changes: Any) -> LawUploads:
+    def change(self, **changes: Any) -> LawUploads:
         """Return the same input after replacing some fields."""
         return self._replace(**changes)
 
@@ -72,7 +72,7 @@ def _shapes(s: LawUploads) -> None:
         got: Any = uploads.combined()
         demand(isinstance(got, tuple) and len(got) == 2, "combine must return the pair (aggregates, state)")
         combined, state = got
-        demand([*combined] == [*uploads.rows], f"the aggregates must be of {[*uploads.rows]}, got {[*combined]}")
+        demand([*combined] == [*uploads.rows], f"the aggregates must be {[*uploads.rows]}, got {[*combined]}")
         for name, value in combined.items():
             demand(
                 value.shape == uploads.rows[name].shape[1:],
@@ -87,13 +87,13 @@ def _shapes(s: LawUploads) -> None:
 
 def _arguments_unmodified(s: LawUploads) -> None:
     """Check that the aggregator does not change the rows, weights or state that it receives."""
-    s = LawUploads.create(s.rule, len(s.ids))  # which no law has combined before
+    s = LawUploads.create(s.rule, len(s.ids))  # new input that no law has used
     before: list[Any] = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone()]
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
     before.append({k: v.clone() for k, v in state.items()})
     for value in s.combined(state)[0].values():
-        value.add_(1)  # a view of an argument shows
+        value.add_(1)  # reveals views of arguments
     for what, got, want in zip(("rows", "weights", "state"), arguments, before, strict=True):
         agree(got, want, f"{what} changed, or share memory with the aggregates")
 
@@ -105,7 +105,7 @@ def repeatable(s: LawUploads) -> None:
         first, state = s.combined()
     later = s.combined(state)
     agree(s.combined()[0], first, "two identical calls give different results")
-    other = s.but(rule=s.rule.with_()).combined(state)[0]
+    other = s.change(rule=s.rule.with_()).combined(state)[0]
     agree(other, later[0], "a rule with the same options gives different results")
     demand(s.rule.model_dump() == before, f"the rule changed from {before} to {s.rule.model_dump()}")
 
@@ -121,7 +121,7 @@ def resume(s: LawUploads) -> None:
 def permutation(s: LawUploads) -> None:
     """Check that the result does not depend on the order of the clients."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
-    other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
+    other = s.change(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "the order of the clients changes the result", TIGHT_TOLERANCE)
 
 
@@ -132,13 +132,13 @@ def weighted(s: LawUploads) -> None:
     """
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     reason = "multiplying all weights by 3 changes" if s.rule.weighted else "weighted is False, but the weights change"
-    agree(s.but(weights=change).combined()[0], s.combined()[0], f"{reason} the result", TIGHT_TOLERANCE)
+    agree(s.change(weights=change).combined()[0], s.combined()[0], f"{reason} the result", TIGHT_TOLERANCE)
 
 
 def agreement(s: LawUploads) -> None:
-    """Check that if all clients send the same row, the aggregate equals this row."""
+    """Check that the aggregate equals the clients' row if all clients send the same row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
-    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "equal rows change", TIGHT_TOLERANCE)
+    agree(s.change(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "equal rows change", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
@@ -218,7 +218,7 @@ def _enough(rule: Aggregator) -> int:
             rule.check(m)
         except ConfigError as error:
             refusal = str(error)
-        except Exception:  # the law `runs` meets it again, and reports it
+        except Exception:  # the law `runs` reports this error
             return 5
         else:
             return max(5, m + 2)

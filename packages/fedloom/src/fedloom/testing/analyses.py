@@ -100,7 +100,7 @@ def union(s: AnalysisScene) -> None:
 
 
 def rows_in_any_order(s: AnalysisScene) -> None:
-    """Check that if the order of a client's rows is changed, the answer changes at most by rounding errors."""
+    """Check that changing the order of a client's rows changes its answer only by rounding errors."""
     client = s.clients[0]
     order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
     for question, (one, two) in s.answers([client, client.select(order)]):
@@ -120,7 +120,7 @@ def nothing_of_no_rows(s: AnalysisScene) -> None:
     for question, (answer,) in s.answers([s.clients[0].select(torch.zeros(0, dtype=torch.long))]):
         demand(
             answer is not None and not bool(answer.any()),
-            f"question {question.name!r}: a client without rows must answer zeros",
+            f"question {question.name!r}: a client without rows must answer with zeros",
         )
 
 
@@ -181,7 +181,7 @@ def few_stay_silent(s: AnalysisScene) -> None:
     question = s.log[0].question
     try:
         reply = s.reply(question, s.clients[0], terms, s.analysis.bounds(question, s.terms))
-    except Refused:  # its cells are so rare that nobody is asked
+    except Refused:  # cells are too rare, so no question is asked
         return
     demand(reply.neutral and not bool(reply.values.any()), "a client with too few subjects must answer zeros")
 

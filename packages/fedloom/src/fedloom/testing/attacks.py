@@ -112,7 +112,7 @@ def _shapes(s: AttackScene) -> None:
         x, got = s.stamped()
         demand(got.shape == x.shape and got.dtype == x.dtype, f"stamp must return {x.dtype} {[*x.shape]}")
         demand(got.isfinite().all(), "samples with the trigger are not finite")
-        demand(not torch.equal(got, x), "the trigger changes no sample")
+        demand(not torch.equal(got, x), "the trigger does not change any sample")
     activations, forges, sent = s.disguised()
     demand(sent.shape == activations.shape, f"disguised must return {[*activations.shape]}, got {[*sent.shape]}")
     agree(sent[~forges], activations[~forges], "disguised changed activations of clients that do not attack")

@@ -23,7 +23,7 @@ from fedloom.testing.scene import (
     agree,
     demand,
 )
-from fedloom.testing.trees import locate_difference, picked, plus
+from fedloom.testing.trees import locate_difference, plus, take_rows
 
 METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
 """Functions of a method. An error inside them is reported as an error of the method instead of a violated law."""
@@ -36,9 +36,7 @@ def runs(s: Subject) -> None:
         personal_models(s.algorithm, Scene(s).fed, state)
         s.algorithm.global_model(state.server)
     except Exception as error:
-        if (
-            stage_of(error, Algorithm, METHOD_STAGES) is not None
-        ):  # else what the method gave is at fault: see other laws
+        if stage_of(error, Algorithm, METHOD_STAGES) is not None:  # other laws report invalid results
             raise
 
 
@@ -104,7 +102,7 @@ def shapes(s: Subject) -> None:
     demand(v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()), "personal must return finite [m, d]")
     demand(x is not None or v is not None, "a method must have a global model, personal models or both")
     template = begin(a, scene.fed, scene.problem.x0 if x is None else x).rows
-    new = a.personal(scene.down, a.client(scene.down, picked(template, slice(m)), scene.work())[1], scene.work())
+    new = a.personal(scene.down, a.client(scene.down, take_rows(template, slice(m)), scene.work())[1], scene.work())
     demand((new is None) == (v is None), "personal must treat a new client like all other clients")
     demand(new is None or new.shape == (m, d), "the personal model of a new client must have the shape [d]")
 
@@ -229,8 +227,8 @@ def translation(s: Subject) -> None:
 
     by = {
         "down": shift(first_down(moved, fed), first_down(here, scene.fed)),
-        "rows": shift(picked(moved.rows, ids), picked(here.rows, ids)),
-        "kept": shift(picked(moved.kept, ids), picked(here.kept, ids)),
+        "rows": shift(take_rows(moved.rows, ids), take_rows(here.rows, ids)),
+        "kept": shift(take_rows(moved.kept, ids), take_rows(here.kept, ids)),
         "server": shift(moved.server, here.server),
     }
     work = fed.work(len(COHORT_HISTORY) + 1, ids)

@@ -18,7 +18,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.rows import map_rows
-from fedloom.testing.trees import picked, select_download
+from fedloom.testing.trees import select_download, take_rows
 
 if TYPE_CHECKING:
     from fedloom.choose import Weigher
@@ -85,7 +85,7 @@ def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
     """Return the stored rows that a download mixes (of the cohort or of all clients), or None if nothing is mixed."""
     if not algorithm.mixes:
         return None
-    return kept if algorithm.mixes_all else picked(kept, ids)
+    return kept if algorithm.mixes_all else take_rows(kept, ids)
 
 
 def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: Weigher | None = None) -> ReferenceState:
@@ -123,7 +123,7 @@ def play(
     for group in [[i] for i in ids] if alone else [ids]:
         got = select_download(down, [ids.index(i) for i in group])
         work = fed.work(round, group)
-        before = picked(state.rows, group)
+        before = take_rows(state.rows, group)
         up, rows = algorithm.client(got, before, work)
         info = None
         if weigher and weigher.probes:
@@ -131,7 +131,7 @@ def play(
             base = base_of(upload_fields(type(algorithm))[primary], got, before)
             info = weigher.probe(got, base + getattr(up, primary), work)
         for k, i in enumerate(group):
-            answers[i] = picked((up, rows, info), k)
+            answers[i] = take_rows((up, rows, info), k)
     if not accepted:
         return state._replace(round=round)
 

@@ -48,7 +48,7 @@ from fedloom.testing.scene import (
     demand,
     law_problem,
 )
-from fedloom.testing.trees import distance, locate_difference, picked, reload_from_checkpoint, select_download
+from fedloom.testing.trees import distance, locate_difference, reload_from_checkpoint, select_download, take_rows
 
 
 def row_independence(s: Subject) -> None:
@@ -57,24 +57,24 @@ def row_independence(s: Subject) -> None:
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
         row = slice(k, k + 1)
-        alone = s.algorithm.client(select_download(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
-        agree(picked(together, row), alone, f"row {k} changes if its client trains alone", TIGHT_TOLERANCE)
+        alone = s.algorithm.client(select_download(scene.down, row), take_rows(scene.rows, row), scene.work(ids=[i]))
+        agree(take_rows(together, row), alone, f"row {k} changes if its client trains alone", TIGHT_TOLERANCE)
     rounds = [*COHORT_HISTORY, SCENE_COHORT]
     sentence = "the run changes if the clients of a cohort train one by one"
     agree(s.run(rounds)[-1], s.run(rounds, alone=True)[-1], sentence, TIGHT_TOLERANCE)
 
 
 def permutation(s: Subject) -> None:
-    """Check that if the cohort is permuted, the rows are permuted and the server's state does not change."""
-    scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
+    """Check that permuting the cohort permutes the rows and does not change the server's state."""
+    scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # neither a rotation nor its own inverse
     ids = [scene.ids[k] for k in order]
 
     a, state = s.algorithm, scene.state
     down = a.down(state.server, mixed(a, state.kept, ids), scene.ctx(ids))
     agree(down, select_download(scene.down, order), "a client's download depends on the order", TIGHT_TOLERANCE)
     up, rows = a.client(scene.down, scene.rows, scene.work())
-    got = a.client(down, picked(scene.rows, order), scene.work(ids=ids))
-    agree(got, picked((up, rows), order), "a client's upload or state depends on the order", TIGHT_TOLERANCE)
+    got = a.client(down, take_rows(scene.rows, order), scene.work(ids=ids))
+    agree(got, take_rows((up, rows), order), "a client's upload or state depends on the order", TIGHT_TOLERANCE)
     want = a.server(state.server, scene.aggregate(up), scene.ctx())
     after = a.server(state.server, scene.aggregate(got[0]), scene.ctx(ids))
     agree(after, want, "the server's state depends on the order of the clients", TIGHT_TOLERANCE)
@@ -84,8 +84,8 @@ def arguments_unmodified(s: Subject) -> None:
     """Check that no function changes its arguments, or the rows of clients that do not participate."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
-    kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
-    rows = picked(state.rows, slice(3))
+    kept = take_rows(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views reveal writes
+    rows = take_rows(state.rows, slice(3))
     down, work = scene.down, scene.work()
 
     def collect_inputs() -> Any:
@@ -93,7 +93,7 @@ def arguments_unmodified(s: Subject) -> None:
 
     first = map_rows(torch.clone, collect_inputs())
     up, new = a.client(down, rows, work)
-    agree(collect_inputs(), first, "client changed an argument")  # also one that a second call would write alike
+    agree(collect_inputs(), first, "client changed an argument")  # even if a second call would write the same values
     whole = scene.aggregate(up)
 
     def arguments() -> Any:
@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the algorithm does not change, gives equal bits in equal calls, and uses no global generator."""
+    """Check that the algorithm does not change, equal calls give equal bits, and no global generator is used."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -141,7 +141,7 @@ def dropped_is_not_sampled(s: Subject) -> None:
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
     got = play(s.algorithm, scene.fed, scene.state, scene.ids, **options)
     for what, old, new in (("rows", scene.state.rows, got.rows), ("kept row", scene.state.kept, got.kept)):
-        agree(picked(new, lost), picked(old, lost), f"the {what} of a client whose upload was lost changed")
+        agree(take_rows(new, lost), take_rows(old, lost), f"the {what} of a client whose upload was lost changed")
     fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options),
@@ -246,7 +246,7 @@ def check_law(
 
     Args:
         law: name of a law in `METHOD_LAWS`.
-        algorithm: a method, or the combination of parts for which a preset stands.
+        algorithm: a method, or the combination of parts of a preset.
         weigher: weigher that is used in the runs. If None, the method's own weigher is used or, if it has none, the
             clients' shares.
         layout: names and shapes of the parameters of the quadratics.
@@ -326,7 +326,7 @@ def laws_of(algorithm: Algorithm | PresetMethod, without: Collection[str] = ()) 
     """Return the names of the laws in `METHOD_LAWS` that apply to a method.
 
     Args:
-        algorithm: a method, or the combination of parts for which a preset stands.
+        algorithm: a method, or the combination of parts of a preset.
         without: names of laws to omit.
     """
     method = algorithm.algorithm if isinstance(algorithm, PresetMethod) else algorithm

@@ -14,7 +14,7 @@ from fedloom.rows.layout import Layout
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, mixed
 from fedloom.testing.network import Classifier
 from fedloom.testing.problems import TOY_LAYOUT, Problem
-from fedloom.testing.trees import locate_difference, picked
+from fedloom.testing.trees import locate_difference, take_rows
 
 LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size=2, epochs=1)
 COHORT_HISTORY = ((0, 1, 2), (1, 2, 3))
@@ -60,7 +60,7 @@ class Scene:
         self.fed = ReferenceFederation(self.problem.oracle(noise=0.5), self.problem.alpha, LOCAL_SETTINGS)
         self.state = subject.run(COHORT_HISTORY)[-1]
         self.kept = mixed(self.a, self.state.kept, self.ids)
-        self.rows = picked(self.state.rows, self.ids)
+        self.rows = take_rows(self.state.rows, self.ids)
         self.down = self.a.down(self.state.server, self.kept, self.ctx())
 
     def ctx(self, ids: Sequence[int] | None = None) -> Ctx:

@@ -1,6 +1,4 @@
-"""Laws of virtual time.
-
-If a method violates the law of a function, the function raises an `AssertionError` with a sentence.
+"""Laws of virtual time. Each function raises an `AssertionError` with a sentence if a method violates its law.
 
 The laws are checked in short runs with eight clients of different sizes, two features and three classes. If a schedule
 rejects a method and states the reason, this does not violate the law.
@@ -142,7 +140,7 @@ def whole_cohort(method: object) -> None:
 
 
 def nothing_later(method: object) -> None:
-    """Check that an upload depends on nothing after its dispatch: changed labels must not affect earlier uploads."""
+    """Check that uploads do not depend on later events: changed labels must not affect earlier dispatches."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
@@ -208,7 +206,7 @@ def permutation_of_devices(method: object) -> None:
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
         plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
         if isinstance(schedule, Synchronous) and len(plain) < N * LAW_ROUNDS:
-            return  # a sampler draws some of them, by their numbers
+            return  # samplers draw clients by number
         moved = Speeds(speeds=tuple(speeds[i] for i in order))
         other = clock_of(run_rounds(method, moved, schedule, federation(order))).history()
         other[:, CLIENT_COLUMN] = np.array(order)[other[:, CLIENT_COLUMN].astype(int)]
@@ -218,7 +216,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """Check that if devices, messages and deadlines become four times slower, the run is simply four times slower."""
+    """Check that a run becomes exactly four times slower if devices, messages and deadlines do."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))

@@ -1,4 +1,4 @@
-"""Functions that treat states as named tensors: they compare them, copy them, and convert them as a checkpoint does."""
+"""Functions that compare and copy states as named tensors, and convert states in the way a checkpoint does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.local.rows import map_rows, name_tensors
 Index = Sequence[int] | slice | int
 
 
-def picked(tree: object, clients: Index) -> Any:
+def take_rows(tree: object, clients: Index) -> Any:
     """Return the rows ``clients`` of every tensor."""
     return map_rows(lambda t: t[clients], tree)
 
@@ -23,14 +23,14 @@ def select_download(down: object, clients: Index) -> Any:
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
-def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
+def substitute(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     """Return a copy of ``tree`` in which the tensors with the given names are replaced."""
     if isinstance(tree, Tensor):
         return tensors[prefix]
     if not isinstance(tree, tuple):
         return tree
     fields = getattr(tree, "_fields", range(len(tree)))
-    parts = [rebuilt(p, tensors, f"{prefix}.{f}" if prefix else str(f)) for f, p in zip(fields, tree, strict=True)]
+    parts = [substitute(p, tensors, f"{prefix}.{f}" if prefix else str(f)) for f, p in zip(fields, tree, strict=True)]
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
@@ -39,7 +39,7 @@ def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
 
     Fields that ``other`` does not contain remain unchanged.
     """
-    return rebuilt(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
+    return substitute(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
 
 
 def reload_from_checkpoint(tree: object) -> Any:
@@ -48,7 +48,7 @@ def reload_from_checkpoint(tree: object) -> Any:
     Values that are not tensors are taken from ``tree``.
     """
     tensors = {name: value.contiguous().clone() for name, value in name_tensors(tree).items()}
-    return rebuilt(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
+    return substitute(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
 
 
 def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None:

@@ -126,7 +126,9 @@ def _make_download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
     """Return the download for the new client, which comes after all other clients if the method mixes stored rows."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
-    wide = [pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)]  # of n + 1
+    wide = [
+        pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)
+    ]  # n + 1 clients
     kept = type(state)(*[torch.cat([old, new]) for old, new in zip(wide, state, strict=True)])
     return rows_of(side.algorithm.down(side.server, kept, ctx), torch.tensor([ctx.n - 1]))
 

@@ -110,8 +110,10 @@ def decision_sentence(model: Model, format: str, threshold: float | None) -> str
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
-    how = "--threshold sets another one for onnx" if threshold is None else "from --threshold"
-    return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
+    how = "--threshold sets a different threshold for onnx" if threshold is None else "from --threshold"
+    return (
+        f"class {facts.classes[1]!r} if its probability is at least {0.5 if threshold is None else threshold:g}; {how}"
+    )
 
 
 def unit_sentence(model: Model, factors: Factors | None) -> str:
@@ -153,7 +155,7 @@ class Program:
             content = check_archive(Path(path).read_bytes(), FACTS_FILE)
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
-        except Exception as error:  # a file from elsewhere may break torch in any way
+        except Exception as error:  # torch may raise any error for an untrusted file
             raise LayoutError(f"{path} is not a model exported for torch ({cause_of(error)})") from None
         self.module = program.module()
 

@@ -187,9 +187,9 @@ class Model:
             and (problems := unapplied_factor_notes(factors, users, None))
         ):
             raise DataError(f"rows: {problems[0]}. Rename that column if it contains converted numbers")
-        return self._warned(new.x)
+        return self._warn_if_far(new.x)
 
-    def _warned(self, x: Tensor) -> Tensor:
+    def _warn_if_far(self, x: Tensor) -> Tensor:
         """Return raw samples unchanged, and warn if most values of a column, or most samples, are far outside."""
         for sentence in self.strange(x) if self.find_far(x) else ():
             warn_user(sentence)
@@ -223,7 +223,7 @@ class Model:
         """
         facts = self.recipe.facts
         data = facts.labelled(data)
-        return score_outputs(self.recipe, self.outputs(self._warned(facts.raw(data))), data)
+        return score_outputs(self.recipe, self.outputs(self._warn_if_far(facts.raw(data))), data)
 
     @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
@@ -240,7 +240,7 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
+        """Return notes on columns ``[N, p]`` with values far from the training data (see `Table.strange`).
 
         For other samples, `InputSpec.note_far` provides the sentence.
         """

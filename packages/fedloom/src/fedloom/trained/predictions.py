@@ -144,7 +144,7 @@ class ModelAssignment(NamedTuple):
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a sentence about rows for which the model could not be recalibrated, or [] if there are none."""
+        """Return a note on rows for which the model could not be recalibrated, or [] if there are no such rows."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -153,7 +153,7 @@ class ModelAssignment(NamedTuple):
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns with values far from the training data of the model that predicts them."""
+        """Return notes on columns with values far from the training data of the model that predicts them."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
     def find_far(self, x: Tensor) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def assign_models(
             )
         return one._replace(notes=(what,))
     kind_of_sites = kind or next(k for k in KIND_PREFERENCE if k in models.kinds())
-    models.ready(kind_of_sites, models.names[0])  # a kind that does not exist is refused whoever owns the rows
+    models.ready(kind_of_sites, models.names[0])  # raises an error if this kind does not exist
     places: dict[str, list[int]] = {}
     strange: dict[str, int] = {}
     for k, site in enumerate(rows.sites):
@@ -217,9 +217,9 @@ def assign_models(
     ]
     owners = [site if site in names else "global" for site in rows.sites]
     notes = [
-        f"each row by the {kind_of_sites} model of its site"
+        f"each row is predicted by the {kind_of_sites} model of its site"
         if kind_of_sites != "global"
-        else "the global model, scaled as at each site"
+        else "the global model, with columns scaled as at each site"
     ]
     notes += [f"not a client of the run, so the global model predicts: {unknown_sites}"] if strange else []
     return ModelAssignment(groups, owners, tuple(map(write_singular, notes)))

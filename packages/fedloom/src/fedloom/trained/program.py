@@ -107,7 +107,7 @@ def _check_operation(target: str) -> None:
 
 
 def _check_words(value: object, key: str = "") -> None:
-    """Raise if a text is more than a single word, if parts of the graph are code, or if there are nested graphs."""
+    """Raise an error if a text is more than a single word, if the graph contains code, or if graphs are nested."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in ("as_graph", "as_custom_obj", "as_operator") and item is not None:

@@ -73,7 +73,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
     try:
         if other is not None:
             os.link(other, path)
-    except OSError:  # another file system, or one without links
+    except OSError:  # different file system, or no support for links
         other = None
     if other is None:
         save_tensors(path, start, {"kind": "base"})
@@ -196,7 +196,7 @@ class SavedModels:
 
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         client_rows = []
-        with open_tensors(self._path("personal"), check=False) as file:  # checked in whole, once
+        with open_tensors(self._path("personal"), check=False) as file:  # the whole file was checked before
             for part in ("rows", "statistics"):
                 has_part = f"{part}.{0:08d}" in set(file.keys())
                 width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if has_part else 0

@@ -20,7 +20,7 @@ from fedloom.data.groups import keep_group_columns
 from fedloom.data.input_spec import InputSpec, comparable_facts
 from fedloom.data.new_data import FIXED_TABLE_OPTIONS
 from fedloom.data.partitions import Iid
-from fedloom.data.pixels import came_as_bytes
+from fedloom.data.pixels import is_from_bytes
 from fedloom.data.sources.table.designs import DesignOptions
 from fedloom.data.subjects.design import count_subjects
 from fedloom.data.text import UNKNOWN_TOKEN, recode_tokens
@@ -133,7 +133,7 @@ def check_samples(site: Site, data: Dataset) -> None:
                 f"{site.site}: mean and std of [data] are {scaling}, but the experiment has {wanted}. "
                 "Set the same values"
             )
-        if not came_as_bytes(data) or not site.samples.pixels:  # noise may have been added to bytes
+        if not is_from_bytes(data) or not site.samples.pixels:  # noise may have been added to bytes
             site.samples.samples(data.x, site.site, data.original_dtype)
 
 

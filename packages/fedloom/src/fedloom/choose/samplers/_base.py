@@ -181,7 +181,7 @@ def draw_distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
-    words = torch.stack([pairs >> 32, pairs], 1).flatten()[:k] & 0xFFFFFFFF  # as the shuffle takes them, one by one
+    words = torch.stack([pairs >> 32, pairs], 1).flatten()[:k] & 0xFFFFFFFF  # in the shuffle's order
     moved, draws = dict[int, int](), list[int]()
     for i, word in enumerate(words.tolist()):
         j = i + word % (n - i)

@@ -56,7 +56,7 @@ class PowerOfChoice(SizedSampler):
         return True
 
     def check(self, n: int) -> None:
-        """Raise if there are fewer candidates than clients per round, or more candidates than clients in total."""
+        """Raise an error if there are fewer candidates than clients per round, or more than clients in total."""
         super().check(n)
         if self.candidates is not None and not self.size(n) <= self.candidates <= n:
             raise ConfigError(

@@ -54,7 +54,8 @@ class SizeWeighted(SizedSampler):
 
     kind: ClassVar[str] = "size-weighted"
     replacement: bool = Field(
-        True, description="draw clients with replacement (Scheme I). Without replacement, large clients count less"
+        True,
+        description="draw clients with replacement (Scheme I). Without replacement, large clients are underweighted",
     )
 
     @property

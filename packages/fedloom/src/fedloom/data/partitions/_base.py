@@ -183,7 +183,7 @@ class Partition(Value):
                 *([] if data.design is None else data.design.notes(held.index, owners(held))),
                 *_count_unused_samples(
                     held.index if draw.common is None else np.concatenate([held.index, draw.common]),
-                    self._dealt_from(data),
+                    self._find_assignable(data),
                 ),
                 *_partition_notes(cut, y, names, data.classes, len(data)),
                 *doubts,
@@ -220,12 +220,12 @@ class Partition(Value):
 
         The official test set is omitted unless ``pool = true``.
         """
-        index = self._dealt_from(data)
+        index = self._find_assignable(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
         return Pool.create(data, index)
 
-    def _dealt_from(self, data: Dataset) -> Ints:
+    def _find_assignable(self, data: Dataset) -> Ints:
         """Return the positions of all samples that can be assigned."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
@@ -260,7 +260,7 @@ class Partition(Value):
                         f"one row of every subject (first: row {strange[0]}). Assign entries of "
                         "pool.index, or set by_row = True in the class to assign individual rows"
                     )
-            every = self._dealt_from(data)
+            every = self._find_assignable(data)
             draw = draw._replace(dealt=_complete_dealt_subjects(design, draw.dealt, every))
             draw = draw if draw.test is None else draw._replace(test=_complete_dealt_subjects(design, draw.test, every))
         if design.tested is None or self.test == 0 or draw.test is not None:

@@ -107,7 +107,7 @@ def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> De
     return Dealt(np.concatenate(chosen), offsets_of(counts.sum(1)))
 
 
-def cut_by(shares: Floats, totals: Ints) -> Ints:
+def counts_from_shares(shares: Floats, totals: Ints) -> Ints:
     """Convert shares ``[n, C]`` (with columns that sum to 1) to counts by floored cumulative sums, as in NIID-Bench."""
     ends = np.floor(np.cumsum(shares, 0) * totals + 1e-9).astype(np.int64)
     ends[-1] = totals

@@ -15,7 +15,7 @@ from fedloom.data.partitions.deal import (
     Floats,
     Ints,
     choose_each,
-    cut_by,
+    counts_from_shares,
     deal,
     group_by_owner,
     offsets_of,
@@ -68,7 +68,7 @@ class QuantitySkew(Sized):
         rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
         order = pool.index[rng.permutation(len(pool))]
         sizes = redraw_until_min_size(
-            lambda: cut_by(rng.dirichlet(np.full(self.clients, self.alpha))[:, None], total),
+            lambda: counts_from_shares(rng.dirichlet(np.full(self.clients, self.alpha))[:, None], total),
             self.min_size,
             f"quantity-skew: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}",
             "use a larger alpha, fewer clients or a smaller min_size",
@@ -260,12 +260,12 @@ class Dirichlet(Sized):
     def _deal_by_class(self, held: Ints, rng: np.random.Generator) -> Ints:
         shares = rng.dirichlet(np.full(self.clients, self.alpha), len(held)).T
         if not self.balanced:
-            return cut_by(shares, held)
+            return counts_from_shares(shares, held)
         counts = np.zeros(shares.shape, np.int64)
         for c in rng.permutation(len(held)):
             wants = shares[:, c] * (counts.sum(1) < held.sum() / self.clients)
             wants = wants if wants.sum() > 0 else np.ones(self.clients)
-            counts[:, c] = cut_by((wants / wants.sum())[:, None], held[c : c + 1])[:, 0]
+            counts[:, c] = counts_from_shares((wants / wants.sum())[:, None], held[c : c + 1])[:, 0]
         return counts
 
     def _draw_by_client(self, held: Ints, rng: np.random.Generator) -> Ints:
@@ -277,7 +277,7 @@ class Dirichlet(Sized):
         if self.size_std > 0:
             weights = rng.lognormal(0.0, self.size_std, n)
             spare = total - n * self.min_size
-            sizes = self.min_size + cut_by((weights / weights.sum())[:, None], np.array([spare]))[:, 0]
+            sizes = self.min_size + counts_from_shares((weights / weights.sum())[:, None], np.array([spare]))[:, 0]
         if self.overlap:
             return np.minimum(rng.multinomial(sizes, _restricted_weights(prior, held > 0)), held)
         return _fill_in_turn(prior, sizes, held, rng)

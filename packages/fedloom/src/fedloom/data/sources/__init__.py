@@ -92,7 +92,7 @@ def source(name_or_path: str | Path, **options: object) -> Source:
     if isinstance(name_or_path, Path) or (name not in SOURCES and _is_file(name)):
         place = Path(name).expanduser()
         kind: type[Source] | None = None
-        if "agreement" in options and not place.exists():  # who plans with an agreement needs no data
+        if "agreement" in options and not place.exists():  # planning with an agreement needs no data
             kind = SOURCES_BY_ENDING.get(place.suffix.lower())
         kind = kind or detect(place)
         return kind(**{"path": name, **options})

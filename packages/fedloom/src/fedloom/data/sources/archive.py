@@ -73,7 +73,7 @@ class _LimitedStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:  # RawIOBase.read gives a bytearray, whose slice would be a copy
+    def readinto(self, buffer: Any) -> int:  # slices of RawIOBase.read would be copies
         try:
             count = cast("io.BufferedIOBase", self._inner).readinto(memoryview(buffer)[:READ_CHUNK_BYTES])
         except DAMAGED_FILE_ERRORS as error:
@@ -270,7 +270,7 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Archi
                 yield ArchiveEntry(name, _unpack_stream(cast("BinaryIO", file), member.size, where), where, member.size)
     except DAMAGED_FILE_ERRORS as error:
         raise damaged_file_error(str(path), error) from error
-    if tail.last.strip(b"\0") or len(tail.last) < tarfile.BLOCKSIZE:  # tarfile takes a torn archive for a short one
+    if tail.last.strip(b"\0") or len(tail.last) < tarfile.BLOCKSIZE:  # tarfile accepts truncated archives
         raise DataError(f"{path} is truncated: the end marker of the tar archive is missing. Fetch the file again")
 
 

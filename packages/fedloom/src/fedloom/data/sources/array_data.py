@@ -253,7 +253,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
     Raises:
         DataError: a number is outside the range that models can use.
     """
-    with np.errstate(over="ignore"):  # the infinity is refused
+    with np.errstate(over="ignore"):  # infinity is rejected below
         out[...] = x
     if x.dtype.kind == "f" and x.dtype.itemsize > out.dtype.itemsize:
         beyond = np.isinf(out) & np.isfinite(x)
@@ -447,5 +447,5 @@ def as_array(values: object) -> NDArray[Any]:
         return dense
     array = np.asarray(values)
     array = array.astype(object) if array.dtype.kind == "T" else array
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch reads no other byte order
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch supports only the native byte order
     return array.astype(np.float32) if array.dtype == np.float16 else array

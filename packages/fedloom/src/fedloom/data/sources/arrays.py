@@ -145,7 +145,7 @@ class Npz(_Arrays):
             )
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
-        x, y = self._room_of_x(place, headers, x_keys), _allocate_joint_array(place, headers, y_keys)
+        x, y = self._allocate_features(place, headers, x_keys), _allocate_joint_array(place, headers, y_keys)
         beside = {
             key: _allocate_joint_array(place, headers, [key]) for key in (*CLIENT_KEYS, *SAMPLE_ROLES) if key in headers
         }
@@ -177,7 +177,7 @@ class Npz(_Arrays):
         x = (
             _allocate_joint_array(place, headers, keys)
             if columns
-            else self._room_of_x(place, headers, keys, own_type=True)
+            else self._allocate_features(place, headers, keys, own_type=True)
         )
         self._read(place, headers, [(keys, x)])
         return x, None
@@ -199,7 +199,7 @@ class Npz(_Arrays):
             out, turn = parts[_entry_key(entry)]
             _read_into_array(entry, _read_array_header(entry), out, turn=turn)
 
-    def _room_of_x(
+    def _allocate_features(
         self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
     ) -> NDArray[Any]:
         """Return a buffer for the features, with channels as the first axis.

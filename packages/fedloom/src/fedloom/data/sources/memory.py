@@ -11,7 +11,14 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sides import TARGET_NAMES, join_roles, merge_class_names, read_sample_set, refuse_order, refuse_unlike
+from fedloom.data.sides import (
+    TARGET_NAMES,
+    check_joinable,
+    check_target_order,
+    join_roles,
+    merge_class_names,
+    read_sample_set,
+)
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import add_notes, make_dataset
 from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, check_reread_samples
@@ -112,7 +119,7 @@ def as_dataset(
             f"{name}: training samples have shape {parts[0].x.shape[1:]}, but test samples have shape "
             f"{parts[1].x.shape[1:]}"
         )
-    refuse_unlike(
+    check_joinable(
         name, dict(zip(("the training set", "the test set"), parts, strict=False)), bool(options.get("vocabulary"))
     )
     if users is not None:
@@ -138,14 +145,14 @@ def as_dataset(
 
 def _table_source(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
     options = {key: _name_columns(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
-    if is_hub(obj):  # whose rows may come through a transform
+    if is_hub(obj):  # its rows may pass through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in check_reread_samples(
             (obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name
         ):
             pass
     if is_frame(target) and task == "multilabel" and hasattr(obj, "iloc") and len(target) == len(obj):
-        refuse_order(obj, target, name)
+        check_target_order(obj, target, name)
         if both := [column for column in map(str, target.columns) if column in map(str, obj.columns)]:
             raise ConfigError(
                 f"{name}: the features and the labels both have a column {both[0]!r}. Rename one of the columns"
@@ -159,7 +166,7 @@ def _table_source(obj: Any, target: Any, task: Task | None, name: str, options: 
     if hasattr(obj, "iloc") and np.ndim(target) == 1 and not labels:
         if len(target) != len(obj):
             raise DataError(f"{name} has {len(obj)} samples but {len(target)} targets. Every sample needs one target")
-        refuse_order(obj, target, name)
+        check_target_order(obj, target, name)
         label = getattr(target, "name", None)
         label = label if isinstance(label, str) else "target"
         if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
@@ -263,7 +270,7 @@ class HubData(Source):
             raise ConfigError(f"hub:{self.name}: needs the `hub` extra. Run: pip install 'fedloom[hub]'") from error
         try:
             splits: Any = datasets.load_dataset(self.name, self.config)
-        except Exception as error:  # the library raises its own, urllib's and httpx's errors
+        except Exception as error:  # errors of the library, urllib or httpx
             raise DataError(
                 f"hub:{self.name}: cannot be loaded ({type(error).__name__}: {error}). Check the name "
                 "and the connection, or load it once on a machine with a connection (the library "

@@ -192,7 +192,7 @@ def _reread_first_samples(stream: Callable[[], Iterable[T]], count: int) -> list
     """Restart a stream and return its first samples, or [] if the stream cannot be restarted."""
     try:
         return list(islice(stream(), count))
-    except Exception:  # a user's stream that can be read once fails in any way
+    except Exception:  # a stream that can be read only once may raise any error
         return []
 
 

@@ -147,7 +147,7 @@ class Parquet(TableSource):
             if nested := [f.name for f in schema if types.is_nested(f.type) and f.name not in self.unread]:
                 raise DataError(f"{place}: column {nested[0]!r} contains lists or tables. Drop it")
             texts = [f.name for f in schema if _is_text(f.type)]
-            options: dict[str, Any] = {"buffer_size": 2**18, "pre_buffer": False}  # else a group is held whole
+            options: dict[str, Any] = {"buffer_size": 2**18, "pre_buffer": False}  # to save memory
             with parquet.ParquetFile(place, read_dictionary=texts, **options) as file:
                 groups = range(file.metadata.num_row_groups)
                 names = list(file.schema_arrow.names)

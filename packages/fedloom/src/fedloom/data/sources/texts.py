@@ -52,7 +52,7 @@ class Texts(FileSource):
         default=",", min_length=1, max_length=1, description="character that separates the cells of a CSV file"
     )
     level: Level = Field(
-        default="word", description="what counts as a token: a word or punctuation mark, or an individual character"
+        default="word", description="unit of a token: a word or punctuation mark, or an individual character"
     )
     length: int = Field(
         default=64,

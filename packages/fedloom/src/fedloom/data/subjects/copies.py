@@ -61,13 +61,13 @@ def count_near_copies(points: NDArray[np.float64], units: Ints | None = None, *,
     apart = sound & (inner[:, 0] > 0)
     if not apart.any():
         return 0
-    outer = inner[:, len(inner[0]) // 2 :]  # the nearer ones may be further copies
+    outer = inner[:, len(inner[0]) // 2 :]  # nearer neighbors may be copies too
     logs = np.log(last[apart, None] / outer[apart])
     dimension = min(points.shape[1], OUTER_LOG_MEAN / max(float(np.median(logs.mean(1))), 1e-9))
     ratio = (first[sound] / last[sound]) ** dimension
     close = 1 - (1 - ratio) ** (NEIGHBOR_COUNT - 1) < CLOSENESS_LEVEL
     if units is not None:
-        itself = nearest[:, 0] == np.arange(len(points))  # among equal points, it may come second
+        itself = nearest[:, 0] == np.arange(len(points))  # an equal point may come first
         other = np.where(itself, nearest[:, 1], nearest[:, 0])
         close &= (units[other] != units)[sound]
     return int(close.sum()) if close.mean() >= CLOSE_SHARE else 0

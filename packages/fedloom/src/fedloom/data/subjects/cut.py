@@ -201,7 +201,7 @@ def codes_at_random(cells: SubjectUnits, quota: PartSizes, draw: NDArray[np.floa
         count = np.bincount(owner[spread], minlength=n)
         turn = ranks_within(owner[spread], np.arange(len(spread)), count)
         take, of = number[owner[spread]], np.maximum(count[owner[spread]], 1)
-        start = (draw[spread][np.cumsum(count)[owner[spread]] - 1] * of).astype(np.int64)  # one of each client
+        start = (draw[spread][np.cumsum(count)[owner[spread]] - 1] * of).astype(np.int64)  # one draw per client
         code[spread[((turn + 1) * take + start) // of > (turn * take + start) // of]] = part
     if quota.keep is not None:
         trained = np.flatnonzero(code == TRAIN_CODE)

@@ -171,19 +171,19 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:
         return None
-    from fedloom.data.sources.table.checks import note_doubtful_levels  # the package of sources needs designs
+    from fedloom.data.sources.table.checks import note_doubtful_levels  # imported here because sources import designs
 
     for name, value in arrays.items():
         if value.shape != (rows,):
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
-        if any(map(is_absent, value.tolist() if value.dtype.kind == "O" else value[value != value])):  # NaN and NaT
+        if any(map(is_absent, value.tolist() if value.dtype.kind == "O" else value[value != value])):  # NaN, NaT
             raise DataError(
                 f"{place}: {name} is missing for some samples. Give a value for each sample, or remove those samples"
             )
     design, doubts = dict[str, Tensor](), tuple[str, ...]()
     for name in ("subject", "strata"):
         if name in arrays:
-            array = arrays[name]  # 1, 1.0 and " 1" are one subject, as in a table
+            array = arrays[name]  # 1, 1.0 and " 1" are the same subject, as in a table
             array = np.array([level_name(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
             levels, codes = np.unique(array, return_inverse=True)
             design[name] = torch.from_numpy(codes.astype(np.int64))

@@ -97,7 +97,7 @@ class Agreement(Value):
     target_range: tuple[float, float] | None = Field(
         None, description="smallest and largest plausible target or time, for analyses that sum over sites"
     )
-    missing: tuple[str, ...] = Field((), description="additional cell values that count as missing")
+    missing: tuple[str, ...] = Field((), description="additional cell values that mean a missing value")
     impute: bool = Field(True, description="whether each site fills missing cells, based on its training rows")
     patients: int = Field(1, ge=1, description="minimum number of rows at a participating site")
     events: int = Field(0, ge=0, description="minimum number of rows of each class at a participating site")
@@ -119,7 +119,7 @@ class Agreement(Value):
         None, description="first number or date in the `order` column that belongs to the test part"
     )
     level_rows: int = Field(
-        5, ge=1, description="minimum number of rows of each listed level. Rarer levels count as missing cells"
+        5, ge=1, description="minimum number of rows of each listed level. Cells with rarer levels become missing"
     )
     column: tuple[AgreedColumn, ...] = Field(
         min_length=1, description="columns that are used as features or for scores"

@@ -140,7 +140,7 @@ class ColumnProfile:
             self.extremes = self._count_cells(
                 {code for code in find_extreme_codes(*self._counts()) if is_missing_code(code)}
             )
-            self.__dict__.pop("values")  # without them
+            self.__dict__.pop("values")  # computed again without the codes
         elif all(DATE_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
         else:
@@ -323,7 +323,7 @@ def find_answer_codes(values: NDArray[np.float64], counts: NDArray[np.int64]) ->
 
 def is_permutation(values: NDArray[np.float64]) -> bool:
     """Return True if numbers ``[N]`` are consecutive integers in any order, each of which occurs once."""
-    ordered = np.sort(values)  # NaN last
+    ordered = np.sort(values)  # NaN is sorted last
     return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
 
 

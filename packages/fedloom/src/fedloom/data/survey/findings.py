@@ -82,7 +82,7 @@ def exclusion_reason(name: str, column: ReadColumn, rows: int) -> str:
             return ROW_NAMES[0]
         whole = column.values[~np.isnan(column.values)]
         if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e3:
-            return ""  # no number by which a person is reached
+            return ""  # too few or too small to identify a person
         levels, counts = np.unique(whole, return_counts=True)
         return personal_information_kind(
             name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole)

@@ -74,7 +74,7 @@ def find_leaks(
         rows: indices of the rows to check.
         ordered: True if later rows are test rows, so that features may contain earlier outcomes.
     """
-    from fedloom.data.by_site import score_groups  # which imports scipy.stats, slowly
+    from fedloom.data.by_site import score_groups  # imports scipy.stats, which is slow
 
     y = target.values[rows]
     numbers = {name: c.values for name, c in features.items() if not c.names}
@@ -98,7 +98,7 @@ def find_leaks(
         elif is_function_of(column.values[rows], y, LEAK_SHARE):
             numbers.pop(name, None)
             yield f"column {name!r} follows from {of!r}: rows with the same {of!r} have the same {name!r}{LATER_END}"
-        elif lag := find_lag(column.values, _as_in(column, target)):
+        elif lag := find_lag(column.values, _convert_target(column, target)):
             numbers.pop(name, None)
             where = f"{abs(lag)} rows {'below' if lag > 0 else 'above'}"
             where = {1: "next row", -1: "previous row"}.get(lag, f"row {where}")
@@ -125,7 +125,7 @@ def find_leaks(
             )
 
 
-def _as_in(column: ReadColumn, target: ReadColumn) -> Floats:
+def _convert_target(column: ReadColumn, target: ReadColumn) -> Floats:
     """Return a target in the numbers of a column, or in the codes of its levels. Other values are NaN."""
     if not target.names:
         return np.full(len(target.values), np.nan) if column.names else target.values

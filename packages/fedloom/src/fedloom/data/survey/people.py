@@ -300,7 +300,7 @@ def names_person(name: str) -> bool:
     return (
         any(map(PERSON_WORD_PATTERN.fullmatch, parts))
         and all(p in neutral or PERSON_WORD_PATTERN.fullmatch(p) for p in parts)
-        and parts != ["pt"]  # alone, the prothrombin time
+        and parts != ["pt"]  # PT alone means prothrombin time
     )
 
 

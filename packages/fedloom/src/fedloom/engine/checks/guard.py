@@ -12,7 +12,7 @@ GUARD_LOG = logging.getLogger("fedloom")
 
 
 class Guard:
-    """Caller of functions whose errors must not end a run. The first failure of each function is logged as a warning.
+    """Wrapper for calls whose errors must not end a run. The first failure of each function is logged as a warning.
 
     A run ends only because of `RunStopped`, or of errors that are not an `Exception` (such as KeyboardInterrupt). All
     other errors are caught.

@@ -1,4 +1,4 @@
-"""Former keys that have become analyses: the error for new files that use them, and the conversion of old documents."""
+"""Keys that analyses have replaced: the error for new files that use them, and the conversion of old documents."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _MOVED_KEYS = {
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
-"""Kinds of analyses, keyed by the table and the key that selected them in earlier versions."""
+"""Kinds of analyses, keyed by the table and key that requested them in earlier versions."""
 _MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
-"""New names of options in the analysis, for keys whose value has moved to an option with a different name."""
+"""Names of analysis options that replace a key, if they differ from the name of the key."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of an error message, which explains how to replace a key by an analysis.
+    """Return the end of an error message that explains how to replace a key with an analysis.
 
-    The text is empty if the key has not become an analysis.
+    The text is empty if no analysis has replaced the key.
     """
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
@@ -33,7 +33,7 @@ def find_moved_key(table: str, key: str, value: object) -> str:
 
 
 def check_moved(table: str, options: object) -> None:
-    """Raise an error if a table contains a key that has become an analysis.
+    """Raise an error if a table contains a key that an analysis has replaced.
 
     Raises:
         ConfigError: the table contains such a key. The message shows how to write the analysis instead.
@@ -44,7 +44,7 @@ def check_moved(table: str, options: object) -> None:
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded experiment document in which keys that have become analyses are written as analyses.
+    """Return a recorded experiment document with analyses in place of the keys that they have replaced.
 
     Documents that were recorded in runs, records and studies are converted in this way. In contrast, an old key in a
     new file is rejected.
@@ -103,7 +103,7 @@ def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded dotted keys, renamed to their current names, and their values."""
+    """Return recorded dotted keys under their current names, with their values."""
     return _translate_dotted(numbers, back=False)
 
 
@@ -146,7 +146,7 @@ def _translate_choice(value: Any, place: str, name: str, *, back: bool) -> Any:
     choices = RENAMED_VALUES.get((place, name), {})
     if not choices:
         return value
-    if isinstance(value, list):  # of a grid or a search
+    if isinstance(value, list):  # in a grid or a search
         return [_translate_choice(one, place, name, back=back) for one in value]
     if back and isinstance(value, str):
         return {new: old for old, new in choices.items()}.get(value, value)
@@ -165,7 +165,7 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
 
 
 def _place_of(place: str, name: str) -> str | None:
-    """Return the name under which `RENAMED_KEYS` lists the keys of the tables inside a key.
+    """Return the entry of `RENAMED_KEYS` that applies to the tables under a key.
 
     Return None if no key in these tables was ever renamed.
     """

@@ -27,7 +27,7 @@ UNSEEDED_CURE = "Runs cannot be repeated. Draw from ctx.rng(purpose), which the 
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
 UNSEEDED_DRAWS = 2
-"""Number of equal calls of a user-defined sampler, whose cohorts may be equal by chance."""
+"""Number of equal calls by which a user-defined sampler is tested. Unseeded cohorts may still be equal by chance."""
 
 
 def notes_of(
@@ -45,7 +45,7 @@ def notes_of(
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_note_repeated_client(method, sampler), *sampler.remarks(ctx)]
-    notes += _unseeded_sampler(sampler, ctx)
+    notes += _note_unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks(oracle.fed.data.task)]
     notes += [*_note_unused_weights(setting, server, ctx), *_note_normalization(setting, oracle, server)]
     notes += [*_note_double_softmax(oracle), *_note_changed_values(oracle)]
@@ -60,8 +60,8 @@ def notes_of(
     return notes
 
 
-def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
-    """Note a user-defined sampler that draws different clients in two equal calls."""
+def _note_unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
+    """Return a note if a user-defined sampler draws different clients in two equal calls."""
     if sampler.probes or type(sampler).__module__.startswith("fedloom."):
         return []
     cohorts = list[list[int]]()
@@ -78,7 +78,7 @@ def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
 
 
 def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack without any attackers, an attack on all clients, or an attack that has no effect."""
+    """Return a note if no client attacks, if all clients attack, or if the attack has no effect."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -93,7 +93,7 @@ def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
 
 
 def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """Note that a trusted client is an attacker, or that it may be absent from some rounds."""
+    """Return notes if the trusted client is an attacker, or if it may be absent from some rounds."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
@@ -103,7 +103,7 @@ def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None
 
 
 def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note that with absent clients, the server moves further than the aggregate over all clients."""
+    """Return a note if absent clients make the server move further than the aggregate over all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -116,7 +116,7 @@ def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str
 
 
 def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Add a note about client weights or aggregation weights that have no effect on the average of the uploads."""
+    """Return a note if client weights or aggregation weights do not affect the average of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -137,11 +137,11 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
             reads = f"client_weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
             reads = f"aggregation_weights {weigher.kind!r}"
-        alike = f"aggregator {kind_of(aggregator)!r} counts all clients equally, so {reads} has no effect"
+        alike = f"aggregator {kind_of(aggregator)!r} weights all clients equally, so {reads} has no effect"
         return [f"{alike} on its result"] if reads else []
     if isinstance(weigher, SharesWeigher) or not unequal:
         return []
-    everywhere = "set client_weights = 'uniform' to count clients equally in every method"
+    everywhere = "to weight clients equally in every method, set client_weights = 'uniform'"
     if not any(kind.weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
         return (
@@ -159,7 +159,7 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
 
 
 def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note how the statistics of normalization layers are treated, because these statistics are not parameters."""
+    """Return notes on how statistics of normalization layers are treated, because they are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -181,7 +181,7 @@ def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> li
 
 
 def _note_double_softmax(oracle: Network) -> list[str]:
-    """Note that the model ends with a softmax although the loss already applies a softmax."""
+    """Return a note if the model ends with a softmax although the loss already applies a softmax."""
     task = oracle.task
     if isinstance(task, Chosen):
         if task.objective.loss is not None:
@@ -197,7 +197,7 @@ def _note_double_softmax(oracle: Network) -> list[str]:
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
-    """Note that a forward pass changes buffers, attributes or parameters, or draws random numbers without the seed."""
+    """Return notes if a forward pass changes buffers, attributes or parameters, or ignores the seed of the run."""
     notes = []
     if oracle.moved:
         notes.append(
@@ -245,7 +245,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client that is drawn twice counts only once in fields that the server stores or accumulates."""
+    """Return a note if a client may be drawn twice but is counted once in stored or accumulated fields."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -256,7 +256,7 @@ def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _note_idle_options(setting: Setting) -> list[str]:
-    """Note options that have no effect because of the value of a different option."""
+    """Return notes on options that have no effect because of the value of another option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -284,12 +284,12 @@ def _note_idle_options(setting: Setting) -> list[str]:
 
 
 def no_effect_sentence(keys: list[str]) -> str:
-    """Return a sentence that says that these keys have no effect."""
+    """Return a sentence that states that these keys have no effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Note that the global model moves slowly if most clients are absent and the server reuses their last uploads."""
+    """Return a note if most clients are absent and their reused uploads slow down the global model."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Rejection of combinations of parts that are incompatible."""
+"""Rejection of incompatible parts, such as a method and a sampler that do not work together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DOTTED_KEY_PATTERN = re.compile(
 
 @contextmanager
 def add_rule_to_errors(rule: str) -> Iterator[None]:
-    """Add a rule to errors raised inside the block, and use the last sentence of their message as the advice.
+    """Add the id of a check to errors raised inside the block. The last sentence of their message becomes the advice.
 
     Raises:
         ConfigError: an error was raised inside the block. The error now names the rule.
@@ -298,11 +298,12 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Raise an error if a run would not evaluate anything although the user did not request this.
+    """Raise an error if a run would evaluate nothing, unless the user has chosen this.
 
-    If the user did request it, return a note.
+    In that case, return a note.
 
-    An empty test part is intended if the partition has ``test = 0``, or if the clients were passed without test rows.
+    The user has chosen an empty test part if the partition has ``test = 0``, or if clients were passed without test
+    rows.
 
     Raises:
         ConfigError: no client has a test row.

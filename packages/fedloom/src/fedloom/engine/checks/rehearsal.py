@@ -148,7 +148,7 @@ def check_times(problem: JobFacts, start: Start) -> None:
 
 
 def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let one client take a step, and raise an error if the model has no head or layers, or the data no classes.
+    """Let one client take a step, and raise an error if the model lacks a head or layers, or the data lack classes.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -181,7 +181,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
             fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
         ) from error
     except Exception:
-        return  # the run itself names the client, the round and the line
+        return  # the run reports this error with client, round and line
 
 
 def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
@@ -203,7 +203,7 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
 
 
 def check_early_stop(rule: EarlyStop, problem: JobFacts, server: Fields) -> None:
-    """Raise an error if a value that early stopping watches is never measured, so that no run would end early.
+    """Raise an error if early stopping watches a value that is never measured.
 
     Args:
         rule: rule for ending the run.

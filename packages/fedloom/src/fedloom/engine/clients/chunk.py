@@ -109,7 +109,7 @@ def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Co
 def count_chunk_output(
     job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput
 ) -> ComputedChunk:
-    """Count the work and traffic of a chunk's output, and return all three together.
+    """Count the work and traffic of a chunk's output. Return the download, the output and the counts together.
 
     ``server`` contains the ranks of low-rank matrices.
     """

@@ -48,7 +48,7 @@ def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None,
     idle = run_client_step(job, inputs, inputs.work.idle())
     trained = idle[0]
     if job.setting.attack.reads_own:
-        work = job.work(task.round, task.ids, trains=True, steps=task.steps)  # of its own: an optimiser keeps no state
+        work = job.work(task.round, task.ids, trains=True, steps=task.steps)  # without optimizer states
         work.counts = inputs.work.counts
         trained, _ = run_client_step(job, inputs, work)
     absolute = decode_local_models(job, inputs, trained)

@@ -131,10 +131,10 @@ class Messages:
 
     @cached_property
     def changed(self) -> str:
-        """Name of the absolute upload field that the channel processes as a change from the received model, or "".
+        """Name of the absolute model field from which the channel first subtracts the received model, or "".
 
-        In this way, the channel always clips, compresses or adds noise to a change, regardless of what the method
-        uploads.
+        The channel then always clips or compresses a change, or adds noise to a change, even if the method uploads
+        models.
         """
         absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
         return "" if self._channel is None else next(absolute, "")

@@ -1,4 +1,4 @@
-"""Attacks on samples: attackers poison labels, and backdoors are measured on special test samples."""
+"""Attacks on samples: attackers poison training data, and the effect of a backdoor is measured on test samples."""
 
 from __future__ import annotations
 

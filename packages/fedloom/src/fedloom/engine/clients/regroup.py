@@ -40,7 +40,7 @@ def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, Sta
     if state.shares is None or period is None or t == 1 or (t - 1) % period:
         return job, state
     model = job.algorithm.global_model(state.server)
-    assert model is not None  # or the shares are refused
+    assert model is not None  # check_shares rejects other cases
     answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, describes=True)))
     activations, counts = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
     shares = equal_clusters(clusters_of(job.setting.client_weights), activations, job.ctx(t)).to(job.alpha)
@@ -55,7 +55,7 @@ def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, Sta
     if job.summed_fields and not job.robust:
         with attribute_error("method", job.algorithm, f"round {t}"):
             reshared = job.algorithm.reshared(server, share_change_sums(job, before), job.ctx(t))
-        assert reshared is not None  # or the shares are refused
+        assert reshared is not None  # check_shares rejects other cases
         server = reshared
     return job, state.with_(server=server, sums=server_sums(job), shares=shares)
 

@@ -76,7 +76,7 @@ class MeanField(RowsField):
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
         share = mass if self.kind.accumulates else share
-        if len(value) == 1:  # a large model's chunk
+        if len(value) == 1:  # chunks of large models have one client
             return value[0] if share == 1 else torch.mul(value[0], share[0].to(value), out=_allocate_vector(value[0]))
         return (share.T.to(value) @ value)[0]
 
@@ -115,7 +115,7 @@ class KeptField(RowsField):
         return _divide_sum(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
-        """If there is an upload field that contains the weights of the field, multiply the field by it."""
+        """Multiply the field by its weights, if an upload field contains them."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
@@ -132,7 +132,8 @@ def _divide_sum(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 def _allocate_vector(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate an uninitialized vector.
 
-    On a CPU, NumPy allocates the memory, because it uses pages of 2 MB for large arrays, which are faster to touch.
+    On a CPU, NumPy allocates the memory, because it uses pages of 2 MB for large arrays. First writes to such pages are
+    faster.
     """
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):

@@ -26,7 +26,7 @@ from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup.participants import Participants
 from fedloom.engine.setup.problems import LocalProblems
-from fedloom.engine.workers import idle_workers
+from fedloom.engine.workers import note_idle_workers
 from fedloom.errors import Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
@@ -83,7 +83,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     with add_rule_to_errors(f"method-{type(method).__name__.lower()}"):
         method_notes = notes_of(setting, oracle, server, ctx, fewest, participants.attackers)
     tested = check_tested(setting, participants.eval_fed)
-    notes = [*participants.notes, *tested, *draws, *method_notes, *idle_workers(setting.engine)]
+    notes = [*participants.notes, *tested, *draws, *method_notes, *note_idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     check_layers(setting, oracle, ctx, states)
@@ -153,7 +153,7 @@ class LastModel(NamedTuple):
 
 
 class Residue(NamedTuple):
-    """Part of an update that has not been sent yet, or the server's copy of the client's last upload, ``[m, D]``."""
+    """Unsent part of an update, or the server's copy of the client's last upload, ``[m, D]``."""
 
     e: Tensor
 

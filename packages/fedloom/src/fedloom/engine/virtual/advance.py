@@ -31,7 +31,7 @@ def advance_to_server_step(job: Job, clients: Clients, state: State) -> tuple[St
     """
     schedule = job.setting.schedule
     if isinstance(clients, StreamedClients):
-        assert isinstance(schedule, Stream)  # other rounds of real sites end by the server's settings
+        assert isinstance(schedule, Stream)  # other schedules do not use a clock at real sites
         return RealVersion(job, clients, state, schedule).run()
     assert isinstance(clients, LocalClients)
     match schedule:

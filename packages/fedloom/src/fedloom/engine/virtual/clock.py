@@ -104,7 +104,7 @@ FlightPiece = tuple[Flight, Ids]
 
 
 def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
-    """Return the results of the clients in several pieces, combined into one.
+    """Combine the results of several pieces into one.
 
     The results of a single piece are not copied.
     """
@@ -247,7 +247,7 @@ class Clock:
     def landed(
         self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, tuple[int, ...]]
     ) -> None:
-        """Update ``flights`` and ``back`` for clients of a flight whose results are no longer needed."""
+        """Record in ``flights`` and ``back`` that the results of some clients of a flight are no longer needed."""
         landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
         if len(landed_places) == held:
             del flights[number]
@@ -258,7 +258,7 @@ class Clock:
 
 
 class UploadCounts(NamedTuple):
-    """For each client, number of uploads that were used in a server step, and number of uploads that were not used.
+    """Numbers of used and unused uploads of each client.
 
     Attributes:
         used: number of uploads that were used in a server step ``[n]``.
@@ -288,7 +288,7 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
 
 
 class TimeUse(NamedTuple):
-    """Division of the elapsed time of each client into busy, absent and idle time.
+    """Busy, absent and idle time of each client, which together are the elapsed time.
 
     Attributes:
         busy: seconds for training and messages ``[n]``.

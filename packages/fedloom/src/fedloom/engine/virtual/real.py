@@ -31,7 +31,7 @@ FLIGHT_INDEX: Final = 3
 
 
 class RealVersion(Version):
-    """Time between two server steps at real sites (see `Version`)."""
+    """Interval between two server steps at real sites (see `Version`)."""
 
     _clients: StreamedClients
 
@@ -41,7 +41,7 @@ class RealVersion(Version):
         self._longest = self._timeout = min(schedule.timeout or clients.longest, clients.longest)
         self._present, self._unusable, self._stuck = clients.present(), set[int](), math.inf
         for event in [e for e in self._queue if math.isinf(e[END_INDEX]) and not clients.is_asked(e[CLIENT_INDEX])]:
-            self._queue.remove(event)  # an earlier process of the server has asked
+            self._queue.remove(event)  # requested by an earlier server process
             self._ask(event)
 
     def _is_there(self, client: int) -> bool:

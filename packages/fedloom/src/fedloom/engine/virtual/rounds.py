@@ -117,7 +117,7 @@ def _cohort_positions(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
 
 
 def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return the number of local steps ``[m]`` for which clients have time besides receiving and sending a model."""
+    """Return how many local steps ``[m]`` fit into the time that remains after receiving and sending a model."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
@@ -129,7 +129,7 @@ def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
 
 
 class ObservedClients:
-    """Clients of a run, together with a record of the outcome for each client of a round."""
+    """Clients of a run, with a record of how the work of each client in a round ended."""
 
     def __init__(self, clients: LocalClients) -> None:
         self._clients = clients

@@ -63,7 +63,7 @@ def convert_stale_uploads(
             changes[name] = (value + base_of(kind, received, None) - base_of(kind, now, None)) * scale
             continue
         then, present = (job.algorithm.received(down, upload) for down in (received, now))
-        if then.shape[-1] == value.shape[-1]:  # else statistics of the client, which are what they are
+        if then.shape[-1] == value.shape[-1]:  # other fields are statistics, which are not converted
             origin = then if schedule.rate is None else present
             changes[name] = torch.where(
                 (staleness[:, None] == 0) & (scale == 1), value, present + scale * (value - origin)

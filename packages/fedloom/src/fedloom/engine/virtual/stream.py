@@ -39,7 +39,7 @@ NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
 
 
 class Version(ABC):
-    """Time between two server steps, during which the server's state does not change.
+    """Interval between two server steps, in which the server's state does not change.
 
     A subclass determines which clients are present (`_is_there`), how a client's training is prepared and started
     (`_compute`, `_dispatch`), and how the run waits for an upload (`_wait`).
@@ -87,7 +87,7 @@ class Version(ABC):
                 self._give_up(event)
             else:
                 self._silent = 0
-                self._waiting.append(event)  # it stays away: until the step it would get the same model again
+                self._waiting.append(event)  # not dispatched again before the step, because the model is the same
                 if len(self._waiting) == self._size:
                     break
             if self._next == len(self._queue) or self._queue[self._next][0] != self._now:
@@ -138,7 +138,7 @@ class Version(ABC):
 
     @abstractmethod
     def _is_there(self, client: int) -> bool:
-        """Return True if a client that is not under way can be dispatched now."""
+        """Return True if a client that is not already training can be dispatched now."""
 
     def _is_free(self, client: int) -> bool:
         return client not in self._away and self._is_there(client)
@@ -146,7 +146,7 @@ class Version(ABC):
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Return the next clients in the pool that can be dispatched, and how often each of them was drawn.
 
-        Clients that are under way are removed from the pool. Absent clients keep their places in the pool.
+        Clients that are already training are removed from the pool. Absent clients keep their positions in the pool.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -164,9 +164,9 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw an additional cohort into the pool.
+        """Draw another cohort, and put its clients into the pool in random order.
 
-        The clients of the cohort wait there in a random order, except for the clients in ``excluded``.
+        Clients in ``excluded`` are left out.
         """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
@@ -213,7 +213,7 @@ class Version(ABC):
             log += (client, flights[number].version, t, start, end, busy, fate)
         for event in self._lost:
             places.setdefault(event[3], []).append(event[4])
-        for number, place, _ in self._ready.values():  # computed, and not dispatched at this version
+        for number, place, _ in self._ready.values():  # computed but not dispatched in this version
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
@@ -227,7 +227,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """Time between two server steps in virtual time, where devices determine how long clients take (see `Version`)."""
+    """Interval between two server steps in virtual time, in which devices determine how long clients take."""
 
     _clients: LocalClients
 

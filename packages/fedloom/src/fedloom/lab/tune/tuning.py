@@ -20,7 +20,7 @@ from fedloom.data.groups import keep_group_columns
 from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.setup import check
-from fedloom.engine.workers import idle_workers
+from fedloom.engine.workers import note_idle_workers
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, EventEmitter, EventQueue, Listener
@@ -168,7 +168,7 @@ class Tuning:
     @property
     def remarks(self) -> list[str]:
         """Remarks about the search as a whole."""
-        return idle_workers(self.experiment.common.engine)
+        return note_idle_workers(self.experiment.common.engine)
 
     @property
     def rounds(self) -> int:

@@ -107,7 +107,7 @@ def _needs_loop(module: nn.Module, fed: Federation) -> bool:
 
 
 def loop_reason(module: nn.Module, fed: Federation) -> str:
-    """Return why `auto` does not use vmap for a model on an accelerator, or "" if vmap is not the only obstacle."""
+    """Return vmap's error if it is the only reason why `auto` uses `Looped` on an accelerator, or ""."""
     return "" if fed.device.type == "cpu" or _needs_loop(module, fed) else fails_stacked(module, fed)
 
 

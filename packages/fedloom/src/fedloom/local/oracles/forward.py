@@ -153,6 +153,6 @@ def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
     try:
         with torch.no_grad(), forked(sample.device), Pooled() as pooled:
             module.eval()(repeat_single(sample).clone(memory_format=torch.channels_last))
-    except RuntimeError:  # a view() in user code, for one
+    except RuntimeError:  # for example a view() in user code
         return torch.contiguous_format
     return torch.channels_last if USUAL_BATCH * pooled.elements >= weights else torch.contiguous_format

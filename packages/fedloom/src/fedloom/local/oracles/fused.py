@@ -133,7 +133,7 @@ class Fused(TermNetwork):
         for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
-        if not isinstance(self.module, MultiBodyNetwork):  # such layers neither draw by themselves nor write parameters
+        if not isinstance(self.module, MultiBodyNetwork):  # such layers draw nothing and do not change parameters
             self.hides_randomness, self.draws_evaluated, self.mixes_samples, self.overwritten = False, False, False, ()
             self.returns_probabilities = False
         self.linear = {
@@ -292,7 +292,7 @@ class Fused(TermNetwork):
                 x = apply(rows.numpy(), self.linear[name], x.flatten(1), ends)
             elif isinstance(layer, nn.ReLU):
                 x = layer(x)
-            elif not isinstance(layer, Dropout | nn.Flatten):  # the last values of a tensor are rounded otherwise
+            elif not isinstance(layer, Dropout | nn.Flatten):  # vectorized code rounds the last values differently
                 x = torch.cat([layer(samples) for samples in x.split(sizes.tolist())])
         return x
 

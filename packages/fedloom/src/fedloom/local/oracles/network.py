@@ -110,7 +110,7 @@ class Network(Oracle):
                     large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
                     negative = task.objective.loss is not None and bool((outputs <= 0).all())
                     negative = negative and self._stays_negative(row, x)
-                    self._hold(self._views_to_run(row))  # the initial model, which the run reads from the module
+                    self._hold(self._views_to_run(row))  # the run reads the initial model from the module
                 bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
                 self.unseeded = probe_task(task, outputs, fed.targets(index), bounded, negative)
         keep_memory()
@@ -121,7 +121,7 @@ class Network(Oracle):
         The outputs of a log-softmax, and negative distances, have no positive values whatever the parameters are.
         """
         draws = generator(0, purpose="probe")
-        for _ in range(SIGN_TRIALS):  # one draw at a time, because each is as large as the model
+        for _ in range(SIGN_TRIALS):  # one draw at a time to save memory
             signs = torch.randint(2, row.shape, generator=draws, dtype=torch.int8) * 2 - 1
             if bool((self.run(row * signs.to(row.device), x) > 0).any()):
                 return False
@@ -196,7 +196,7 @@ class Network(Oracle):
         spot, modules = self.spot if layer == "penultimate" else RepresentationSpot(layer), self._modules
         if spot.name != "logits" and spot.name not in modules:
             raise unknown("layer", layer, ["penultimate", "logits", *modules])
-        pieces = index.split(self._together)  # measured by a forward pass, which the hook must not see
+        pieces = index.split(self._together)  # computed first, because the hook must not see its forward pass
         with record_layer_calls(modules.get(spot.name, self.module), entering=spot.entering) as outputs:
             for piece in pieces:
                 self.run(row, self.fed.fetch(piece))
@@ -276,7 +276,7 @@ class Network(Oracle):
         A module that draws random numbers in evaluation draws the same numbers in every call.
         """
         self._hold(self._views_to_run(row))
-        if self.normalisers:  # they have a mode of their own while their statistics are computed
+        if self.normalisers:  # set_statistics changes the mode of these layers
             self.module.eval()
         set_training(self.module, False)
         with self._drawing():

@@ -44,7 +44,7 @@ class _ReLUMaxPool(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         fits = x.dim() == 4 and min(x.shape[2:]) >= 2 and x.dtype in (torch.float32, torch.float64, torch.bfloat16)
-        fits = fits and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # a module may call torch.vmap
+        fits = fits and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # the module may use torch.vmap
         if fits and x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last):
             return _ReLUMaxPoolFunction.apply(x)  # type: ignore[no-any-return, no-untyped-call]
         return super().forward(torch.relu(x))  # type: ignore[no-any-return]

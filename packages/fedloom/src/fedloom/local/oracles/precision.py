@@ -147,7 +147,7 @@ def _switch_precision(switches: Sequence[Any], precision: str) -> Iterator[None]
 def _is_readable_switch(switch: Callable[[], T]) -> T | None:
     try:
         return switch()
-    except RuntimeError:  # a caller's newer switches differ from it
+    except RuntimeError:  # the caller has set newer switches
         return None
 
 
@@ -163,7 +163,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
         return
     backends, filled = cast(Any, torch.backends), cast(Any, torch.utils.deterministic)
     cudnn, matmul = backends.cudnn, backends.cuda.matmul
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS does not promise the same bits
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS is not deterministic
     older, benchmark = _is_readable_switch(lambda: (cudnn.allow_tf32, matmul.allow_tf32)), cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = filled.fill_uninitialized_memory

@@ -73,7 +73,7 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
         with as_global(generator(0, purpose="probe"), fed.device), torch.no_grad():
             try:
                 outputs.append(probe(x[pair])[0].nan_to_num())
-            except Exception:  # of a user's code for these samples: the run names it if it uses them
+            except Exception:  # user code fails on these samples; the run reports it if needed
                 return False
     equal = [torch.allclose(a, b, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE) for a, b in pairwise(outputs)]
     return equal == [True, False, True]
@@ -84,7 +84,7 @@ def returns_probabilities(module: nn.Module, fed: Federation) -> bool:
     try:
         with preserve_rng():
             outputs = _try_probe(_copy_in_training_mode(module, fed).eval(), fed)
-    except Exception:  # of a user's code for this sample: the run names it if it uses it
+    except Exception:  # user code fails on this sample; the run reports it if needed
         return False
     far = (outputs.sum(-1) - 1).abs() > MIXED_TOLERANCE
     return outputs.ndim == 2 and outputs.shape[1] > 1 and not bool((outputs < 0).any() or far.any())

@@ -249,7 +249,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
             f"{', '.join(map(str, untrained[:4]))}. Call detach() on them, or make them parameters of "
             "the model (for a penalty on parameters, use local.weight_decay)"
         )
-    if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
+    if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _uses_pairing(task.objective.loss, outputs, y):
         raise ConfigError(
             f"task: loss {name!r} does not depend on which output belongs to which target, for example because outputs "
             f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
@@ -276,7 +276,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
 
 
 def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool) -> bool:
-    """Return True if a loss of classes falls without limit when the outputs grow.
+    """Return True if a classification loss decreases without bound as the outputs grow.
 
     Each sample has the class with its largest output, and then the class with its smallest output. If ``negative`` is
     True, all outputs stay negative, as logarithms of probabilities and negative distances do.
@@ -294,7 +294,7 @@ def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool
         for factor in GROWING_FACTORS:
             try:
                 values.append(compute_user_number(loss, "loss", factor * outputs, target.to(y.dtype)))
-            except CodeError:  # of targets that the loss does not accept
+            except CodeError:  # the loss does not accept such targets
                 return False
     return any(b < 10 * a < 0 for a, b in (values[:2], values[2:]))
 
@@ -344,7 +344,7 @@ def _gradient_leaves(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
-def _tells_pairs(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
+def _uses_pairing(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
     """Return True if a loss depends on the assignment of two targets to two outputs ``[b, 1]``.
 
     The test uses increasing outputs, and half of these outputs have each target.

@@ -24,7 +24,7 @@ from fedloom.formats import shorten_list
 BATCH_ROWS = 512
 """Number of rows that are read at a time. For a table with 1,000 columns, this means that memory holds 512,000 cells as
 text."""
-csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
+csv.field_size_limit(2**24)  # long texts are allowed, but an unclosed quote must not fill memory
 MAX_ROW_CHARACTERS = 2**26
 """Maximum number of characters in a row, and in all rows that are buffered before they are split into columns."""
 MAX_SHOWN_LEVELS = 6
@@ -87,12 +87,12 @@ def detect_csv_signs(head: bytes, where: object, encoding: str | None = None, sk
         text = head.decode(encoding or "utf-8-sig")
     except UnicodeDecodeError as error:
         at = len(head) - len(error.object) + error.start
-        if len(head) < DETECTION_BYTES or at < len(head) - 4:  # else a letter that is cut
+        if len(head) < DETECTION_BYTES or at < len(head) - 4:  # otherwise the last letter may be cut off
             raise _encoding_error(where, at, 1 + head[:at].count(b"\n"), head[at:], encoding) from None
         text = head[:at].decode(encoding or "utf-8-sig")
     lines = text.splitlines(keepends=True)[skip:]
     if len(head) >= DETECTION_BYTES:
-        lines = lines[:-1] or lines  # the last one is cut
+        lines = lines[:-1] or lines  # the last line may be cut off
     best, most, table = ",", 1, list[list[str]]()
     with suppress(csv.Error):
         for sign in (",", ";", "\t", "|"):
@@ -125,7 +125,7 @@ def _encoding_error(where: object, at: int, line: int, rest: bytes, stated: str 
     encoding = "WINDOWS-1252"
     if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:
         encoding = "UTF-16"
-    elif rest[0] == 0:  # half of a letter in 16 bits
+    elif rest[0] == 0:  # one byte of a 16-bit letter
         encoding = "UTF-16LE" if at else "UTF-16BE"
     return DataError(
         f"{where} is not encoded in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). "
@@ -295,7 +295,7 @@ def iterate_column_pieces(rows: Iterator[list[str]], names: Sequence[str], probl
             problems.add("header", "", what, [None], "delete it if it is a second header line or a line of units")
             block, line = block[1:], line + 1
         for number, row in enumerate(block, line):
-            if row and len(row) != width:  # a blank line is no row
+            if row and len(row) != width:  # skip blank lines
                 what = f"row {number} has {len(row)} cells, expected {width}"
                 above = "if the header is below this row, set skip to the number of lines above the header"
                 cure = "repair the row" if number > problems.first else above
@@ -366,7 +366,7 @@ def convert_to_numbers(
     out = np.full(len(cells), np.nan)
     some = [cell for cell, is_missing in zip(cells, missing, strict=True) if not is_missing]
     text = "".join(cell for cell in some if isinstance(cell, str))
-    if text.isascii() and "_" not in text:  # else numpy reads more than `number_of` does
+    if text.isascii() and "_" not in text:  # numpy accepts more texts than `number_of`
         with suppress(ValueError, TypeError, OverflowError):
             out[~missing] = np.array(some, np.float64)
     if not (np.abs(out[~missing]) <= MAX_NUMBER).all():

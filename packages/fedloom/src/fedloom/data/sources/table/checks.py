@@ -44,7 +44,7 @@ def rename_hint(twice: Sequence[str]) -> str:
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
-def refuse_twins(where: str, names: Sequence[str]) -> None:
+def check_duplicate_columns(where: str, names: Sequence[str]) -> None:
     """Raise an error if a header contains the same name twice.
 
     Raises:
@@ -93,7 +93,7 @@ class SuspectSpellings:
                 self._counts[column] = self._counts.get(column, 0) + 1
                 self._examples.setdefault(column, text)
             elif not SHORT_FRACTION_PATTERN.fullmatch(text) and is_number(text):
-                self._sound.add(column)  # another fraction, or a thousand without a sign
+                self._sound.add(column)  # the periods in this column are decimal points
                 return
 
     def notes(self) -> Iterator[str]:
@@ -255,7 +255,7 @@ def note_doubtful_columns(
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("add it to drop", "add it to missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
     for name, values in columns.items():
-        ordered = np.sort(values)  # NaN last
+        ordered = np.sort(values)  # NaN is sorted last
         count = len(ordered) - int(np.isnan(ordered).sum())
         if len(ordered) < MIN_CHECKED_ROWS:
             return

@@ -113,7 +113,7 @@ class _TableReading:
                 f"{where} has {len(names):,} columns, but fedloom reads at most {MAX_COLUMNS:,}. Check the separator, "
                 "or provide the features as an array (NPZ, or a folder with x.npy)"
             )
-        checks.refuse_twins(where, names)
+        checks.check_duplicate_columns(where, names)
         if disguised := direction_in(*names, hidden=True):
             raise DataError(f"{where}: a column {disguised}")
         if absent := sorted(wanted - set(names)):
@@ -179,7 +179,7 @@ class _TableReading:
         elif column in self.numeric:
             values = convert_to_numbers(piece, missing, self.problems)
             rows[:, self.place[column]] = values * factor_of(self.spec.factors, column)
-            if self.problems.has("number", column):  # perhaps a column of names, which is no feature
+            if self.problems.has("number", column):  # perhaps a column of names, which must not be a feature
                 texts = self.texts.setdefault(column, Counter())
                 if len(texts) <= MAX_STORED_TEXTS:
                     texts.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
@@ -189,7 +189,7 @@ class _TableReading:
             self.measured[column].reserve(start, len(block))[:] = convert_to_numbers(piece, missing, self.problems)
 
     def _events(self, cells: Cells) -> list[float]:
-        """Return 1 for cells that are counted as the event, and 0 for all other cells."""
+        """Return 1 for cells that mean an event, and 0 for all other cells."""
         counted = [level_name(cell) in self.spec.event_levels for cell in cells]
         self.events_seen.update(level_name(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]
@@ -242,7 +242,7 @@ class _TableReading:
             times, events = self._targets.items()
             wrong += checks.survival_time_errors(times, events, problems.first, eventless=agreement is not None)
             absent = [text for text in spec.event_levels if text not in self.events_seen]
-            if absent and agreement is None:  # one of several sites may lack the event
+            if absent and agreement is None:  # a single site may have no events
                 wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that occur in it")
             stated = {*spec.include, *spec.group_columns} if agreement is None else {*self.features}
             columns = {name: self._numbers[:, k] for name, k in self.place.items() if name not in stated}
@@ -252,7 +252,7 @@ class _TableReading:
         numeric = [*self._targets.values()] or [label]
         if spec.unlabelled == "keep":
             labels = np.stack(numeric)
-            has_label = ~np.isnan(labels).all(0)  # rows without any label are left out
+            has_label = ~np.isnan(labels).all(0)  # rows without any label are omitted
             numeric = [*np.where(np.isnan(labels) & has_label, -1.0, labels)]
         whole = [*numeric, *(coded[c][0] for c in self.special), *self.design.times()]
         keep = torch.from_numpy(~np.isnan(whole).any(0))
@@ -328,7 +328,7 @@ class _TableReading:
         if self.agreed or not len(whole):
             return []
         for column in set(spec.include) - {*self.special, *spec.group_columns}:
-            if column in self.texts:  # text that is to stay: a feature per level
+            if column in self.texts:  # a text column that is kept has one feature per level
                 self.categorical.append(column)
                 self.numeric.discard(column)
                 self.problems.forget(column)

@@ -201,7 +201,7 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield errors in the column that orders the rows.
+        """Yield an error for each kind of invalid cell in the column that orders the rows.
 
         ``first`` is the number of the first row, from which the row numbers in messages are counted.
         """
@@ -272,7 +272,7 @@ class DesignReading:
             yield f"{self.order!r}: times without a time zone are read as UTC, but other rows have a zone"
 
     def _notes_on_values(self, valid: NDArray[np.float64]) -> Iterator[str]:
-        """Yield notes on numbers that look like dates in another form, and on times that may mark missing ones."""
+        """Yield notes on numbers that look like dates in another format, and on times that may mean "missing"."""
         levels, rows = np.unique(valid, return_counts=True)
         if len(levels) < MIN_DISTINCT_TIMES:
             return
@@ -341,18 +341,18 @@ class DesignReading:
 
 
 def _days_of(values: NDArray[np.float64], form: str, length: int) -> list[datetime]:
-    """Return the days that numbers, written as text of a fixed length, name in a format, or [] if one of them does not.
+    """Read numbers as dates in a format, and return the dates. If a number is not a date, return [].
 
     Args:
         values: numbers.
         form: format of dates.
-        length: number of characters.
+        length: number of characters to which the text of each number is padded.
     """
     days = list[datetime]()
     for value in values.tolist():
         text = f"{value:.{4 if '.' in form else 0}f}".zfill(length)
         try:
-            day = datetime.strptime(text, form)  # a day without a time
+            day = datetime.strptime(text, form)  # a date without a time zone
         except ValueError:
             return []
         if float(text) != value or not FIRST_YEAR <= day.year <= LAST_YEAR:
@@ -383,7 +383,7 @@ def seconds_of(cell: object) -> float | None:
         except ValueError:
             return None
     if isinstance(cell, date) and not isinstance(cell, datetime):
-        cell = datetime(cell.year, cell.month, cell.day)  # made UTC below
+        cell = datetime(cell.year, cell.month, cell.day)  # converted to UTC below
     if not isinstance(cell, datetime):
         return None
     return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()

@@ -72,7 +72,7 @@ class LibraryTable(TableSource):
             table = self.read_file(place)
         except (ConfigError, DataError):
             raise
-        except Exception as error:  # libraries raise errors of their own
+        except Exception as error:  # libraries raise their own errors
             detail = f"{type(error).__name__}: {error}".rstrip(".")
             raise DataError(f"{place} is not a readable {place.suffix} file ({detail}). Write it again") from error
         yield RawTable(
@@ -198,7 +198,7 @@ def _read_catalog(library: Any, path: str) -> Mapping[str, Mapping[Any, str]]:
         formats: Mapping[str, Mapping[Any, str]] = library.read_sas7bcat(str(place), output_format="dict")[
             1
         ].value_labels
-    except Exception as error:  # of the library
+    except Exception as error:  # any error of the library
         raise DataError(
             f"{place} is not a readable SAS catalog ({type(error).__name__}: {error}). Write it again"
         ) from error

@@ -37,10 +37,10 @@ number with up to 15 digits exactly."""
 
 
 def similar_levels_text(counts: Mapping[str, int]) -> str:
-    """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are no such levels.
+    """Return levels that probably have the same meaning, as ``'0' (3) = 'FALSE' (4)``, or "" if none have.
 
-    Levels probably mean the same if they differ only in capitals, spaces or the encoding of a letter, if they are
-    notations of the same number, or if they are ways to write true and false in a column without other levels.
+    Levels probably have the same meaning if they differ only in capitals, spaces or the encoding of a letter, if they
+    are notations of the same number, or if they are ways to write true and false in a column without other levels.
 
     Args:
         counts: number of rows for each level.
@@ -137,7 +137,7 @@ class LevelCodeCollector:
         names = sorted(self.levels, key=natural_sort_key)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
-        place[-1] = np.nan  # of missing cells, whose code is -1
+        place[-1] = np.nan  # for missing cells, whose code is -1
         return place[np.concatenate(self.rows)], tuple(names)
 
 

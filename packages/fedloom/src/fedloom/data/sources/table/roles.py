@@ -25,7 +25,7 @@ class TableRoles(DesignOptions):
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that count as an event. All other values count as censored "
+        description="values of the event column that mean an event. All other values mean censoring "
         "(default: 1 is an event, 0 is censored)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
@@ -54,7 +54,7 @@ class TableRoles(DesignOptions):
     missing: tuple[str, ...] = Field(
         default=(),
         description=(
-            "additional cell values that count as missing, besides empty cells, ? and pandas' markers except None"
+            "additional cell values that mean a missing value, besides empty cells, ? and pandas' markers except None"
         ),
     )
     impute: bool = Field(
