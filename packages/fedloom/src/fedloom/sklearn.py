@@ -27,6 +27,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
+from fedloom.data.sources.array_data import refuse_masked
 from fedloom.data.subjects.design import design_of, is_absent
 from fedloom.data.survey.findings import exclusion_reason, table_findings
 from fedloom.data.survey.leaks import ReadColumn
@@ -148,6 +149,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
         """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
+        refuse_masked(x, "X")
         rows = torch.tensor(np.asarray(validate_data(self, x, reset=False), np.float64))
         owners = (
             [None] * len(rows) if groups is None else list(map(level_name, _group_codes(groups, len(rows)).tolist()))
@@ -209,6 +211,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         Raises:
             ValueError: scikit-learn or the method rejects the arguments.
         """
+        refuse_masked((X, y), "X and y")
         shape = y.shape if issparse(y) else np.asarray(y).shape
         several = len(shape) == 2 and shape[1] > 1
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=several)
@@ -271,6 +274,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
         """Train on features ``[N, p]`` and a numeric target ``[N]`` (see `FederatedClassifier.fit`)."""
+        refuse_masked((X, y), "X and y")
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         y = np.asarray(y, np.float64)
         centre, unit = float(y.mean()), float(y.std()) or 1.0

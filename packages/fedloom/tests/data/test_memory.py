@@ -143,7 +143,11 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create(((X, Y), (X, Y))), ConfigError, r"Pass {'train': \(x, y\), 'test'"),
         (lambda: Dataset.create((X, Y, X, Y)), ConfigError, r"Pass {'train': \(x, y\), 'test'"),
-        (lambda: Dataset.create(RECORDS), ConfigError, r"without targets. Pass pandas.DataFrame\(x\)"),
+        (
+            lambda: Dataset.create(RECORDS),
+            ConfigError,
+            r"is a structured array with the fields a, b. Pass pandas.DataFrame\(x\)",
+        ),
         (
             lambda: Dataset.create(RECORDS, Y),
             DataError,

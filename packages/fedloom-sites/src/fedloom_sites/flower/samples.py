@@ -21,8 +21,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
+from fedloom.data.dataset import Dataset as ReadDataset
 from fedloom.data.sides import are_sample_sets, batches_error
+from fedloom.data.sources.array_data import refuse_masked
 from fedloom.data.sources.rereading import check_reread_samples, gives_random_samples
+from fedloom.data.sources.table.frames import is_frame, is_hub
 from fedloom.errors import ConfigError, DataError, WireError
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
@@ -175,8 +178,18 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
             without subjects.
 
     Raises:
-        ConfigError: the data set does not contain samples that include a target.
+        ConfigError: the data set does not contain samples that include a target, or is a table.
+        DataError: some values are masked.
     """
+    refuse_masked(samples, f"{part}set")
+    whole = samples if isinstance(samples, tuple) else (samples,)
+    if any(isinstance(v, ReadDataset) or (is_frame(v) and not is_hub(v)) for v in whole):
+        raise ConfigError(
+            f"{part}set is a table or a fedloom Dataset, but the model of an app takes tensors. Pass the tensors "
+            "(x, y), such as torch.tensor(frame[columns].to_numpy('float32')) for x, or (data.x, data.y)"
+        )
+    if odd := [v.dtype for v in whole if isinstance(v, np.ndarray) and v.dtype.kind not in "uifb"]:
+        raise ConfigError(f"{part}set must contain real numbers, got an array of {odd[0]}. Pass floats")
     if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(v, Tensor | np.ndarray) for v in samples):
         native = (v if isinstance(v, Tensor) else np.asarray(v, v.dtype.newbyteorder("=")) for v in samples)
         batch: Any = tuple(map(torch.as_tensor, native))
@@ -211,6 +224,8 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
                 f"{part}set: {name!r} of the samples must be a tensor or a number, got "
                 f"{type(value).__name__}. Omit {name!r}{cure}"
             )
+        if value.is_complex():
+            raise ConfigError(f"{part}set: {name!r} contains complex numbers. Pass real numbers, such as x.abs()")
     counts = {len(value) for value in (*inputs, y)}
     if counts == {0} or len(counts) > 1 or not inputs:
         raise ConfigError(
@@ -234,6 +249,9 @@ def _collate_samples(part: str, samples: object) -> Any:
         if not every:
             cure = "a node needs training samples" if part == "train" else "leave it out"
             raise ConfigError(f"{part}set is empty; {cure}")
+        for k, sample in enumerate(every):
+            parts = tuple(sample.values()) if isinstance(sample, Mapping) else sample
+            refuse_masked(parts, f"{part}set: sample {k}")
         if join is collate and isinstance(every[0], list) and not are_sample_sets([every[0]]):
             raise ConfigError(
                 f"{part}set: sample 0 is a list of {len(every[0])} entries. Use a tuple whose last entry is the target"

@@ -237,7 +237,7 @@ class InputSpec(Value):
         if tuple(x.shape[1:]) != self.shape:
             raise DataError(
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
-                + _cure_of_shape(tuple(x.shape), self.shape)
+                + _cure_of_shape(tuple(x.shape), self.shape, original_dtype or str(x.dtype).removeprefix("torch."))
             )
         check_number_type(x, name, self.pixels, original_dtype, integers=self.integers)
         return x
@@ -374,13 +374,22 @@ def _recode_levels(old: TableColumn, new: TableColumn, values: Tensor, name: str
     return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])
 
 
-def _cure_of_shape(got: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """Return advice for samples of shape ``got``, starting with their number, or "" if other samples are needed."""
+def _cure_of_shape(got: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> str:
+    """Return advice for samples of shape ``got``, starting with their number, or "" if other samples are needed.
+
+    Args:
+        got: shape of all samples together.
+        shape: shape of a sample that the model accepts.
+        dtype: original type of the samples.
+    """
     images = len(shape) == 3
     if images and (got[3:], got[1:3]) == (shape[:1], shape[1:]):
         return ". The channels are last: pass numpy.moveaxis(x, -1, 1)"
     if images and len(got) == 4 and got[2:] == shape[1:] and shape[0] in (1, 3):
-        return f". Convert the pictures: picture.convert({'L' if shape[0] == 1 else 'RGB'!r})"
+        mode = "L" if shape[0] == 1 else "RGB"
+        if dtype in ("uint8", "bool"):
+            return f". Convert the pictures: picture.convert({mode!r})"
+        return f". Scale the pixels to bytes, because Pillow clips {dtype}, and then convert the pictures to {mode}"
     if got in (shape, shape[1:]):
         return ". This looks like a single sample: pass x[None]"
     if math.prod(got[1:]) == math.prod(shape):

@@ -17,7 +17,7 @@ from fedloom.data.sources.array_data import as_features, convert_to_plain_array
 from fedloom.data.sources.table.cells import ColumnPiece, Problems, decode_cells, is_missing
 from fedloom.data.sources.table.checks import check_duplicate_columns
 from fedloom.data.sources.table.dates import check_dates, replace_dates
-from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
+from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame, refuse_unread_table
 from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, unapplied_factor_notes
 from fedloom.data.sources.table.reading import RawTable
 from fedloom.data.tables import level_name
@@ -35,6 +35,7 @@ class NewRows(NamedTuple):
             for missing cells. For data that are not a table, samples ``[N, *shape]``.
         sites: client of each row, read from a column of the table. None if no column contains the names of the clients.
         notes: notes on cells that were filled.
+        unknown: those of the notes that are on levels that do not occur in the training data.
         files: file that contains each row, if each row has a separate file.
         kept: columns that are written next to the predictions, as text, keyed by name.
     """
@@ -44,6 +45,7 @@ class NewRows(NamedTuple):
     notes: tuple[str, ...] = ()
     files: Sequence[str] | None = None
     kept: Mapping[str, Sequence[str]] = {}
+    unknown: tuple[str, ...] = ()
 
 
 @default_to_cpu()
@@ -81,6 +83,8 @@ def new_rows(
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name} must be a table or an array, got the path {str(rows)!r}. Read the file first")
+    if not isinstance(rows, Mapping):
+        refuse_unread_table(rows, name)
     if isinstance(rows, Dataset):
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
@@ -170,14 +174,16 @@ def _read_columns(
         if column in columns and users in names:
             columns[column] *= by_row
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
-    notes += [
+    unknown = [
         f"column {n!r}: {one.unknown.total()} cells contain levels that the training data do not contain: {one.shown}"
         for n, one in agreed.items()
         if one.unknown
     ]
     x = torch.from_numpy(np.stack(list(columns.values()), 1))
+    unknown = [*map(write_singular, unknown)]
+    notes = [*map(write_singular, notes), *unknown]
     notes += [] if users in names else unapplied_factor_notes(factors or {}, users, None)
-    return NewRows(x, sites if users in names else None, tuple(map(write_singular, notes)), kept=kept)
+    return NewRows(x, sites if users in names else None, tuple(notes), kept=kept, unknown=tuple(unknown))
 
 
 def _read_sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
@@ -212,5 +218,5 @@ def _read_array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str
         x = x[:, 0]
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]
-    samples = torch.from_numpy(np.ascontiguousarray(as_features(x, name)))
+    samples = torch.from_numpy(np.require(as_features(x, name), requirements=["C", "W"]))
     return NewRows(facts.samples(samples, name, dtype))

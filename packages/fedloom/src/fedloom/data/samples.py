@@ -12,7 +12,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.array_data import as_array, convert_to_plain_array, has_channels_last
+from fedloom.data.sources.array_data import as_array, convert_to_plain_array, has_channels_last, refuse_masked
 from fedloom.data.sources.rereading import (
     REREAD_SAMPLES,
     ChangedSamples,
@@ -85,6 +85,7 @@ def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> Stacke
     y: list[Any] = []
     first, pictures = "", False
     for value, label in samples:
+        refuse_masked((value, label), f"{name}: sample {len(y)}")
         numbers, picture = _sample_array(value), is_picture(value)
         if numbers.dtype.kind not in "uifb":
             raise DataError(f"{name}: sample {len(y)} is {numbers.dtype}, but a sample must be an image or numbers")

@@ -212,8 +212,6 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
                 )
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
-            elif isinstance(obj, np.ndarray) and obj.dtype.names:
-                cure = "pandas.DataFrame(x), whose columns also have names"
             raise ConfigError(f"{name}: features without targets. Pass {cure}")
         return SampleSet.create(obj, target, name)
     if isinstance(obj, TorchDataset):

@@ -307,8 +307,10 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
         graph.initializer.append(onnx.helper.make_tensor("gone", onnx.TensorProto.DOUBLE, [], [float(MISSING_CODE)]))
     for j, k in enumerate(texts):
         names, place = table.columns[k].names, f"column {j}"
+        spellings = {f"{name}.0": code for code, name in enumerate(names) if name.lstrip("-").isdecimal()}
+        codes = {**spellings, **{name: code for code, name in enumerate(names)}}
         graph.initializer.append(onnx.helper.make_tensor(place, onnx.TensorProto.INT64, [1], [j]))
-        coding = {"keys_strings": names, "values_int64s": range(len(names)), "default_int64": MISSING_CODE}
+        coding = {"keys_strings": [*codes], "values_int64s": [*codes.values()], "default_int64": MISSING_CODE}
         nodes += [
             node("Gather", ["texts", place], [f"{place} text"], axis=1),
             node("LabelEncoder", [f"{place} text"], [f"{place} code"], domain="ai.onnx.ml", **coding),
@@ -338,6 +340,11 @@ def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshol
         graph.node.append(node("Gather", [output, "second"], ["probability of the second"], axis=-1))
         graph.node.append(node("GreaterOrEqual", ["probability of the second", "threshold"], ["is the second"]))
         graph.node.append(node("Cast", ["is the second"], ["best"], to=onnx.TensorProto.INT64))
-    graph.node.append(node("Gather", ["classes", "best"], ["class"]))
+    graph.initializer.append(tensor("first", onnx.TensorProto.INT64, [], [0]))
+    graph.initializer.append(tensor("no class", onnx.TensorProto.STRING, [], [b""]))
+    graph.node.append(node("Gather", [output, "first"], ["probability of the first"], axis=-1))
+    graph.node.append(node("IsNaN", ["probability of the first"], ["is undefined"]))
+    graph.node.append(node("Gather", ["classes", "best"], ["likely class"]))
+    graph.node.append(node("Where", ["is undefined", "no class", "likely class"], ["class"]))
     places = ["batch", *([facts.positions] if facts.each else [])]
     graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, places))

@@ -187,6 +187,8 @@ class Model:
             and (problems := unapplied_factor_notes(factors, users, None))
         ):
             raise DataError(f"rows: {problems[0]}. Rename that column if it contains converted numbers")
+        for note in new.unknown:
+            warn_user(f"{note}. These cells are filled as in training")
         return self._warn_if_far(new.x)
 
     def _warn_if_far(self, x: Tensor) -> Tensor:

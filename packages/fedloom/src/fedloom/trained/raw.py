@@ -21,6 +21,8 @@ class RawModel(nn.Module):
     Otherwise it accepts samples ``[b, *shape]``, which are int64 tokens for sequences and floats for other data. A
     model that was trained on bytes also accepts bytes.
 
+    If a table was trained without imputation, rows with missing cells or unknown levels have NaN as their outputs.
+
     The module returns class probabilities ``[b, C]`` or, if there is a label per position, ``[b, L, C]``. If samples
     have several labels, the probability of each label, ``[b, k]``, is returned. For numeric targets, it returns the
     predicted values ``[b, k]`` of a regression in the units of the target, or the predicted mean ``[b, 1]`` of a count.
@@ -49,6 +51,7 @@ class RawModel(nn.Module):
         self.register_buffer("line", calibration)
         self.module, self.task, self.dtype = module, facts.task, dtype
         self.centre, self.unit = facts.centre, facts.unit
+        self.complete = facts.table is not None and not facts.table.impute
         if facts.table is not None:
             assert fitted is not None
             self.before: nn.Module = facts.table.encoder(fitted)
@@ -63,6 +66,8 @@ class RawModel(nn.Module):
     def outputs(self, samples: Tensor) -> Tensor:
         """Compute the outputs ``[b, k]`` of the module for raw samples (or ``[b, L, k]`` with a label per position)."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
+        if self.complete:
+            out = torch.where(samples.isnan().any(1, keepdim=True), torch.nan, out)
         return out if self.line is None else recalibrate(out, self.line)
 
     def convert_outputs(self, out: Tensor) -> Tensor:

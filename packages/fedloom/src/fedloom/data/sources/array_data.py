@@ -401,9 +401,9 @@ def convert_to_plain_array(values: object, name: str, mixed: bool = False) -> ND
 
     Raises:
         DataError: rows differ in length, or values differ in type or are missing.
+        ConfigError: the values are a sparse matrix.
     """
-    if np.ma.is_masked(values):
-        raise DataError(f"{name}: some values are masked. Fill these values, or remove the samples")
+    refuse_masked(values, name)
     if getattr(values, "is_meta", False):
         raise DataError(f"{name}: a tensor on the device meta has no values. Create the tensor with device='cpu'")
     if hasattr(values, "toarray"):
@@ -430,6 +430,16 @@ def convert_to_plain_array(values: object, name: str, mixed: bool = False) -> ND
                 )
         array = np.array(cells).reshape(array.shape)
     return array
+
+
+def refuse_masked(values: object, name: str) -> None:
+    """Raise an error if an array, or an array in a list, has masked values, because numpy would use them as numbers.
+
+    Raises:
+        DataError: some values are masked.
+    """
+    if np.ma.is_masked(values) or (isinstance(values, list | tuple) and any(map(np.ma.is_masked, values))):
+        raise DataError(f"{name}: some values are masked. Fill these values, or remove the samples")
 
 
 def as_array(values: object) -> NDArray[Any]:

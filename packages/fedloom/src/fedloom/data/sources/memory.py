@@ -24,7 +24,14 @@ from fedloom.data.sources.array_data import add_notes, make_dataset
 from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, check_reread_samples
 from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.conversion import read_table
-from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
+from fedloom.data.sources.table.frames import (
+    coded_columns,
+    frame_cells,
+    frame_names,
+    is_frame,
+    is_hub,
+    refuse_unread_table,
+)
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
@@ -88,6 +95,7 @@ def as_dataset(
         sides = [obj]
     sides += [test] if test is not None else []
     first = sides[0]
+    refuse_unread_table(first[0] if isinstance(first, tuple) and first else first, name)
     if isinstance(first, tuple) and len(first) == 2 and len(sides) == 1 and is_frame(first[0]) and target is None:
         first, target = first
     if is_frame(first):

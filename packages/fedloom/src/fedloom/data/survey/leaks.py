@@ -18,6 +18,7 @@ from fedloom.data.survey.derived import (
     is_function_of,
 )
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, MIN_ROWS_PER_LEVEL, SCORE_BINS, group_equal_sizes
+from fedloom.data.survey.thresholds import find_threshold, is_threshold
 from fedloom.data.tables import is_number
 from fedloom.formats import shorten_list
 
@@ -87,11 +88,14 @@ def find_leaks(
                 "are known beforehand, add them to drop"
             )
         numbers = {name: values for name, values in numbers.items() if name not in terms}
+    binary, known = task == "classification" and len(target.names) == 2, ~np.isnan(y)
     for name, column in features.items():
         figure = score_groups(*column.scored(rows), y, task, LEAK_SHARE)
         how = figure.text if figure.value >= LEAK_SHARE else ""
         if not how and task == "regression":
             how = _describe_step_function(column, y, rows)
+        if not how and binary and not column.names and is_threshold(column.values[rows][known], y[known] == 1):
+            how = "a threshold gives the class of every row"
         if how:
             numbers.pop(name, None)
             yield f"column {name!r} alone predicts {of!r} almost perfectly ({how}){LATER_END}"
@@ -111,6 +115,13 @@ def find_leaks(
                 )
         elif users is not None:
             yield from _find_client_leaks(name, column, of, target, task, users, rows)
+    if binary and (found := find_threshold({name: values[rows] for name, values in numbers.items()}, y)):
+        pair, formula = found
+        numbers = {name: values for name, values in numbers.items() if name not in pair}
+        yield (
+            f"columns {pair[0]!r} and {pair[1]!r} together give the class {of!r} of every row (a threshold on "
+            f"{formula}), like facts recorded afterwards. Unless both are known beforehand, name them in drop"
+        )
     whole = target.values
     codes = range(len(target.names))[-1 if len(target.names) == 2 else 0 :][:MAX_FEW_LEVELS]
     marks = [np.where(np.isnan(whole), np.nan, whole == code) for code in codes] if target.names else [whole]

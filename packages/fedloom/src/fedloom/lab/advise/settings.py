@@ -29,6 +29,8 @@ STEP_SIZE_FACTOR = 10.0
 the factor to the file's step size multiplied by the factor."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
 """Tables of an experiment file that a race ignores."""
+UPLOAD_TABLES = ("aggregator", "upload_transform", "personalized_aggregation")
+"""Tables of an experiment file that apply to uploads, so they apply to all methods of a race except local training."""
 SETTING_DIGITS = 3
 """Number of significant digits to which the numbers that are tried are rounded."""
 
@@ -59,7 +61,8 @@ class RaceEntries:
 
     def __init__(self, document: Mapping[str, Any], where: str, read: Read, methods: tuple[str, ...]) -> None:
         self._where, self._read = where, read
-        self._document = {key: value for key, value in document.items() if key not in LEFT_OUT_TABLES}
+        self._document = {k: v for k, v in document.items() if k not in (*LEFT_OUT_TABLES, *UPLOAD_TABLES)}
+        self._for_uploads = {key: document[key] for key in UPLOAD_TABLES if key in document}
         self._names = tuple(dict.fromkeys((ALONE_METHOD, AVERAGE_METHOD, *methods)))
         self.base = self._experiment(AVERAGE_METHOD)
         rate = self.base.common.local.lr
@@ -138,7 +141,8 @@ class RaceEntries:
         return {**{key: value for key, value in self._document.items() if key != "tune"}, **more, "method": tables}
 
     def _read_entry(self, name: str) -> dict[str, Any]:
-        return {**self._document, "method": [{"algorithm": name, "label": name}]}
+        options = {} if name == ALONE_METHOD else self._for_uploads
+        return {**self._document, "method": [{"algorithm": name, "label": name, **options}]}
 
     def _experiment(self, name: str) -> Experiment:
         return self._read(self._read_entry(name), self._where)

@@ -130,7 +130,7 @@ def rows_of_levels(column: Coded) -> dict[str, int]:
 
 
 def survival_time_errors(
-    times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int, *, eventless: bool
+    times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int
 ) -> Iterator[str]:
     """Yield errors for invalid times and events.
 
@@ -138,10 +138,7 @@ def survival_time_errors(
         times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
         events: name and numbers of the event column, in the same representation.
         first: number of the first row, from which the row numbers in messages are counted.
-        eventless: True if the table may contain no events, for example because it is the table of one of several sites.
     """
-    if not eventless and not np.nansum(events[1]):
-        yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
     for (column, values), wrong, allowed in (
         (times, times[1] < 0, "times must be at least 0"),
         (events, ~np.isin(events[1], (0, 1)), "events must be 1, or 0 if the time is censored"),

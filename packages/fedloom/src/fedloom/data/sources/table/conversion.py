@@ -212,6 +212,8 @@ class _TableReading:
         cure = "repair it, add the column to drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
+            if column == self.design.marked:
+                cure = "write a level in it that marks training rows or test rows. unlabelled = 'drop' omits such rows"
             cure += ", or 'keep' to train on the other labels of these rows" if several else ""
         self.problems.add_gaps(piece, missing, cure)
 
@@ -240,7 +242,7 @@ class _TableReading:
             wrong += checks.find_odd_labels(self._targets, problems.first)
         if task == "survival":
             times, events = self._targets.items()
-            wrong += checks.survival_time_errors(times, events, problems.first, eventless=agreement is not None)
+            wrong += checks.survival_time_errors(times, events, problems.first)
             absent = [text for text in spec.event_levels if text not in self.events_seen]
             if absent and agreement is None:  # a single site may have no events
                 wrong.append(f"event_levels: no cell of {self.event!r} is {absent[0]!r}. Name values that occur in it")
@@ -429,4 +431,6 @@ class _TableReading:
         )
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.note_doubtful_levels(coded, self.label, self.design.subject)
+        if self.event is not None and self.task == "survival" and not np.nansum(self._targets[self.event]):
+            yield f"the event {self.event!r} is 0 in every row, so a model cannot learn from these rows alone"
         yield from self._survey_notes(coded)

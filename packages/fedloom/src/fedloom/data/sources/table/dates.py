@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, is_missing
-from fedloom.data.sources.table.designs import seconds_of
+from fedloom.data.sources.table.designs import ZONE_PATTERN, seconds_of
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 
@@ -64,11 +64,22 @@ def replace_dates(
             held[piece.column] += piece.cells
         if piece.column not in days_since:
             yield piece
+    zones = {name: _has_zone(column) for name, column in held.items()}
+    for column, start in days_since.items():
+        if {*zones[column], *zones.get(start, ())} == {True, False}:
+            what = f"column {column!r}: some of its times and of their start {start!r} have a time zone, others do not"
+            problems.add("zone", column, what, [None], "use one time zone for all, or dates without times")
     days = {name: _days_of_column(name, column, markers, problems) for name, column in held.items() if column}
     for column, start in days_since.items():
         begin = days.get(start) or [days_of(start)] * len(held[column])
         pairs = zip(days.get(column, ()), begin, strict=True)
         yield ColumnPiece(0, column, [None if day is None or first is None else day - first for day, first in pairs])
+
+
+def _has_zone(cells: Cells) -> set[bool]:
+    """Return whether the times in a column have a time zone. Dates without a time do not count."""
+    times = (str(cell).strip() for cell in cells if cell is not None)
+    return {ZONE_PATTERN.search(text) is not None for text in times if ":" in text}
 
 
 def _days_of_column(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:

@@ -171,13 +171,14 @@ class DesignReading:
         coded: columns that are read as levels.
         strata: columns that define the strata.
         no_features: columns that are not used as features.
+        marked: column that marks the rows of the test part, or None.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self.subject, self.order, self._marked = (options.get(k) for k in ("subject", "order", "test_column"))
+        self.subject, self.order, self.marked = (options.get(k) for k in ("subject", "order", "test_column"))
         self.strata: tuple[str, ...] = tuple(options.get("strata", ()))
-        self.complete = [c for c in (self.subject, self.order, self._marked) if c is not None]
+        self.complete = [c for c in (self.subject, self.order, self.marked) if c is not None]
         self.columns = [*self.complete, *self.strata]
         self.coded = [c for c in self.columns if c != self.order or c in self.strata]
         self.no_features = {*self.complete} - {*self.strata}
@@ -304,12 +305,12 @@ class DesignReading:
                 kind = "a date as 2024-09-01" if dates else "a number"
                 raise ConfigError(f"test_since must be {kind}, like the values of {self.order!r}, got {since!r}")
             held_out, what = order >= value, f"test_since = {since!r}"
-        elif self._marked is not None:
-            codes, names = coded[self._marked]
+        elif self.marked is not None:
+            codes, names = coded[self.marked]
             marks = self._marks(names)
             flags = torch.tensor([name in marks for name in names] + [False])
             held_out = flags[torch.from_numpy(np.nan_to_num(codes, nan=len(names)))[keep].long()]
-            what = f"test_column = {self._marked!r}"
+            what = f"test_column = {self.marked!r}"
         else:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
@@ -326,15 +327,15 @@ class DesignReading:
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         if absent := [level for level in named if level not in names]:
-            raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}. Its levels: {shown}")
+            raise ConfigError(f"test_levels: {self.marked!r} has no level {absent[0]!r}. Its levels: {shown}")
         if not named and (odd := [name for name in names if name.lower() not in (*TEST_LEVELS, *TRAINING_LEVELS)]):
             raise ConfigError(
-                f"test_column: {self._marked!r} contains {odd[0]!r}, which means neither yes nor no. "
+                f"test_column: {self.marked!r} contains {odd[0]!r}, which means neither yes nor no. "
                 f"List the levels that mark test rows in test_levels. The column has {shown}"
             )
-        if not named and TRAINING_NAME_PATTERN.search(self._marked or ""):
+        if not named and TRAINING_NAME_PATTERN.search(self.marked or ""):
             raise ConfigError(
-                f"test_column: {self._marked!r} has a name that suggests training rows. List the "
+                f"test_column: {self.marked!r} has a name that suggests training rows. List the "
                 f"levels of test rows in test_levels. The column has {shown}"
             )
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}

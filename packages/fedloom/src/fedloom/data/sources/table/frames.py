@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedloom.data.samples import find_pair
 from fedloom.data.sources.table.cells import ColumnPiece, decode_cells
 from fedloom.errors import ConfigError
+
+READING_METHODS = ("read_all", "collect", "toPandas", "execute")
+"""Methods by which tables of other libraries read their rows: Arrow streams, polars, Spark and Ibis."""
 
 
 def class_names(obj: Any, column: Any) -> tuple[str, ...]:
@@ -31,6 +35,30 @@ def is_frame(obj: Any) -> bool:
             "a stream from the hub has no length. Load it without streaming, or make a Dataset from its rows"
         )
     return is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
+
+
+def refuse_unread_table(obj: Any, name: str) -> None:
+    """Raise an error if an object contains the rows of a table, but not in a form that fedloom reads.
+
+    Raises:
+        ConfigError: the object is such a table. The message states how to convert it.
+    """
+    first = obj[0] if isinstance(obj, list) and obj else None
+    reading = (m for m in READING_METHODS if callable(getattr(obj, m, None)) and not hasattr(obj, "__array__"))
+    if method := next(reading, ""):
+        what, cure = f"a {type(obj).__name__}, whose rows have not been read", f"the result of its method {method}()"
+    elif names := getattr(getattr(obj, "dtype", None), "names", None):
+        what, cure = f"a structured array with the fields {', '.join(names)}", "pandas.DataFrame(x)"
+    elif isinstance(obj, Mapping) and obj and not {"x", "train"} & {*obj} and find_pair(obj) is None:
+        what, cure = "a dictionary of columns", "pandas.DataFrame(columns)"
+    elif isinstance(first, Mapping) and find_pair(first) is None and all(np.isscalar(v) for v in first.values()):
+        what, cure = "a list of rows", "pandas.DataFrame(rows)"
+    elif first is not None and _is_arrow(first):
+        what = f"a list of tables ({type(first).__name__})"
+        cure = "one table, such as pyarrow.Table.from_batches(tables) or pyarrow.concat_tables(tables)"
+    else:
+        return
+    raise ConfigError(f"{name} is {what}. Pass {cure}")
 
 
 def _is_arrow(obj: object) -> bool:
