@@ -14,7 +14,7 @@ from fedloom.rows.aggregators import Aggregator
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
-from fedloom.testing.trees import reload_from_checkpoint
+from fedloom.testing.trees import locate_difference, reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
 """Fields of the uploads on which the laws are checked, with their lengths. The primary field comes first."""
@@ -125,13 +125,18 @@ def permutation(s: LawUploads) -> None:
 
 
 def weighted(s: LawUploads) -> None:
-    """Check that a `weighted` aggregator gives the same result if all weights are multiplied by the same factor.
+    """Check that a `weighted` aggregator uses the weights, and only their ratios.
 
     If an aggregator is not `weighted`, it must not use the weights.
     """
-    change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
-    sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
-    agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT_TOLERANCE)
+    first, other = s.combined()[0], s.but(weights=s.weights.flip(0) + 1).combined()[0]
+    if not s.rule.weighted:
+        agree(other, first, "other weights, although weighted is False", TIGHT_TOLERANCE)
+        return
+    agree(s.but(weights=3 * s.weights).combined()[0], first, "weights three times as large", TIGHT_TOLERANCE)
+    heavy = torch.where(s.ids[:, None] == 0, 100.0, s.weights)
+    used = any(locate_difference(got, first, TIGHT_TOLERANCE) for got in (other, s.but(weights=heavy).combined()[0]))
+    demand(used, "other weights give the same aggregates, although weighted is True")
 
 
 def agreement(s: LawUploads) -> None:
@@ -174,7 +179,7 @@ AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     resume: "keep all that a round needs from the one before in the state",
     permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
     "does, leave the law out: without=['permutation']",
-    weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
+    weighted: "set weighted: ClassVar[bool] = True exactly if the rule reads weights, and divide by their sum",
     agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
     "without=['agreement']",
     linear: "let linear be True for a weighted mean and nothing else",

@@ -205,7 +205,8 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
 
 LAW_HINTS = {
     "runs": "repair this line",
-    "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary",
+    "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary. Set "
+    "uses_shares = True if client reads work.weight, because means apply the weights otherwise",
     "shapes": "a field is a row per client [m, .], or [d] at the server, in the dtype of the model",
     "row_independence": "compute every row from that client's rows alone: no sum, mean or index over dimension 0",
     "permutation": "use work.ids and ctx.ids, never a client's place in the cohort",
