@@ -272,6 +272,10 @@ class SecretlyWeighted(Trimmed):
         return {name: (weights.to(r) / weights.sum().to(r) * r).sum(0) for name, r in rows.items()}, state
 
 
+class SaysWeighted(Trimmed):
+    weighted: ClassVar[bool] = True
+
+
 class PlainSum(Trimmed):
     def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
         return {name: r.sum(0) for name, r in rows.items()}, state
@@ -297,8 +301,8 @@ BROKEN_RULES = [
     ("runs", CrashingRule), ("repeatable", GlobalNoiseRule), ("shapes", KeepsRows),
     ("arguments_unmodified", WritesRows), ("arguments_unmodified", ZeroesRows),
     ("arguments_unmodified", GivesAView), ("repeatable", RemembersElsewhere), ("resume", ForgetsDtype),
-    ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("agreement", PlainSum), ("linear", SaysLinear),
-    ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
+    ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("weighted", SaysWeighted),
+    ("agreement", PlainSum), ("linear", SaysLinear), ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
 ]  # fmt: skip
 
 

@@ -203,6 +203,21 @@ class OldMinusNew(SCAFFOLD):
         return up._replace(dc=-up.dc), new
 
 
+class SendsOldMinusNew(FedAvg):
+    """Its runs equal FedAvg's, but an attack on them goes backwards."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(-super().client(down, rows, work)[0].dw), rows
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x - up.dw)
+
+
+class WeighsTwice(FedAvg):
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(super().client(down, rows, work)[0].dw * work.weight), rows
+
+
 class ReadsOutside(FedAvg):
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Part, Nothing]:
         return Part(super().client(down, rows, work)[0].dw), rows
@@ -303,6 +318,7 @@ BROKEN: list[tuple[str, type[Algorithm]]] = [
     ("declarations", UnknownBase),
     ("declarations", NoTemplate),
     ("declarations", FloatPart),
+    ("declarations", WeighsTwice),
     ("shapes", NotPerClient),
     ("shapes", NoModel),
     ("shapes", KeepsNoRows),
@@ -321,6 +337,7 @@ BROKEN: list[tuple[str, type[Algorithm]]] = [
     ("dropped_is_not_sampled", LooksAtNeighbours),
     ("bases", SumOfVariates),
     ("bases", OldMinusNew),
+    ("bases", SendsOldMinusNew),
     ("parts", ReadsOutside),
     ("kept_rows", PeeksAtKept),
     ("idle_is_finite", DividesByZero),

@@ -157,7 +157,8 @@ def test_a_graph_gives_no_figure_for_a_row_that_predict_refuses(
 
 
 def test_a_level_that_training_did_not_have_has_a_warning(filling: Model) -> None:
-    with pytest.warns(UserWarning, match="column 'ward': 60 cells contain levels that the training data do not contain: Q; agreed are A"):
+    sentence = "column 'ward': 60 cells contain levels that the training data do not contain: Q; agreed are A"
+    with pytest.warns(UserWarning, match=sentence):
         filling.predict(GAPS.assign(ward="Q"))
 
 

@@ -14,7 +14,7 @@ from fedloom.rows.aggregators import Aggregator
 from fedloom.seeds import generator
 from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
-from fedloom.testing.trees import reload_from_checkpoint
+from fedloom.testing.trees import locate_difference, reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
 """Fields of the uploads on which the laws are checked, with their lengths. The primary field comes first."""
@@ -126,13 +126,19 @@ def permutation(s: LawUploads) -> None:
 
 
 def weighted(s: LawUploads) -> None:
-    """Check that a `weighted` aggregator gives the same result if all weights are multiplied by the same factor.
+    """Check that a `weighted` aggregator uses the weights, and only their ratios.
 
     If an aggregator is not `weighted`, it must not use the weights.
     """
-    change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
-    reason = "multiplying all weights by 3 changes" if s.rule.weighted else "weighted is False, but the weights change"
-    agree(s.change(weights=change).combined()[0], s.combined()[0], f"{reason} the result", TIGHT_TOLERANCE)
+    first, other = s.combined()[0], s.change(weights=s.weights.flip(0) + 1).combined()[0]
+    if not s.rule.weighted:
+        agree(other, first, "weighted is False, but the weights change the result", TIGHT_TOLERANCE)
+        return
+    scaled = s.change(weights=3 * s.weights).combined()[0]
+    agree(scaled, first, "multiplying all weights by 3 changes the result", TIGHT_TOLERANCE)
+    heavy = s.change(weights=torch.where(s.ids[:, None] == 0, 100.0, s.weights)).combined()[0]
+    used = any(locate_difference(got, first, TIGHT_TOLERANCE) for got in (other, heavy))
+    demand(used, "weighted is True, but other weights do not change the result")
 
 
 def agreement(s: LawUploads) -> None:
@@ -176,7 +182,7 @@ AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     resume: "store everything that the next round needs in the state",
     permutation: "use ctx.ids instead of a client's position in the cohort. If the rule groups clients by position, as "
     "bucketing does, omit this law: without=['permutation']",
-    weighted: "set weighted: ClassVar[bool] = True if the rule uses weights, and divide by their sum",
+    weighted: "set weighted: ClassVar[bool] = True exactly if the rule uses weights, and divide by their sum",
     agreement: "the coefficients of the rows must sum to 1. If the rule adds noise or clips rows, omit this law: "
     "without=['agreement']",
     linear: "set linear = True only if the rule is the weighted mean",

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.algorithms._messages import base_of, replace_model
 from fedloom.local.rows import map_rows, name_tensors
+from fedloom.seeds import generator
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
 from fedloom.testing.report import stage_of
@@ -41,7 +42,10 @@ def runs(s: Subject) -> None:
 
 
 def declarations(s: Subject) -> None:
-    """Check that one field contains the model, that bases and parts exist, and that declared fields are stored."""
+    """Check that one field contains the model, that bases and parts exist, and that declared fields are stored.
+
+    Only a method with ``uses_shares`` may use the clients' weights, because all means already apply them.
+    """
     problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"exactly one upload field must be primary, got {primary}")
@@ -65,6 +69,14 @@ def declarations(s: Subject) -> None:
             mask = s.algorithm.part(kind.part, problem.layout)
             fits = mask.dtype == torch.bool and mask.shape == (problem.d,)
             demand(fits, f"part must return a bool mask [d] for {kind.part!r}")
+    if not (s.algorithm.uses_shares or any(getattr(kind, "weight", None) for kind in fields.values())):
+        other = scene.fed._replace(weight=2 * scene.fed.weight.flip(0)).work(len(COHORT_HISTORY) + 1, scene.ids)
+        agree(
+            s.algorithm.client(scene.down, scene.rows, other),
+            s.algorithm.client(scene.down, scene.rows, scene.work()),
+            "uses_shares is False, but work.weight changes the upload",
+            TIGHT_TOLERANCE,
+        )
 
 
 def shapes(s: Subject) -> None:
@@ -110,7 +122,8 @@ def shapes(s: Subject) -> None:
 def bases(s: Subject) -> None:
     """Check that a field sent as a difference is the new value minus the old value of its base.
 
-    If fields other than the model accumulate, their sum must be the mean over all clients, weighted by shares.
+    If all clients of a cohort send the same model, the server must not move away from this model. If fields other than
+    the model accumulate, their sum must be the mean over all clients, weighted by shares.
     """
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
@@ -131,6 +144,8 @@ def bases(s: Subject) -> None:
                 f"{name} accumulates, but no field of the server's state is the weighted mean of {kind.base} over all "
                 f"clients. Add {name} times ctx.part",
             )
+        if source == "down" and kind.primary:
+            _check_direction(scene, name, field)
     sums = [name for name, kind in fields.items() if kind.accumulates]
     if sums and not any(fields[name].primary for name in sums):
         whole, ctx = scene.aggregate(up), scene.ctx()
@@ -192,14 +207,11 @@ def encoding(s: Subject) -> None:
     model = a.decode(scene.down, scene.rows, up, scene.work())
     width = getattr(up, primary_field(type(a))).shape[-1]
     demand(model.shape == (len(scene.ids), width), f"decode must return models [m, {width}], got {list(model.shape)}")
-    message = a.encode(model, scene.down, scene.rows, scene.work())
-    if message is None:
-        idle = a.client(scene.down, scene.rows, scene.work(0))
-        message = replace_model(type(a), idle, model, scene.down, scene.rows)
+    message = _encode(scene, model)
     for name, kind in fields.items():
         mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
         agree(
-            getattr(message[0], name) * mask,
+            getattr(message, name) * mask,
             getattr(up, name) * mask,
             f"{name} changes if its model is decoded and encoded again",
             TIGHT_TOLERANCE,
@@ -246,3 +258,26 @@ def translation(s: Subject) -> None:
     got = a.server(plus(scene.state.server, by["server"]), scene.aggregate(up), scene.ctx())
     want = plus(a.server(scene.state.server, scene.aggregate(up0), scene.ctx()), by["server"])
     agree(got, want, "the server's state depends on the origin", TIGHT_TOLERANCE)
+
+
+def _encode(scene: Scene, model: Tensor) -> Any:
+    """Return the uploads that contain the given models ``[m, d]``, as an attack creates them."""
+    a = scene.subject.algorithm
+    message = a.encode(model, scene.down, scene.rows, scene.work())
+    if message is None:
+        idle = a.client(scene.down, scene.rows, scene.work(0))
+        message = replace_model(type(a), idle, model, scene.down, scene.rows)
+    return message[0]
+
+
+def _check_direction(scene: Scene, name: str, field: str) -> None:
+    """Check that the received model does not move away from a model that all clients send."""
+    a, old = scene.subject.algorithm, getattr(scene.down, field)
+    kind = upload_fields(type(a))[name]
+    mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
+    step = torch.randn(old.shape[-1], generator=generator(0, purpose="direction"), dtype=torch.float64) * mask
+    up = _encode(scene, (old + step).expand(len(scene.ids), -1))
+    server = a.server(scene.state.server, scene.aggregate(up), scene.ctx())
+    new = getattr(a.down(server, scene.kept, scene.ctx()), field)
+    away = f"all clients sent the model {field} + s, and the server moved {field} in the direction of -s"
+    demand(((new - old) * step).sum() >= 0, f"{away}, so {name} is not the new value minus the old one")

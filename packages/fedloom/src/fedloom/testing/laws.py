@@ -207,7 +207,8 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
 
 LAW_HINTS = {
     "runs": "repair this line",
-    "declarations": "annotate every upload field exactly once, as Mean, Kept or Rows, and exactly one as primary",
+    "declarations": "annotate every upload field exactly once, as Mean, Kept or Rows, and exactly one as primary. If "
+    "`client` uses work.weight, set uses_shares = True, because otherwise means apply the weights again",
     "shapes": "return one row per client [m, .], or [d] at the server, in the dtype of the model",
     "row_independence": "compute every row only from the rows of its client: no sum, mean or index over dimension 0",
     "permutation": "use work.ids and ctx.ids instead of a client's position in the cohort",
