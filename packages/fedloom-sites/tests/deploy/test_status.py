@@ -22,7 +22,7 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom.storage.locks import lock
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops import run as service
-from fedloom_sites.deploy.ops.processes import free_ports
+from fedloom_sites.deploy.ops.processes import free_port
 from fedloom_sites.deploy.ops.status import status_lines, status_of, status_table, summarize_clients
 from fedloom_sites.deploy.server import run as deployed
 from fedloom_sites.deploy.setting_files import settings_text
@@ -203,7 +203,7 @@ def test_the_command(tmp_path):
 
 
 def test_metrics_are_served_while_it_runs_and_not_after(tmp_path):
-    [port] = free_ports(1)
+    port = free_port()
     here, seen = scene(tmp_path, "fedavg", **SMALL), []
 
     def fault(node, message, reply):
