@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from flwr.supercore.superexec.run_superexec import run_superexec as run_superexec
     from flwr.supercore.utils import disable_process_dumping as disable_process_dumping
     from flwr.supernode.cli.flower_supernode import flower_supernode as flower_supernode
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor as NodeAuthHttpInterceptor
 
 if not TYPE_CHECKING:
     __getattr__ = make_getattr(__name__)

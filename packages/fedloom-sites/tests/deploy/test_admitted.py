@@ -127,8 +127,11 @@ def test_where_the_directory_is_in_its_place_its_own_server_is_told(ready, flowe
     revoke(ready, "site-1")
     own = ready / "server" / "cli"
     (own / "config.toml").write_text(flower_profile("127.0.0.1:18000", ready / "server" / "ca.crt"))
-    with pytest.raises(ConfigError, match=r"cannot read the nodes of .*state/superlink.db .*; start the server"):
+    with pytest.raises(
+        ConfigError, match=r"cannot read the nodes of .*state/superlink.db .*; start the server"
+    ) as error:
         revoke(ready, "site-0")
+    assert str(error.value).endswith("because its key is now in nodes/site-0.revoked")
     number = Flower(ready / "server" / "state" / "superlink.db").register(ready / "server" / "nodes" / "site-2.pub")
     assert revoke(ready, "site-2") == number
     assert homes == [ready / "local" / "cli", own]

@@ -103,6 +103,16 @@ def test_every_field_has_a_bound_of_its_own(tmp_path: Path) -> None:
         here = here._replace(server=here.server.with_(norm_bound=bound, quorum=2))
 
 
+def test_a_round_in_which_every_upload_is_rejected_names_what_to_do_before_the_next_start(tmp_path: Path) -> None:
+    """The same command alone would be told the same by every site, for ever."""
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve(norm_bound=1e-9) is Stop.TOO_FEW
+    detail = here.summary()["detail"]
+    assert "only 0 of 3 sites sent a usable answer, but the quorum is 3" in detail
+    assert "Rejected answers: 3. Remove the reasons, which are in the audit log, then run the command again" in detail
+    assert here.serve() is Stop.DONE
+
+
 def scaled(up: Any, name: str, length: float) -> Any:
     value = getattr(up, name)
     return up._replace(**{name: value / value.norm() * length})

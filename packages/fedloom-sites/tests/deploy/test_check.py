@@ -140,10 +140,30 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
     assert "must be an ECDSA P-384 key" in refused(site)[0]
 
 
+def test_a_key_of_another_site_is_refused_with_its_name(ready):
+    """In the directory of a deployment, whose server has a list, and at the site alone, which has its public key."""
+    homes = {name: ready / "sites" / name for name in ("site-0", "site-1")}
+    for kind in ("node-key", "signing-key"):
+        own = (homes["site-1"] / kind).read_bytes()
+        shutil.copy(homes["site-0"] / kind, homes["site-1"] / kind)
+        [sentence] = refused(read_site(homes["site-1"] / "site.toml"))
+        assert f"{homes['site-1'] / kind} is the key of site-0, not of site-1. Restore this site's own key" in sentence
+        assert not refused(read_site(homes["site-0"] / "site.toml"))
+        (homes["site-1"] / kind).write_bytes(own)
+    alone = shutil.copytree(homes["site-1"], ready.parent / "alone" / "site")
+    assert not refused(read_site(alone / "site.toml"))
+    shutil.copy(homes["site-0"] / "node-key", alone / "node-key")
+    [sentence] = refused(read_site(alone / "site.toml"))
+    assert "is not the private key of node-key.pub, so it is not the agreed key of site-1" in sentence
+    (homes["site-1"] / "node-key").write_bytes(keys.make_key_pair("connection").private)
+    [sentence] = refused(read_site(homes["site-1"] / "site.toml"))
+    assert f"{homes['site-1'] / 'node-key'} is not the key that was agreed on for site-1" in sentence
+
+
 def test_a_signing_key_that_the_sites_have_not_agreed_on(site, tmp_path):
     secure = secured(tmp_path, "fedavg", partition={"kind": "iid", "clients": 3}).sites[0].secure
     said = "".join(refused(changed(site, secure=secure)))
-    assert f"{site.signing_key} is not the key that all sites have agreed on for site-1" in said
+    assert f"{site.signing_key} is not the key that was agreed on for site-1" in said
     keys = (secure.keys[0], public_key_line(site.signing_key.read_bytes()), *secure.keys[2:])
     assert "agreed on" not in "".join(refused(changed(site, secure=changed(secure, keys=keys))))
 
@@ -295,7 +315,7 @@ def test_exit_code_of_the_command(ready, site):
     assert "1 of the findings must be repaired" in bad.output
     none = CliRunner().invoke(app, ["deploy", "check", str(ready), "--offline"])
     assert none.exit_code == 2
-    assert "is not the folder of a site: it contains no site.toml" in none.output
+    assert "is not the folder of a site: it is the directory of a whole deployment" in none.output
     assert "sites/site-0" in none.output
 
 

@@ -491,6 +491,18 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     assert "the norm of the sum of dw over 5 sites is 1000, but it can be at most 500" in line["reason"]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_masked_run_that_changed_nothing_ends_as_in_simulation(every: int, tmp_path: Path) -> None:
+    """The server has only means of the loss over the sites, but a mean that never changes is enough."""
+    lazy: dict[str, Any] = {"lr": 1e-30, "epochs": 1, "batch_size": 200}
+    here = secured(tmp_path, "fedavg", rounds=2, local=lazy, evaluate={"every": every})
+    assert here.serve() is Stop.UNCHANGED
+    [run] = here.summary()["runs"]
+    result = here.simulate()
+    assert (run["status"], here.summary()["detail"]) == (result.status, result.detail)
+    assert result.stop is Stop.UNCHANGED
+
+
 def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else can: the server sees sums."""
     here = secured(tmp_path, "flame", rounds=1)

@@ -25,7 +25,7 @@ from fedloom.version import __version__
 from fedloom_sites.deploy import setting_files
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
 from fedloom_sites.deploy.ops import amend as amendments
-from fedloom_sites.deploy.ops import members
+from fedloom_sites.deploy.ops import keys, members
 from fedloom_sites.deploy.ops.amend import rotate, upgrade
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
@@ -201,10 +201,21 @@ def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
     if read(ready).secure is not None:
         file = change.folder / "approval" / "agreement.json"
         document = json.loads(file.read_text())
-        document["shared"]["secure"]["keys"][2] = document["shared"]["secure"]["keys"][1]
+        document["shared"]["secure"]["keys"][2] = keys.make_key_pair("signing").public
         file.write_text(json.dumps(document))
         with pytest.raises(ConfigError, match="cannot be approved|more than the keys of one site"):
             check_proposal(ready / "sites" / "site-0", change.folder / "approval")
+
+
+@pytest.mark.parametrize("kind", ["node_key", "signing_key"])
+def test_an_agreement_in_which_two_sites_have_one_key_is_not_approved(kind: str, ready: Path) -> None:
+    change = rotate(ready, "site-1")
+    file = change.folder / "approval" / "agreement.json"
+    document = json.loads(file.read_text())
+    document["members"][2][kind] = document["members"][1][kind]
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=f"site-1 and site-2 have the same {kind}, but every site needs its own"):
+        check_proposal(ready / "sites" / "site-0", change.folder / "approval")
 
 
 def test_an_upgrade_is_to_another_patch_release_only(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.commands import command_words, flower_profile, process_environment
 from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
-from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError, free_ports
+from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError, free_port
 from fedloom_sites.deploy.site.pinned import REFUSED_CONNECTION_HINT
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
@@ -39,11 +39,18 @@ def network(written, tmp_path_factory):
 
 
 def until(here, node, status, seconds=300):
-    """Wait until a node has a status."""
+    """Wait until a node has a status. If a process ends meanwhile or the time is over, the error contains the logs."""
     end = time.monotonic() + seconds
     while (found := statuses(here).get(node)) != status:
-        assert time.monotonic() < end, f"node {node} is {found}, not {status}"
+        here._processes.check()
+        assert time.monotonic() < end, f"node {node} is {found}, not {status}:\n{logs(here)}"
         time.sleep(0.5)
+
+
+def logs(here):
+    """The end of every log of a deployment, and of the gate before it."""
+    files = sorted([*here.work.glob("*.log"), *here.folder.parent.parent.glob("gate*/log")])
+    return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-2000:]}" for file in files)
 
 
 def statuses(here):
@@ -56,8 +63,10 @@ def ended(process):
     while process.alive():
         assert time.monotonic() < end, f"still there: {process.tail()}"
         time.sleep(0.1)
-    assert process.reap() != 0
-    return process.log.read_text()
+    text = process.log.read_text()
+    with pytest.raises(ProcessError, match="ended with exit status [^0]"):
+        process.check()
+    return text
 
 
 def refused(here, name, words):
@@ -68,12 +77,11 @@ def refused(here, name, words):
     try:
         return ended(process)
     finally:
-        here._processes.started.remove(process)
-        process.reap()
+        here._processes.end(process)
 
 
 def node(here, name, **changes):
-    site = here.sites[name].model_copy(update={"server": here.address, "port": free_ports(1)[0], **changes})
+    site = here.sites[name].model_copy(update={"server": here.address, "port": free_port(), **changes})
     return command_words("supernode", site, file=here.site_file(name))
 
 
@@ -93,9 +101,31 @@ def test_no_key(network):
     assert "Exit Code: 305" in text
 
 
+CLOCK_AHEAD = """if True:
+    import sys
+    from datetime import datetime, timedelta
+    from flwr.supernode import node_auth_http_interceptor as signatures
+    from fedloom_sites.deploy import clock
+    from fedloom_sites.deploy.site.handover import main
+    class Ahead(datetime):
+        now = classmethod(lambda cls, zone=None: datetime.now(zone) + timedelta(seconds=60))
+    clock.datetime, right = Ahead, signatures.now
+    signatures.now = lambda: right() + timedelta(seconds=60)
+    main(sys.argv[1:])
+"""
+"""Program of a site on a machine whose clock is 60 s ahead."""
+
+
+def test_a_clock_that_is_ahead(network):
+    python, _, _, _, *words = node(network, "site-1")  # python3 -P -m MODULE
+    text = refused(network, "ahead", [python, "-P", "-c", CLOCK_AHEAD, *words])
+    assert re.search(r"the clock is (59|6\d) s ahead of the server's clock, .* Synchronize the clock with NTP", text)
+    assert statuses(network)[network.nodes["site-1"]] != "online"
+
+
 def about_key(here, name):
     """What the check of a site finds out about its key at the server."""
-    site = here.sites[name].model_copy(update={"server": here.address, "port": free_ports(1)[0]})
+    site = here.sites[name].model_copy(update={"server": here.address, "port": free_port()})
     return [f.level for f in check_site(site) if f"the key of {name}" in f.sentence or f"lets {name} in" in f.sentence]
 
 
@@ -141,8 +171,7 @@ def test_revoked_key(network):
     until(network, number, "online")
     network.ask("unregister", node=number)
     assert statuses(network).get(number) in (None, "unregistered")
-    network._processes.started.remove(process)
-    process.reap()
+    network._processes.end(process)
     assert "Exit Code: 305" in refused(network, "revoked", node(network, "site-1"))
     assert about_key(network, "site-1") == ["refused"]
     assert statuses(network)[network.nodes["site-0"]] == "online"
@@ -175,7 +204,7 @@ def gate(network, tmp_path_factory):
     program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if program is None:
         pytest.fail("the gate's tests need nginx: apt-get install nginx")
-    folder, port = tmp_path_factory.mktemp("gate"), free_ports(1)[0]
+    folder, port = tmp_path_factory.mktemp("gate"), free_port()
     server = network.folder / "server"
     text = (server / "gate.conf").read_text()
     text = re.sub(r"listen \d+ ssl", f"listen 127.0.0.1:{port} ssl", text).replace("/srv/fedloom/server", str(server))

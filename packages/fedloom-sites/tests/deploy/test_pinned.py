@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,42 @@ def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:
     secret = Path(made[made.index(SECRET_OPTION) + 1])
     assert secret.parent == file.parent / "state"
     assert not secret.exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sentence"),
+    [
+        (60, "the clock is 60 s ahead of the server's clock, but at most 5 s are allowed. A signature from the future"),
+        (-400, "the clock is 400 s behind the server's clock, but at most 300 s are allowed. A signature from the"),
+        (0, "although the clocks agree. The server no longer knows the key, because the key was revoked or replaced"),
+        (None, "the server rejects this site's signature"),
+    ],
+)
+def test_a_site_whose_signature_is_rejected_says_why_and_ends_with_an_error(
+    seconds: float | None, sentence: str, tmp_path: Path
+) -> None:
+    """On its own, Flower ends the process without a reason and with exit code 0."""
+    date = None if seconds is None else format_datetime(datetime.now(UTC) - timedelta(seconds=seconds), usegmt=True)
+    program = """if True:
+        import sys
+        from types import SimpleNamespace
+        import httpx
+        from fedloom_sites.deploy.site import pinned
+        from fedloom_sites.flwr_adapter import NodeAuthHttpInterceptor
+        NodeAuthHttpInterceptor.intercept = lambda _self, _context, call_next: call_next(None)
+        pinned.explain_rejected_signatures()
+        headers = {"Date": sys.argv[1]} if sys.argv[1:] else {}
+        for status in (200, 412, 401):
+            NodeAuthHttpInterceptor.intercept(None, None, lambda _: httpx.Response(status, headers=headers))
+            print(status, flush=True)
+    """
+    words = [sys.executable, "-c", program, *([] if date is None else [date])]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stdout) == (1, "200\n412\n")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("fedloom: the server rejects this site's signature")
+    assert sentence in re.sub("[36]9[0-9]|40[0-9]", "400", re.sub("6[0-9] s", "60 s", line))
+    assert ("Synchronize the clock with NTP" if seconds else "Ask the coordinator") in line
 
 
 def test_a_site_that_is_not_let_in_is_told_why_and_what_to_do(tmp_path: Path) -> None:

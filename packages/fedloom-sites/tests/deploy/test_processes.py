@@ -11,7 +11,7 @@ import pytest
 
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.ops import reaper
-from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_ports
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_port
 
 CHILD = (
     "import subprocess, sys, time; p = subprocess.Popen(['sleep', '2000']); print(p.pid, flush=True); time.sleep(2000)"
@@ -114,6 +114,22 @@ def test_the_reaper_ends_what_it_is_given_and_nothing_else(tmp_path):
         assert runs(three.pid)
 
 
+def test_an_id_that_another_process_may_have_is_signalled_by_nobody(tmp_path, monkeypatch):
+    """The system gives the ID of a process that was reaped to a later process, of anybody."""
+    signalled = []
+    monkeypatch.setattr(reaper, "_signal_group", lambda group, _number: signalled.append(group))
+    reaper.end_groups_at_close(["7\n", "8\n", "-7\n", "9\n", "-9\n", "9\n"])
+    assert signalled == [9, 8]
+    told = []
+    monkeypatch.setattr(ManagedProcesses, "_tell_reaper", lambda _self, number: told.append(number))
+    with ManagedProcesses() as processes:
+        ended, reaped = (processes.start(name, ["true"], {}, tmp_path / f"{name}.log") for name in ("one", "two"))
+        assert processes.end(ended) == 0
+        assert processes.started == [reaped]
+        assert reaped.reap() == 0
+    assert told == [ended.pid, reaped.pid, -ended.pid, -reaped.pid]
+
+
 def test_no_reaper_stays(tmp_path):
     with ManagedProcesses() as processes:
         processes.start("one", ["sleep", "2000"], {}, tmp_path / "one.log")
@@ -157,8 +173,7 @@ def test_environment_is_added(tmp_path):
 
 
 def test_ports():
-    ports = free_ports(5)
-    assert len(set(ports)) == 5
+    assert len({free_port() for _ in range(200)}) == 200  # the system alone would repeat one of so many
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port: port {port} on 127.0.0.1 is not free"):

@@ -8,7 +8,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.errors import ConfigError
 from fedloom.version import __version__
 from fedloom_sites.deploy.setting_files import check_fingerprint, read_server, read_site, settings_text, sha256_hex
-from fedloom_sites.deploy.settings import Member, Server, Site
+from fedloom_sites.deploy.settings import Member, SecureSettings, Server, Site
 from fedloom_sites.deploy.site.handover import state_folder
 
 KEY = "ecdsa-sha2-nistp384 AAAA{}"
@@ -128,12 +128,25 @@ def test_server_errors(tmp_path, change, sentence):
 def test_a_key_or_number_twice_is_refused(tmp_path):
     one = Member(site="a", client=0, node_key=KEY.format(1), signing_key="ssh-ed25519 B")
     for other, what in (
-        (one.with_(site="b", client=1, signing_key="ssh-ed25519 C"), "node_key"),
         (one.with_(site="b", node_key=KEY.format(2), signing_key="ssh-ed25519 C"), "client"),
         (one.with_(client=1, node_key=KEY.format(2), signing_key="ssh-ed25519 C"), "site"),
     ):
         with pytest.raises(ValueError, match=f"every {what} may occur only once"):
             server(tmp_path, sites=[one, other])
+
+
+def test_two_sites_with_one_key_are_both_named(tmp_path):
+    """In the server's list and, under secure aggregation, in the agreement of every site, with names or without."""
+    one = Member(site="amsel", client=0, node_key=KEY.format(1), signing_key="ssh-ed25519 B")
+    for kind in ("node_key", "signing_key"):
+        other = one.with_(site="birke", client=1, node_key=KEY.format(2), signing_key="ssh-ed25519 C")
+        with pytest.raises(ValueError, match=f"amsel and birke have the same {kind}, but every site needs its own"):
+            server(tmp_path, sites=[one, other.with_(**{kind: getattr(one, kind)})])
+    keys = [f"ssh-ed25519 {name}" for name in "ABCB"]
+    names = ["amsel", "birke", "celle", "dorn"]
+    for given, twins in ((names, "birke and dorn"), ((), "site number 1 and site number 3")):
+        with pytest.raises(ValueError, match=f"{twins} have the same signing_key.*ssh-keygen -y -f signing-key"):
+            SecureSettings(threshold=3, keys=keys, names=given)
 
 
 def test_keys_of_another_version_are_refused_with_both_versions(tmp_path):

@@ -97,7 +97,8 @@ def test_a_site_that_is_stopped_costs_one_deadline(three):
     for t in range(2, ROUNDS + 1):
         last = max(moment(x) for x in training[t] if x["what"] == "accepted")
         missed = [x for x in audit if x["what"] == "missed" and x["round"] == t and x["site"] == "site-1"]
-        assert len(missed) == (1 if t < ROUNDS else 2), (t, missed)  # the last round asks for scores too
+        most = 1 if t < ROUNDS else 2  # the last round also asks for scores, unless Flower no longer lists the node
+        assert 1 <= len(missed) <= most, (t, missed)
         lost = (moment(missed[0]) - last).total_seconds()
         assert lost < (max(DEADLINE, REPORTED) if t == 2 else 0) + MOMENT, (t, lost)
 

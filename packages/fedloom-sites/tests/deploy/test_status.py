@@ -8,23 +8,26 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fedloom.engine.privacy import epsilon
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.lab.cli import app
 from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
 from fedloom.rows.channels import GaussianNoise
 from fedloom.storage.locks import lock
+from fedloom_sites.deploy import apps
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops import run as service
-from fedloom_sites.deploy.ops.processes import free_ports
+from fedloom_sites.deploy.ops.processes import free_port
 from fedloom_sites.deploy.ops.status import status_lines, status_of, status_table, summarize_clients
 from fedloom_sites.deploy.server import run as deployed
+from fedloom_sites.deploy.server.run import finished_hint, serve_run
 from fedloom_sites.deploy.setting_files import settings_text
 from tests.deploy.scene import FIRST, changed, scene
 
@@ -203,7 +206,7 @@ def test_the_command(tmp_path):
 
 
 def test_metrics_are_served_while_it_runs_and_not_after(tmp_path):
-    [port] = free_ports(1)
+    port = free_port()
     here, seen = scene(tmp_path, "fedavg", **SMALL), []
 
     def fault(node, message, reply):
@@ -280,6 +283,22 @@ def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
     found = [line for line in status_lines(status_of(server)) if "certificate" in line]
     assert len(found) == (words is not None)
     assert all(f"the server's certificate {words}" in line and "restart the superlink's unit" in line for line in found)
+
+
+def test_a_failed_run_is_called_failed_at_every_further_start(tmp_path, monkeypatch, capsys):
+    """It is complete, so nothing is left to do, but it is no success, neither here nor in Flower's list of runs."""
+    here = scene(tmp_path, "fedavg", **SMALL | {"local": {"lr": 1e-30, "epochs": 1, "batch_size": 200}})
+    assert here.serve() is Stop.UNCHANGED
+    said = []
+    assert serve_run(here.grid(), here.server, said.append) is Stop.UNCHANGED
+    file = tmp_path / "server.toml"
+    file.write_text(settings_text(here.server))
+    assert service.main([str(file), "flwr", "run"]) == 0
+    for text in (*said, capsys.readouterr().out):
+        assert text.strip() == f"fedloom: {finished_hint(Stop.UNCHANGED)}"
+        assert "the run has failed: nothing was trained" in text
+    with pytest.raises(RunStopped, match=Stop.UNCHANGED.value):
+        apps.server_app(here.grid(), SimpleNamespace(run_config={"server": str(file)}))
 
 
 def test_the_service_runs_until_all_rounds_are_done(tmp_path, monkeypatch):

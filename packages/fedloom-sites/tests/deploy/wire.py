@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree, push_objects
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, pull_and_inflate_object_from_tree, push_objects
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
 
@@ -43,7 +43,8 @@ class WireNode:
         tree, run = get_object_tree(reply), reply.metadata.run_id
         objects = get_all_nested_objects(reply)
         wanted, session = self._send(reply, tree, 0.0)
-        push_objects(objects, lambda i, data: self._send_requests(run, session, i, data), object_ids_to_push=wanted)
+        with suppress(ObjectPushError):  # the server may refuse what is announced while the content still arrives
+            push_objects(objects, lambda i, data: self._send_requests(run, session, i, data), object_ids_to_push=wanted)
         return bool(wanted)
 
 
@@ -52,5 +53,11 @@ def connected(site: Site, address: str) -> Any:
     """A node with a site's key."""
     key = load_ssh_private_key(site.node_key.read_bytes(), None)
     ca = site.ca.read_bytes()
+    error = None
     with http_request_response(address, False, ca, (key, key.public_key()), max_retries=3) as calls:
-        yield WireNode(calls)
+        try:
+            yield WireNode(calls)
+        except Exception as raised:
+            error = raised
+    if error is not None:  # Flower's context would write it to a log and go on
+        raise error

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, process_environment
-from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, free_ports
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
@@ -38,7 +38,7 @@ class Link:
         self.folder, self._processes = folder, processes
         self.models = [folder / f"models of node {k}" for k in range(NODES)]
         self.app = shutil.copytree(FOLDER, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
-        port, *ports = free_ports(1 + NODES)
+        port, *ports = (free_port() for _ in range(1 + NODES))
         address = f"127.0.0.1:{port}"
         (folder / "cli").mkdir()
         connection = {"address": address, "insecure": True}

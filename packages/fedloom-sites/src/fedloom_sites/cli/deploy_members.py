@@ -246,7 +246,7 @@ def remove(
         server = remove_member(directory, name)
         say(
             f"{name} no longer takes part: {len(server.sites)} sites, quorum {server.quorum}. To revoke "
-            "its key: fedloom deploy revoke"
+            f"its key, on the running server: fedloom deploy revoke {directory} {name}"
         )
 
 

@@ -39,7 +39,7 @@ def run_server(grid: Grid, context: Context) -> None:
     try:
         settings = read_server(_configured_file(context.run_config, SERVER_KEY, "run"))
         stop = serve_run(grid, settings, _print_line)
-        if finished_reason(settings) is None:
+        if finished_reason(settings) is None or stop.status == "failed":
             raise RunStopped(stop, "see the lines above and the audit log")
     except FedloomError as error:
         if not isinstance(error, RunStopped):

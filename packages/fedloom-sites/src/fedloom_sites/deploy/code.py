@@ -25,7 +25,7 @@ from fedloom.models.spec import DIGEST_MARK
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.trust import is_installed, vouch_for_paths
-from fedloom_sites.deploy.setting_files import check_agreed, check_fingerprint, sha256_hex
+from fedloom_sites.deploy.setting_files import AGREED_FILE_CURE, check_agreed, check_fingerprint, sha256_hex
 from fedloom_sites.deploy.settings import SharedSettings
 
 CODE_FOLDER = "code"
@@ -99,7 +99,7 @@ def check_code(shared: SharedSettings) -> None:
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
-        check_agreed(f"{file}", "user code", content_of(file, "the user code", "get it from the server"), wanted)
+        check_agreed(f"{file}", "user code", content_of(file, "the user code", AGREED_FILE_CURE), wanted)
     for module, wanted in shared.installed.items():
         try:
             spec = find_spec(module)
@@ -108,7 +108,7 @@ def check_code(shared: SharedSettings) -> None:
         if spec is None or spec.origin is None:
             raise ConfigError(f"user code {module!r} is not installed here. Install the same version as the server")
         code = Path(spec.origin).read_bytes()
-        check_agreed(f"module {module!r}", "user code", code, wanted, "Install the same version as the server")
+        check_agreed(f"module {module!r}", "user code", code, wanted, "install the same version as the server")
 
 
 def read_agreed(shared: SharedSettings, **engine: Any) -> Experiment:
@@ -188,7 +188,7 @@ def _initial_model_options(shared: SharedSettings) -> list[str]:
     if shared.start is None:
         return []
     file = shared.experiment.parent / INITIAL_MODEL_FILE
-    content = content_of(file, "the initial model", "get it from the server")
+    content = content_of(file, "the initial model", AGREED_FILE_CURE)
     check_agreed(f"{file}", "initial model", content, shared.start)
     return [
         f"model.init_from={json.dumps(f'{file}{DIGEST_MARK}{shared.start}')}"

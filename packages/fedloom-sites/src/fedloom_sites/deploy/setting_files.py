@@ -19,8 +19,41 @@ from fedloom.version import __version__
 from fedloom_sites.deploy.settings import Server, SharedSettings, Site
 
 V = TypeVar("V", bound=Value)
+SITE_FILE, SERVER_FILE = "site.toml", "server.toml"
+"""Names of the settings files in the folder of a site and in the folder of the server."""
 SNAPSHOTS_FOLDER = "snapshots"
 """Name of the folder with snapshots, within a site's `Site.memory_folder`."""
+AGREED_FILE_CURE = "restore the file from a backup, or get it from the coordinator again"
+"""Advice about an agreed file that is missing or differs."""
+
+
+def describe_folder(folder: Path) -> str:
+    """Return what a folder is in a deployment, as the predicate of a sentence."""
+    if not folder.is_dir():
+        return "is not a folder" if folder.exists() else "does not exist"
+    if (folder / SITE_FILE).exists():
+        return "is the folder of a site"
+    if (folder / SERVER_FILE).exists():
+        return "is the folder of the server"
+    if (folder / "server" / SERVER_FILE).exists():
+        return "is the directory of a whole deployment"
+    return "contains no site.toml and no server.toml"
+
+
+def check_site_folder(folder: Path) -> None:
+    """Raise an error that describes a folder and names the folders of sites in it, if it is not the folder of a site.
+
+    Raises:
+        ConfigError: the folder does not contain a site.toml.
+    """
+    if (folder / SITE_FILE).exists():
+        return
+    files = sorted([*folder.glob(f"sites/*/{SITE_FILE}"), *folder.glob(f"*/{SITE_FILE}")])
+    sites = ", ".join(f"{file.parent}" for file in files)
+    cure = f"Pass the path of a site's folder{f': {sites}' if sites else ''}"
+    if (folder / SERVER_FILE).exists():
+        cure = "Run the command at a site, with the path of the site's folder"
+    raise ConfigError(f"{folder} is not the folder of a site: it {describe_folder(folder)}. {cure}")
 
 
 def read_site(path: Path, *, live: bool = False) -> Site:
@@ -34,12 +67,8 @@ def read_site(path: Path, *, live: bool = False) -> Site:
         ConfigError: the file is missing or contains an invalid value.
     """
     folder = path.parent.resolve()
-    if folder.is_dir() and not path.exists():
-        sites = ", ".join(f"sites/{file.parent.name}" for file in sorted(folder.glob("sites/*/site.toml")))
-        raise ConfigError(
-            f"{path.parent} is not the folder of a site: it contains no {path.name}. Pass the path of a site's folder"
-            + (f": {sites}" if sites else "")
-        )
+    if path.name == SITE_FILE:
+        check_site_folder(path.parent)
     site = _read_settings(Site, path, "site file")
     source = site.data["source"]
     is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
@@ -71,8 +100,8 @@ def check_version(shared: SharedSettings) -> None:
     """
     if shared.version != __version__:
         raise ConfigError(
-            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version, or agree "
-            "on a patch release with fedloom deploy upgrade"
+            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version, or ask "
+            "the coordinator for an agreement on a patch release (fedloom deploy upgrade)"
         )
 
 
@@ -110,7 +139,7 @@ def check_fingerprint(shared: SharedSettings) -> bytes:
     Raises:
         ConfigError: the file cannot be read, or the digests differ. The message names both.
     """
-    content = content_of(shared.experiment, "the experiment file")
+    content = content_of(shared.experiment, "the experiment file", AGREED_FILE_CURE)
     check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
     return content
 
@@ -120,9 +149,7 @@ def sha256_hex(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def check_agreed(
-    what: str, kind: str, content: bytes, wanted: str, cure: str = "Get the file from the server again"
-) -> None:
+def check_agreed(what: str, kind: str, content: bytes, wanted: str, cure: str = AGREED_FILE_CURE) -> None:
     """Raise an error if the SHA-256 of a file's content differs from the agreed value.
 
     Raises:
@@ -131,7 +158,7 @@ def check_agreed(
     got = sha256_hex(content)
     if got != wanted:
         raise ConfigError(
-            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed. {cure}"
+            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed; {cure}"
         )
 
 

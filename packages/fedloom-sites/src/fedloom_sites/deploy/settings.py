@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -61,6 +61,25 @@ def norm_bound_of(bound: NormBound | None, field: str) -> float:
 def find_case_twin(name: str, names: Iterable[str]) -> str | None:
     """Return the first of ``names`` that equals ``name`` on a case-insensitive disk, or None if there is none."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
+
+
+def check_own_keys(kind: str, keys: Mapping[str, str]) -> None:
+    """Check that no two sites have the same key.
+
+    Args:
+        kind: which key of a site.
+        keys: public keys, keyed by the names of the sites.
+
+    Raises:
+        ValueError: two sites have the same key. The message names both.
+    """
+    owners = dict[str, str]()
+    for name, key in keys.items():
+        if (other := owners.setdefault(key, name)) != name:
+            raise ValueError(
+                f"{other} and {name} have the same {kind}, but every site needs its own. At each of the two sites, "
+                f"'ssh-keygen -y -f {kind.replace('_', '-')}' prints the correct key"
+            )
 
 
 MAX_SAFE_SHARE = 0.8  # at least a fifth of the sum comes from the other sites
@@ -126,6 +145,8 @@ class SecureSettings(Value):
             )
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
+        names = self.names or tuple(f"site number {client}" for client in range(n))
+        check_own_keys("signing_key", dict(zip(names, self.keys, strict=True)))
         if not min_threshold(n) <= self.threshold <= n:
             raise ValueError(f"threshold must be from {min_threshold(n)} to {n} for {n} sites, got {self.threshold}")
         return self
@@ -391,7 +412,9 @@ class Server(SharedSettings):
 
     @model_validator(mode="after")
     def _fits(self) -> Server:
-        for what in ("site", "client", "node_key", "signing_key"):
+        for kind in ("node_key", "signing_key"):
+            check_own_keys(kind, {member.site: getattr(member, kind) for member in self.sites})
+        for what in ("site", "client"):
             values = [getattr(member, what) for member in self.sites]
             twice = [v for v in values if values.count(v) > 1]
             if twice:

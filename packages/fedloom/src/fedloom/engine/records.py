@@ -126,17 +126,18 @@ class Records:
     def is_unchanged(self, tolerance: float = 0.0) -> bool:
         """Return True if each loss measured in several rounds is equal in all rounds.
 
-        A loss that is NaN for every client, because the part has no rows, has not been measured.
+        A loss that is NaN for every client, because the part has no rows, has not been measured. Under secure
+        aggregation, only the means of the loss over the sites are measured.
 
         Args:
             tolerance: largest relative change of a loss that is ignored.
         """
-        first: dict[tuple[str, str, bool], Record] = {}
+        first: dict[tuple[str, str, str, bool], Record] = {}
         is_repeated = False
         for r in self.items:
-            if r.metric != "loss" or np.isnan(r.values).all():
+            if r.metric.partition("/")[0] != "loss" or np.isnan(r.values).all():
                 continue
-            start = first.setdefault((r.model, r.part, r.total), r)
+            start = first.setdefault((r.model, r.part, r.metric, r.total), r)
             is_repeated = is_repeated or r.round > start.round
             if not np.allclose(r.values, start.values, rtol=tolerance, atol=0.0, equal_nan=True):
                 return False

@@ -62,7 +62,10 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     database, home = _running_server_paths(file)
     keys = _set_aside(file.parent, name)
     out = f"{name} cannot connect at any later start, because its key is now in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX}"
-    nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
+    try:
+        nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{out}") from None
     if not nodes:
         raise ConfigError(f"the server has not registered a key of {name} yet; {out}")
     registered = [number for number, status in nodes if status != UNREGISTERED_STATUS]
@@ -125,8 +128,6 @@ def _node_of(database: Path, key: str) -> tuple[int, str] | None:
         with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             row = connection.execute("SELECT node_id, status FROM node WHERE public_key = ?", (pem,)).fetchone()
     except sqlite3.Error as error:
-        cure = (
-            "start the server. There, 'flwr supernode list' shows its nodes and 'flwr supernode unregister' revokes one"
-        )
+        cure = "start the server and, if the site is connected, repeat the command on the server's machine"
         raise ConfigError(f"cannot read the nodes of {database} ({error}); {cure}") from None
     return None if row is None else (row[0] % (1 << 64), str(row[1]))

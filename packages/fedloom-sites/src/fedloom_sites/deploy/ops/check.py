@@ -14,8 +14,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
+from datetime import UTC, datetime
 from http import HTTPStatus
 from http.client import HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
@@ -28,11 +27,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedloom.engine.privacy import epsilon, find_accounted_noise
-from fedloom.errors import FedloomError
+from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.experiment import Experiment
 from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import content_of
 from fedloom.version import __version__
+from fedloom_sites.deploy.clock import clock_fault
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed_setting, noise_of_site, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
@@ -41,6 +41,7 @@ from fedloom_sites.deploy.protocol.identity import public_key_line
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, has_used_turns, read_checked
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
+from fedloom_sites.deploy.setting_files import SERVER_FILE, read_server
 from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Site
 from fedloom_sites.deploy.site.approval import check_data_name, count_experiments
 from fedloom_sites.deploy.site.ledger import Ledger
@@ -53,9 +54,9 @@ COMPARED_PACKAGES = (
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
 )
 """Packages whose versions `check_site` compares."""
-MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
-"""Maximum difference between a site's clock and the server's, because signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
+KEY_CURE = "Restore this site's own key, or ask the coordinator for new keys (fedloom deploy rotate)"
+"""Advice about a private key that a site cannot use."""
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
     10: "ask the coordinator to run 'fedloom deploy renew', or set the clock of this machine",
@@ -270,33 +271,55 @@ def _check_keys(site: Site) -> Iterator[CheckFinding]:
         for sentence in _key_faults(path, kind, name):
             fine = False
             yield CheckFinding("refused", sentence)
-    line = public_key_line(content_of(site.signing_key)) if fine else ""
-    if fine and site.secure is not None and not site.secure.keys[site.client].startswith(line):
+    for sentence in _foreign_keys(site) if fine else ():
         fine = False
-        yield CheckFinding(
-            "refused",
-            f"{site.signing_key} is not the key that all sites have agreed on for {site.site}. Restore this site's "
-            "key, or ask the coordinator for new keys (fedloom deploy rotate)",
-        )
+        yield CheckFinding("refused", f"{sentence}. {KEY_CURE}")
     if fine:
         yield CheckFinding("ok", "keys: both exist, and only their owner can read them")
+
+
+def _foreign_keys(site: Site) -> Iterator[str]:
+    """Yield a sentence for each private key that is not the key of this site.
+
+    The agreement under secure aggregation, the server's settings in the directory of a whole deployment, and the public
+    key next to a private key show whose key it is.
+    """
+    lists: dict[str, dict[str, str]] = {"node_key": {}, "signing_key": {}}
+    with suppress(ConfigError):  # of a site's machine, where the server's settings are missing
+        for member in read_server(site.experiment.parent.parent.parent / "server" / SERVER_FILE).sites:
+            for kind, known in lists.items():
+                known[member.site] = getattr(member, kind)
+    if site.secure is not None:
+        names = site.secure.names or map(str, range(site.clients))
+        lists["signing_key"] = dict(zip(names, site.secure.keys, strict=True))
+    for kind, known in lists.items():
+        path: Path = getattr(site, kind)
+        line, public = public_key_line(content_of(path)), path.with_name(f"{path.name}.pub")
+        owner = next((name for name, key in known.items() if key == line), None)
+        if owner is not None and owner not in (site.site, str(site.client)):
+            yield f"{path} is the key of {owner}, not of {site.site}"
+        elif owner is None and known:
+            yield f"{path} is not the key that was agreed on for {site.site}"
+        elif public.exists() and not content_of(public).decode(errors="replace").startswith(line):
+            yield f"{path} is not the private key of {public.name}, so it is not the agreed key of {site.site}"
 
 
 def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
     try:
         mode, data = stat.S_IMODE(path.stat().st_mode), check_regular_file(path).read_bytes()
     except OSError as error:
-        yield f"cannot read the private key {path}: {error.strerror}. Copy it from the site's folder in the deployment"
+        yield f"cannot read the private key {path}: {error.strerror}. {KEY_CURE}"
         return
     if mode & 0o077:
         yield f"{path} can be read by others (mode {mode:o}). Run: chmod 600 {path}"
     try:
         key = load_ssh_private_key(data, password=None)
     except (ValueError, TypeError) as error:
-        yield f"{path} is not a private key in OpenSSH form without a passphrase: {str(error).splitlines()[0]}"
+        fault = str(error).splitlines()[0]
+        yield f"{path} is not a private key in OpenSSH form without a passphrase: {fault}. {KEY_CURE}"
         return
     if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
-        yield f"{path} must be an {name} key. Make one as described in the README of the deployment"
+        yield f"{path} must be an {name} key. {KEY_CURE}"
 
 
 def _check_authority(site: Site) -> Iterator[CheckFinding]:
@@ -441,25 +464,15 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[CheckFinding]:
             "refused", f"the server {address} cannot be reached over TLS: {error}. Check the address and the firewall"
         )
     else:
-        yield _check_clock(parsedate_to_datetime(date) if date else None)
+        yield _check_clock(date)
     finally:
         connection.close()
 
 
-def _check_clock(server: datetime | None) -> CheckFinding:
-    if server is None:
+def _check_clock(date: str | None) -> CheckFinding:
+    if date is None:
         return CheckFinding("note", "clock: the server does not send its time")
-    ahead = datetime.now(UTC) - server
-    if ahead > MAX_CLOCK_LEAD + timedelta(seconds=1):  # the header has whole seconds
-        return CheckFinding(
-            "refused",
-            f"the clock is {ahead.total_seconds():.0f} s ahead of the server's clock, but at most 5 s "
-            "are allowed. Synchronize the clock with NTP",
-        )
-    if ahead < -MAX_CLOCK_LAG:
-        return CheckFinding(
-            "refused",
-            f"the clock is {-ahead.total_seconds():.0f} s behind the server's clock, but at most 300 "
-            "s are allowed. Synchronize the clock with NTP",
-        )
+    fault = clock_fault(date)
+    if fault is not None:
+        return CheckFinding("refused", f"{fault}. Synchronize the clock with NTP")
     return CheckFinding("ok", "clock: equal to the server's clock")

@@ -36,10 +36,20 @@ from fedloom_sites.deploy.ops.commands import (
     process_environment,
 )
 from fedloom_sites.deploy.ops.plan import DeploymentPlan
-from fedloom_sites.deploy.setting_files import read_server, resolve_paths, settings_text, sha256_hex
+from fedloom_sites.deploy.setting_files import (
+    SERVER_FILE,
+    SITE_FILE,
+    describe_folder,
+    read_server,
+    resolve_paths,
+    settings_text,
+    sha256_hex,
+)
 from fedloom_sites.deploy.settings import Member, SecureSettings, Server, Site
 
 APP_FOLDER = "app"
+AUTHORITY_FOLDER = "authority"
+"""Folder of the certificate authority, which the administrator keeps offline."""
 CLI_FOLDER = "cli"
 """Folder of Flower's command line on the server, for use by the administrator."""
 LOCAL_FOLDER = "local"
@@ -158,14 +168,15 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     Raises:
         ConfigError: the directory does not contain the authority, its key, or settings that name the host.
     """
-    here = folder / "authority"
+    here = folder / AUTHORITY_FOLDER
     try:
         ca = keys.Authority.load(
             check_regular_file(here / "ca.key").read_bytes(), check_regular_file(here / "ca.crt").read_bytes()
         )
     except OSError as error:
         raise ConfigError(
-            f"{here} contains no certificate authority ({error.strerror}). Copy its folder there to use this command"
+            f"{here} contains no certificate authority ({error.strerror}), and {folder} {describe_folder(folder)}. "
+            f"{_authority_cure(folder)}"
         ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(
@@ -188,6 +199,21 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         for draft in (new, *drafts):
             shutil.rmtree(draft, ignore_errors=True)
     return server / "server.crt", bool(drafts)
+
+
+def _authority_cure(folder: Path) -> str:
+    """Return how to renew the server's certificate if a folder does not contain the authority."""
+    if (folder / SITE_FILE).exists():
+        return "A site cannot renew the server's certificate and needs no new file. Ask the coordinator to renew it"
+    if (folder / SERVER_FILE).exists():
+        return (
+            f"Run the command on the directory that 'fedloom deploy init' wrote, where {AUTHORITY_FOLDER}/ is kept. "
+            "Then copy the new server.crt and server.key from its folder server/ to this folder"
+        )
+    return (
+        f"Pass the directory that 'fedloom deploy init' wrote, and put {AUTHORITY_FOLDER}/ back into it from the place "
+        "where you keep it"
+    )
 
 
 def _host_of(server_file: Path) -> str:
@@ -324,7 +350,7 @@ def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str,
     settings |= {} if plan.most_samples is None else {"examples_limit": plan.most_samples}
     server = make(Server, settings, "fedloom deploy init", Server.model_fields)
     home = place.home / "server"
-    yield "authority", "authority", {"ca.key": ca.private(), "ca.crt": ca.pem()}
+    yield "authority", AUTHORITY_FOLDER, {"ca.key": ca.private(), "ca.crt": ca.pem()}
     yield (
         "server",
         "server",

@@ -24,10 +24,16 @@ from fedloom_sites.deploy.ops.commands import (
     process_environment,
 )
 from fedloom_sites.deploy.ops.directory import APP_FOLDER, CLI_FOLDER, LOCAL_FOLDER
-from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_ports
+from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError, check_free, free_port
 from fedloom_sites.deploy.ops.table import site_table
-from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_PREFIX, finished_reason
-from fedloom_sites.deploy.setting_files import check_fingerprint, check_version, read_server, read_site
+from fedloom_sites.deploy.server.run import STOP_PREFIX, finished_hint, finished_reason
+from fedloom_sites.deploy.setting_files import (
+    check_fingerprint,
+    check_version,
+    describe_folder,
+    read_server,
+    read_site,
+)
 from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site.local_data import site_federation
 
@@ -56,7 +62,8 @@ class LoopbackDeployment:
         self._server_file = self.folder / "server" / "server.toml"
         if not self._server_file.exists():
             raise ConfigError(
-                f"{folder} contains no server/server.toml. Write it with 'fedloom deploy init EXPERIMENT.toml'"
+                f"{folder} contains no server/server.toml: it {describe_folder(folder)}. Pass the directory that "
+                "'fedloom deploy init' wrote, which contains the folders of the server and of all sites"
             )
         agreed = read_server(self._server_file)
         self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
@@ -64,10 +71,9 @@ class LoopbackDeployment:
             check_fingerprint(side)
             check_code(side)
             check_version(side)
-        self._ports = free_ports(1 + len(self.sites))
         self.work = self.folder / LOCAL_FOLDER
         self.server: Server = agreed.model_copy(
-            update={"address": "127.0.0.1", "port": port or self._ports[0], "database": self.work / "superlink.db"}
+            update={"address": "127.0.0.1", "port": port or free_port(), "database": self.work / "superlink.db"}
         )
 
     @property
@@ -114,7 +120,7 @@ class LoopbackDeployment:
 
         The site joins without any further commands. The arguments in ``changes`` replace some of the settings.
         """
-        settings = {"server": self.address, "port": self._ports[1 + list(self.sites).index(name)], **changes}
+        settings = {"server": self.address, "port": free_port(), **changes}
         site = self.sites[name].model_copy(update=settings)
         file = self.site_file(name)
         return self._start(f"site-{name}", command_words("supernode", site, file=file), file.parent, site.threads)
@@ -149,7 +155,7 @@ class LoopbackDeployment:
                 pass_on()
                 time.sleep(0.2)
             pass_on()
-        if stream.reap() != 0:
+        if self._processes.end(stream) != 0:
             raise ProcessError(f"the run could not be started or followed. The end of {stream.log}:\n{stream.tail()}")
         if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOP_PREFIX)]:
             raise ProcessError(stops[-1].removeprefix(LOG_PREFIX))
@@ -249,8 +255,8 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> LoopbackDeplo
 
     processes = ManagedProcesses()
     here = LoopbackDeployment(folder, processes, port)
-    if finished_reason(here.server):
-        show(FINISHED_HINT)
+    if ended := finished_reason(here.server):
+        show(finished_hint(ended))
         return here
     for site in here.sites.values():
         site_federation(read_agreed(site), site)

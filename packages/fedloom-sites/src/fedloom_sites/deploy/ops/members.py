@@ -34,7 +34,15 @@ from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
 from fedloom_sites.deploy.server.run import last_round
 from fedloom_sites.deploy.setting_files import read_server, read_site, sha256_hex
-from fedloom_sites.deploy.settings import Member, SecureSettings, Server, SharedSettings, Site, find_case_twin
+from fedloom_sites.deploy.settings import (
+    Member,
+    SecureSettings,
+    Server,
+    SharedSettings,
+    Site,
+    find_case_twin,
+    check_own_keys,
+)
 from fedloom_sites.deploy.site.approval import check_approved_digest
 from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
 
@@ -190,6 +198,8 @@ def check_proposal(folder: Path, change: Path) -> AgreementProposal:
         proposal = json.loads(check_regular_file(change / AGREEMENT_FILE).read_bytes())
         experiment = check_regular_file(change / "experiment.toml").read_bytes()
         members, former = [Member(**m) for m in proposal["members"]], proposal["before"]
+        for kind in ("node_key", "signing_key"):
+            check_own_keys(kind, {m.site: getattr(m, kind) for m in members})
         foreign = {*proposal["shared"]} - {*SharedSettings.model_fields}
         settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
         new = make(Site, settings, str(change / AGREEMENT_FILE), fields_of(Site))

@@ -22,6 +22,10 @@ EXIT_CODE_PREFIX = "Exit Code: "
 """Prefix of the line in which a Flower program reports why it ends. Details follow in the lines below."""
 
 
+_RETURNED_PORTS = set[int]()
+"""Ports that `free_port` has returned."""
+
+
 class ProcessError(FedloomError):
     """Error: a process ended unexpectedly or did not answer."""
 
@@ -53,12 +57,17 @@ class ManagedProcess:
         """ID of the process, which is also the ID of its group."""
         return self._popen.pid
 
+    @property
+    def reaped(self) -> bool:
+        """True if the exit status was collected, so that the system may give the ID to another process."""
+        return self._popen.returncode is not None
+
     def alive(self) -> bool:
         """Return True if the process is still running.
 
         A process that has ended keeps its ID until it is reaped, so that no other process can get this ID.
         """
-        if self._popen.returncode is not None:
+        if self.reaped:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
@@ -68,7 +77,7 @@ class ManagedProcess:
 
     def reap(self) -> int:
         """Return the exit status. Any remaining processes in its group are killed first."""
-        if self._popen.returncode is None:
+        if not self.reaped:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
@@ -113,10 +122,18 @@ class ManagedProcesses:
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
         process = ManagedProcess(name, command, environment, log, folder)
         self.started.append(process)
-        assert self._reaper.stdin is not None
-        with suppress(BrokenPipeError):
-            print(process.pid, file=self._reaper.stdin, flush=True)
+        self._tell_reaper(process.pid)
         return process
+
+    def end(self, process: ManagedProcess) -> int:
+        """Kill what is left of a started process's group, and return the process's exit status.
+
+        Afterwards, the system may give the ID to another process, so neither this block nor the reaper uses it again.
+        """
+        status = process.reap()
+        self._tell_reaper(-process.pid)
+        self.started.remove(process)
+        return status
 
     def check(self) -> None:
         """Raise a `ProcessError` if any of the processes has ended."""
@@ -125,6 +142,8 @@ class ManagedProcesses:
 
     def stop(self) -> None:
         """End all processes, including their descendants."""
+        for process in [p for p in self.started if p.reaped]:
+            self.end(process)
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             with suppress(BrokenPipeError):
@@ -137,6 +156,12 @@ class ManagedProcesses:
         for process in self.started:
             process.reap()
         self.started.clear()
+
+    def _tell_reaper(self, number: int) -> None:
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            with suppress(BrokenPipeError):
+                print(number, file=self._reaper.stdin, flush=True)
 
     def __enter__(self) -> Self:
         self._handlers = {number: signal.signal(number, _raise_interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -156,11 +181,17 @@ def _raise_interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return distinct loopback ports that are currently free."""
+def free_port() -> int:
+    """Return a loopback port that is currently free and that no earlier call in this process has returned.
+
+    The program that receives the port needs seconds until it listens, and the system would choose the port again.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
+        while True:
+            port: int = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            if port not in _RETURNED_PORTS:
+                _RETURNED_PORTS.add(port)
+                return port
 
 
 def check_free(port: int, what: str, cure: str = "Choose another port") -> None:

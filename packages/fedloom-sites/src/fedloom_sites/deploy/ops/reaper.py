@@ -1,6 +1,7 @@
 """Reaper that ends process groups when their starter closes the pipe to it, or is killed.
 
-Its standard input contains one line, with the group's ID, for each group that is started. The module runs as a script
+Its standard input contains one line with the group's ID for each group that is started, and one line with the negative
+ID for each group that has ended, because the system may give this ID to another process. The module runs as a script
 and imports only the standard library.
 """
 
@@ -16,7 +17,13 @@ GROUP_GRACE_SECONDS = 10.0
 
 def end_groups_at_close(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
     """Read group IDs until the pipe is closed; then end the remaining groups, newest first."""
-    groups = [group for group in reversed([int(line) for line in lines]) if _signal_group(group, signal.SIGTERM)]
+    started = dict[int, None]()
+    for number in map(int, lines):
+        if number > 0:
+            started[number] = None
+        else:
+            started.pop(-number, None)
+    groups = [group for group in reversed(started) if _signal_group(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.errors import FedloomError
-from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished_reason, stop_file
+from fedloom_sites.deploy.server.run import STOP_HINT, finished_hint, finished_reason, stop_file
 from fedloom_sites.deploy.setting_files import read_server
 
 
@@ -33,7 +33,8 @@ def main(words: Sequence[str]) -> int:
     if finished_reason(server) is None and not stop_file(server).exists():
         subprocess.run(words[1:], check=False)
         return 0 if finished_reason(server) is not None or stop_file(server).exists() else 1
-    print(f"fedloom: {STOP_HINT if finished_reason(server) is None else FINISHED_HINT}", flush=True)  # noqa: T201
+    ended = finished_reason(server)
+    print(f"fedloom: {STOP_HINT if ended is None else finished_hint(ended)}", flush=True)  # noqa: T201
     return 0
 
 

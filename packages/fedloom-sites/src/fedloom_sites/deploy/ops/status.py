@@ -28,13 +28,15 @@ from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
-from fedloom_sites.deploy.setting_files import read_server
+from fedloom_sites.deploy.setting_files import SERVER_FILE, describe_folder, read_server
 from fedloom_sites.deploy.settings import Server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States that a run can be in after its end, keyed by the reason for the end. A run that was stopped can be resumed."""
 CERTIFICATE_CURES = {
-    "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
+    "server's certificate": "run 'fedloom deploy renew' on the deployment's directory, where the folder authority/ is "
+    "kept, copy the new server.crt and server.key to the server, reload the reverse proxy and restart the superlink's "
+    "unit",
     "authority's certificate": "start a new deployment",
 }
 """Advice on replacing an expiring certificate."""
@@ -69,10 +71,12 @@ def server_file(folder: Path) -> Path:
     Raises:
         ConfigError: the file does not exist.
     """
-    files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
+    files = [path for path in (folder / "server" / SERVER_FILE, folder / SERVER_FILE) if path.is_file()]
     if not files:
         raise ConfigError(
-            f"{folder} contains no server.toml and no server/server.toml. Name the directory of a deployment"
+            f"{folder} contains no server.toml and no server/server.toml: it {describe_folder(folder)}. Pass "
+            "the directory that 'fedloom deploy init' wrote, or the server's folder. A site has neither, so ask the "
+            "coordinator"
         )
     return files[0]
 

@@ -140,17 +140,20 @@ class ReplyChecks:
         return min(array, self._settings.message_limit) + head
 
     @staticmethod
-    def quorum(round: int, count: int, wanted: int, need: int) -> None:
+    def quorum(round: int, count: int, wanted: int, need: int, rejected: int = 0) -> None:
         """Raise an error if too few replies are accepted in a round (step 13).
+
+        Sites whose replies were ``rejected`` send the same replies again, so a further start alone changes nothing.
 
         Raises:
             RunStopped: too few replies are accepted. The state from before the round is kept.
         """
         if count < need:
+            cure = f"Rejected answers: {rejected}. Remove the reasons, which are in the audit log, then run"
             raise RunStopped(
                 Stop.TOO_FEW,
-                f"round {round}: only {count} of {wanted} sites sent a usable answer, but the quorum "
-                f"is {need}. The state before the round is saved. Run the command again to continue",
+                f"round {round}: only {count} of {wanted} sites sent a usable answer, but the quorum is {need}. The "
+                f"state before the round is saved. {cure if rejected else 'Run'} the command again to continue",
             )
 
     def _check_no_error(self, draft: _ReplyDraft) -> _ReplyDraft:

@@ -87,7 +87,7 @@ def serve_run(grid: Grid, settings: Server, say: Say = print) -> Stop:
     with lock(settings.checkpoints):
         ended = finished_reason(settings)
         if ended is not None:
-            say(f"fedloom: {FINISHED_HINT if ended in (Stop.DONE, Stop.DIVERGED) else ended.value}")
+            say(f"fedloom: {finished_hint(ended)}")
             return ended
         with serve_metrics(settings):
             return _Run(grid, settings, experiment, say).go()
@@ -115,6 +115,13 @@ def finished_reason(settings: Server) -> Stop | None:
         return None
     ended = newest is not None and newest.meta["stop"] == recorded and not stop.resumable
     return stop if ended else None
+
+
+def finished_hint(stop: Stop) -> str:
+    """Return a sentence on a run that has ended for this reason and cannot be resumed."""
+    if stop.status == "failed":
+        return f"the run has failed: {stop.value}. To train, deploy a corrected experiment"
+    return FINISHED_HINT
 
 
 def check_deployable(

@@ -179,7 +179,7 @@ class Transport:
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
-        replies: dict[int, ValidReply] = {}
+        replies, rejected = dict[int, ValidReply](), set[int]()
         open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
             self.greet()
@@ -194,6 +194,7 @@ class Transport:
             if self._unable and not repeats:
                 bad |= self._unable
             repeats -= bool(self._unable)
+            rejected |= bad
             open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
             is_enough = _count_replies(replies) >= need and not {*wanted} & {*open_}
             if (is_enough and not self._unable & {*open_}) or (not open_ and requests):
@@ -203,7 +204,8 @@ class Transport:
             time.sleep(min(5 * POLL_SECONDS, self._settings.patience / 10))
         for c in open_:
             self._missed(round, c)
-        self.checks.quorum(round, _count_replies(replies), sum(r.kind != "score" for r in requests.values()), need)
+        wanted_count = sum(r.kind != "score" for r in requests.values())
+        self.checks.quorum(round, _count_replies(replies), wanted_count, need, len(rejected))
         return replies
 
     def exchange(

@@ -25,7 +25,7 @@ from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import ModelRecipe, running_statistics
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.setting_files import read_site
+from fedloom_sites.deploy.setting_files import check_site_folder, describe_folder, read_site
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.local_data import site_federation
 from fedloom_sites.deploy.site.state import SiteModel, latest_models
@@ -52,7 +52,10 @@ def find_owned_models(folder: Path) -> list[OwnedModel]:
     """
     files = [folder / "site.toml"] if (folder / "site.toml").exists() else sorted(folder.glob("sites/*/site.toml"))
     if not files:
-        raise ConfigError(f"{folder} is neither a site's folder (site.toml) nor a deployment's directory (sites/)")
+        raise ConfigError(
+            f"{folder} is neither a site's folder nor a deployment's directory with the folder sites/: it "
+            f"{describe_folder(folder)}. Models are only in the folders of sites, so run the command at a site"
+        )
     sites = sorted((read_site(file) for file in files), key=lambda site: site.client)
     return [
         OwnedModel(s, m)
@@ -140,8 +143,7 @@ def _choose_model(folder: Path, kind: str | None) -> OwnedModel:
     Raises:
         ConfigError: no such model exists.
     """
-    if not (folder / "site.toml").exists():
-        raise ConfigError(f"{folder} is not the folder of a site: it contains no site.toml")
+    check_site_folder(folder)
     models_there = {one.model.kind: one for one in find_owned_models(folder)}
     if not models_there:
         raise ConfigError(f"{folder} contains no model yet: a site has a model after its first round")

@@ -19,7 +19,9 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from fedloom.errors import ConfigError
 
@@ -75,9 +77,32 @@ def run_network(words: Sequence[str], folder: Path) -> None:
     from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
     EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = REFUSED_CONNECTION_HINT
+    explain_rejected_signatures()
     start_executor(words, folder)
     sys.argv = [*words]
     flower_supernode()
+
+
+def explain_rejected_signatures() -> None:
+    """Let the network process end with an explanation if the server rejects a signature.
+
+    On its own, Flower ends the process with exit code 0 and without a reason. Nothing is lost if the process ends at
+    once, because another process has the site's state.
+    """
+    from fedloom_sites.deploy.clock import rejected_signature_reason
+    from fedloom_sites.flwr_adapter import NodeAuthHttpInterceptor
+
+    sign = NodeAuthHttpInterceptor.intercept
+
+    def intercept(self: NodeAuthHttpInterceptor, context: Any, call_next: Any) -> Any:
+        answer = sign(self, context, call_next)
+        if answer.status_code == HTTPStatus.UNAUTHORIZED:
+            sys.stderr.write(f"fedloom: {rejected_signature_reason(answer.headers.get('Date'))}\n")
+            sys.stderr.flush()
+            os._exit(1)
+        return answer
+
+    NodeAuthHttpInterceptor.intercept = intercept  # type: ignore[method-assign]
 
 
 def _write_file(path: Path, content: bytes, mode: int) -> None:
