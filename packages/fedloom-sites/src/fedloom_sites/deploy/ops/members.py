@@ -40,8 +40,8 @@ from fedloom_sites.deploy.settings import (
     Server,
     SharedSettings,
     Site,
-    find_case_twin,
     check_own_keys,
+    find_case_twin,
 )
 from fedloom_sites.deploy.site.approval import check_approved_digest
 from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
