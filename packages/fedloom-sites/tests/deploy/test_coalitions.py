@@ -382,3 +382,25 @@ def test_forged_counters_open_no_sum_of_neutral_uploads(
     reason = "the digest of the counters" if when == "after" else "only [0-2] sites? answered from their samples"
     assert rogue.refused
     assert all(re.match(reason, refusal) for refusal in rogue.refused)
+
+
+def test_a_site_gives_shares_for_one_digest_of_all_counters(tmp_path: Path) -> None:
+    """Also after a restart. A site that was away then, and has given no shares for another digest, opens the sum."""
+    rogue = Rogue(secured(tmp_path, "fedavg", 4, agreed={"changes": 0}))
+    terms, session = rogue.terms(1, rogue.download()), rogue.begin(1)
+    for c in range(SITES):
+        session.vector(c, terms, rogue.download())
+    for c in range(1, SITES):
+        session.count(c)
+    first, signed = session.shown[1], secure.join_parts({c: sent[:64] for c, sent in session.vectors.items()})
+    site = rogue.sites[1].site
+    cast(Any, rogue.sites[1].answers)._member = SessionMember(site, signing_key_of(1), site.folder)
+    session.count(1)
+    assert session.shown[1] == first
+    assert not rogue.refused
+    assert session.ask(1, "count", signed, bytes(32)) is None
+    assert "the digest of the counters of a session cannot change" in rogue.refused[0]
+    sent, openers = session.counters_of(session.vectors), secure.join_parts(session.shown)
+    told = [session.ask(c, "unmask", signed, sent, openers) for c in (0, 1, 1)]
+    assert None not in told
+    assert told[1] == told[2]
