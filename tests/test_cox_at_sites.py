@@ -31,12 +31,7 @@ from fedloom_sites.deploy.ops.status import status_lines, status_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.rehearsal.rogue import RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.counters import (
-    ANSWERED_COUNTS,
-    COUNTER_COUNT,
-    COUNTERS_BYTES,
-    SILENT_COUNTS,
-)
+from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, SILENT_COUNTS, counters_bytes
 from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
@@ -459,7 +454,7 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
         if masked and b'"question":{' not in arrays_of(message)[0]:
             return reply
         [vector] = arrays_of(reply)
-        start, end = (64, len(vector) - COUNTERS_BYTES) if masked else (0, len(vector) - 8 * COUNTER_COUNT)
+        start, end = (64, len(vector) - counters_bytes(5)) if masked else (0, len(vector) - 8 * len(ANSWERED_COUNTS))
         numbers = np.frombuffer(vector[start:end], "<u8") + np.uint64(2**50)
         return changed(reply, 0, arrays=[vector[:start] + numbers.tobytes() + vector[end:]])
 
@@ -644,12 +639,12 @@ def test_a_sum_with_a_silent_site_stays_closed(tmp_path: Path, able: int, monkey
     assert session.ask(0, "unmask", signed) is None  # without counters
     for c in range(5):
         session.count(c)
-    assert session.counts(terms) == (able, 0, 5 - able)
-    sent = {c: vector[-COUNTERS_BYTES:] for c, vector in session.vectors.items()}
+    assert session.counts(terms) == (5, able, 5 - able)
+    sent = {c: vector[-counters_bytes(5) :] for c, vector in session.vectors.items()}
     shown = secure.join_parts(session.shown)
     mine = dict[int, bytes]()
     for c in range(5):
-        numbers = np.array([5 if c == 0 else 0, 0, 0], dtype="<u8").tobytes()
+        numbers = np.zeros(2 * 9, dtype="<u8").tobytes()
         mine[c] = signing_key_of((c + 1) % 5).sign(numbers) + numbers
     few = secure.join_parts({c: vector[:64] for c, vector in session.vectors.items() if c})
     for message, counted in (
@@ -660,7 +655,7 @@ def test_a_sum_with_a_silent_site_stays_closed(tmp_path: Path, able: int, monkey
     assert [
         session.ask(c, "unmask", signed, secure.join_parts(sent), made) for c in (1, 2) for made in (b"", b"x")
     ] == [None] * 4
-    assert session.ask(1, "count", few) is None
+    assert session.ask(1, "count", few, bytes(32)) is None
     told = [session.ask(c, "unmask", signed, secure.join_parts(sent), shown) for c in range(5)]
     assert (told == [None] * 5) is (able < 5)
 
@@ -682,7 +677,7 @@ def test_two_steps_at_the_boundary_of_a_heavy_row_do_not_isolate_its_site(tmp_pa
             session.vector(c, terms, None)
         for c in range(5):
             session.open(c)
-        assert session.counts(terms) == ((5, 0, 0), (4, 0, 1))[step]
+        assert session.counts(terms) == ((5, 5, 0), (5, 4, 1))[step]
         assert session.is_open is (step == 0)
         assert bool(session.told) is (step == 0)
 

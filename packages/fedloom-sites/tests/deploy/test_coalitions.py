@@ -19,8 +19,15 @@ import pytest
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
-from fedloom_sites.deploy.secure.member import SessionMember
+from fedloom_sites.deploy.secure.counters import (
+    ABSENT_COUNTS,
+    ANSWERED_COUNTS,
+    NEUTRAL_COUNTS,
+    SILENT_COUNTS,
+    TOKEN_PRIME,
+    draw_counters,
+)
+from fedloom_sites.deploy.secure.member import SessionMember, _stored_secrets
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, ProtocolBroken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.settings import Site
@@ -52,7 +59,8 @@ class Ask(NamedTuple):
         model: the model, if it is asked about more than once.
         experiment: number of the experiment.
         round: round of a session that was asked for before (default: the next).
-        forged: True if a colluding site turns the counters of the sites without an answer into answers.
+        forged: how a colluding site changes its counters, to hide the sites without an answer: "before" or "after"
+            the counters are opened.
     """
 
     kind: str
@@ -64,11 +72,22 @@ class Ask(NamedTuple):
     model: str = ""
     experiment: int = 0
     round: int = 0
-    forged: bool = False
+    forged: str = ""
 
 
 class Colluder(SessionMember):
-    """A site without any check."""
+    """A site without any check, which can replace its counters."""
+
+    def replace_counters(self, sent: bytes, change: Sequence[int]) -> bytes:
+        """A masked vector with other counters: its own plus the change."""
+        record = self._load()
+        session, secrets, peers = self._agreed_by(record), _stored_secrets(record), [int(c) for c in record["held"]]
+        mine = np.frombuffer(bytes.fromhex(record["tokens"]), np.uint64)
+        mine = mine + np.array(change, np.uint64)
+        end = len(sent) - counters.counters_bytes(len(session.adverts))
+        return sent[:end] + counters.write_counters(
+            session, self._bound(record), self._client, secrets, self._key, peers, mine
+        )
 
     def _check_change(self, *_: Any) -> None:
         return
@@ -137,23 +156,27 @@ class Coalition:
             inbox = secure.join_parts({p: sent[c] for p, sent in sealed.items() if c in sent})
             if self._ask(lambda c=c, inbox=inbox: self.members[c].receive(*at, inbox, terms, weights)) is not None:
                 vectors[c] = self.members[c].masked(*at, np.zeros(3, np.uint64), self._count(ask, c, weights[c]))
+        if ask.forged == "before":
+            vectors |= self._forge(vectors, draw_counters(len(ask.present), (True, True)).tolist())
         for arrived in ask.lists or [[*vectors]]:
             if {*arrived} <= vectors.keys() and self._open(at, arrived, vectors, terms, adverts, ask):
-                silent = ask.kind != "uploads" and {*ask.unable}
                 shown = {*arrived} - {*ask.unable} - self.colluders
                 row = {(ask.kind, c): weights[c][0] * (1 + (c in ask.older)) for c in shown}
                 most = max(row.values(), default=0.0)
-                row = {key: weight for key, weight in row.items() if weight > 1e-3 * most}  # less is next to nothing
-                self.rows += [] if silent and self.defended else [row]  # a silent site sends random numbers
+                self.rows.append(
+                    {key: weight for key, weight in row.items() if weight > 1e-3 * most}
+                )  # less is nothing
 
     def _count(self, ask: Ask, c: int, weight: Sequence[float]) -> tuple[int, ...]:
         """Return the counters of a site."""
-        k = len({*ask.unable})
-        if ask.forged and c == max(self.colluders, default=-1):
-            counts = (1 + k, -k, 0) if ask.kind == "uploads" else (1, 0, -k)
-            return tuple(count % 2**64 for count in counts)
         unable = NEUTRAL_COUNTS if ask.kind == "uploads" else SILENT_COUNTS
         return ABSENT_COUNTS if not any(weight) else unable if c in ask.unable else ANSWERED_COUNTS
+
+    def _forge(self, vectors: Mapping[int, bytes], sums: Sequence[int]) -> dict[int, bytes]:
+        """The vector of a colluding site, with counters that take some numbers from the sum."""
+        last = max(self.colluders)
+        colluder = cast(Colluder, self.members[last])
+        return {last: colluder.replace_counters(vectors[last], [-number % TOKEN_PRIME for number in sums])}
 
     def _open(
         self, at: tuple[int, bytes], arrived: Sequence[int], vectors: Mapping[int, bytes], terms: SessionTerms,
@@ -175,9 +198,17 @@ class Coalition:
                 signed[c] = self._ask(lambda c=c: self.members[c].agree(*at, listed)) or signed[c]
         message = secure.join_parts(signed)
         givers = [c for c in vectors if c in asked or c in self.colluders]
-        shown = {c: self._ask(lambda c=c: self.members[c].count(*at, message)) for c in givers}
-        counts = secure.join_parts({c: vectors[c][-counters.COUNTERS_BYTES :] for c in arrived})
-        openers = secure.join_parts({c: one for c, one in shown.items() if one})
+        width = counters.counters_bytes(len(session.adverts))
+        counts = secure.join_parts({c: vectors[c][-width:] for c in arrived})
+        digest = hashlib.sha256(counts).digest()
+        shown = {c: self._ask(lambda c=c: self.members[c].count(*at, message, digest)) for c in givers}
+        given = {c: one for c, one in shown.items() if one}
+        openers = secure.join_parts(given)
+        if ask.forged == "after" and len(given) >= self.threshold:
+            bound = secure.session_binding(session, terms.digest, ask.present)
+            sums = sums_of_powers(session, bound, secure.split_parts(counts, width), given)
+            vectors = {**vectors, **self._forge(vectors, sums)}
+            counts = secure.join_parts({c: vectors[c][-width:] for c in arrived})
         told = [c for c in givers if self._ask(lambda c=c: self.members[c].reveal(*at, message, counts, openers))]
         return len({*told} | self.colluders) >= self.threshold
 
@@ -187,6 +218,24 @@ class Coalition:
         except ProtocolBroken as error:
             self.refused.append(str(error))
             return None
+
+
+def sums_of_powers(
+    session: secure.Session, bound: bytes, sent: Mapping[int, bytes], given: Mapping[int, bytes]
+) -> list[int]:
+    """The sums of powers of all tokens, which a server sees before it asks for the shares of the vectors.
+
+    Args:
+        session: agreed session.
+        bound: digest of the session, its terms and its sites.
+        sent: masked counters of all sites.
+        given: shares that open them, by the site that sent them.
+    """
+    answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in given.items()}
+    opened, _ = shares.restore_secrets(session, [*sent], [*sent], answers, of_counters=True)
+    masked = [np.frombuffer(message[SIGNATURE_BYTES:], "<u8") for message in sent.values()]
+    total = np.sum(masked, axis=0, dtype=np.uint64)
+    return secure.unmask_sum(session, counters._mask_label(bound), [*sent], total, opened).tolist()
 
 
 def list_attacks(honest: Sequence[int], own: Sequence[int], threshold: int) -> dict[str, list[Ask]]:
@@ -220,9 +269,13 @@ def list_attacks(honest: Sequence[int], own: Sequence[int], threshold: int) -> d
         "R3, R4: it has no answer": [Ask(kind, everyone, unable=u) for kind in kinds[1:] for u in ([target], ())],
     }  # fmt: skip
     if own:
-        attacks["R3, R4: it has no answer, and its counter is forged"] = [
-            Ask(kind, everyone, unable=u, forged=bool(u)) for kind in kinds[1:] for u in ([target], ())
-        ]
+        for when in ("before", "after"):
+            attacks[f"R1, R2: most uploads neutral, forged {when} the counters open"] = [
+                Ask("uploads", everyone, unable={*rest} - {*some}, forged=when) for some in few
+            ]
+            attacks[f"R3, R4: it has no answer, forged {when} the counters open"] = [
+                Ask(kind, everyone, unable=u, forged=when if u else "") for kind in kinds[1:] for u in ([target], ())
+            ]
     return attacks
 
 
@@ -260,38 +313,31 @@ def test_no_coalition_isolates_fewer_honest_sites_than_the_page_states(
 
 
 class Forger(Colluder):
-    """A site without any check, whose counters turn `cancelled` sites without an answer into answers.
-
-    Attributes:
-        cancelled: number of sites with a neutral upload, and without scores or an answer to a question.
-    """
-
-    cancelled = (0, 0)
+    """A site without any check, whose counters take the powers of tokens that it has guessed from the sums."""
 
     def masked(self, round: int, nonce: bytes, vector: Any, counts: Sequence[int] = ()) -> bytes:
-        neutral, silent = self.cancelled
-        forged = (counts[0] + neutral, counts[1] - neutral, counts[2] - silent)
-        return super().masked(round, nonce, vector, tuple(count % 2**64 for count in forged))
+        sent = super().masked(round, nonce, vector, counts)
+        guessed = np.sum([draw_counters(SITES, (True, True)) for _ in range(3)], axis=0, dtype=np.uint64)
+        return self.replace_counters(sent, [-number % TOKEN_PRIME for number in guessed.tolist()])
 
 
-def rogue_with_forger(folder: Path, *cancelled: int) -> Rogue:
-    """A server, and five sites of which the last one forges its counters."""
+def rogue_with(folder: Path, kind: type[Colluder]) -> Rogue:
+    """A server, and five sites of which the last one is on its side."""
     rogue = Rogue(secured(folder, "fedavg", 4, agreed={"changes": 0}))
     site = rogue.sites[-1].site
-    forger = Forger(site, signing_key_of(SITES - 1), site.folder)
-    forger.cancelled = cast(Any, cancelled)
-    cast(Any, rogue.sites[-1].answers)._member = forger
+    cast(Any, rogue.sites[-1].answers)._member = kind(site, signing_key_of(SITES - 1), site.folder)
     return rogue
 
 
-def test_a_site_without_scores_sends_random_numbers_for_a_coalition_that_opens_the_sum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A colluding site takes back the counter of the site. With zeros, its scores would be the next sum's difference.
+def open_counters(session: Any, terms: SessionTerms) -> list[int]:
+    """The sums of powers of all tokens in a session, from the shares that sites have sent."""
+    sent = secure.split_parts(session.counters_of(session.vectors), session.counters_bytes)
+    return sums_of_powers(session.session, session.bound(terms), sent, session.shown)
 
-    Three honest sites are in the sum, as many as T - c, but four in the next one.
-    """
-    rogue = rogue_with_forger(tmp_path, 0, 1)
+
+def test_a_site_without_scores_sends_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zeros, its scores would be the difference from the next sum, if a coalition could open this one."""
+    rogue = rogue_with(tmp_path, Forger)
     score, keep, kept = Trainer.scores, SessionMember.keep_answer, dict[int, Any]()
 
     def look(member: SessionMember, numbers: Any, counts: Sequence[int]) -> None:
@@ -303,24 +349,58 @@ def test_a_site_without_scores_sends_random_numbers_for_a_coalition_that_opens_t
 
     monkeypatch.setattr(Trainer, "scores", diverge)
     monkeypatch.setattr(SessionMember, "keep_answer", look)
-    session = sum_honestly(rogue, 1, None, rogue.model())
-    assert session.is_open
-    rest = session.total(rogue.terms(1, models=[rogue.model()], scored=1, common=True))
-    for c in range(1, SITES):
-        rest = rest - kept[c]
-    assert 0.3 < float(np.mean(rest >> np.uint64(63))) < 0.7
-    assert len({*rest.tolist()}) == len(rest) > 20
+    assert sum_honestly(rogue, 1, None, rogue.model()).told.keys() <= {4}  # the colluding site
+    assert 0.3 < float(np.mean(kept[0] >> np.uint64(63))) < 0.7
+    assert len({*kept[0].tolist()}) == len(kept[0]) > 20
 
 
-def test_forged_counters_open_a_sum_with_neutral_uploads_as_the_page_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+def test_forged_counters_open_no_sum_of_neutral_uploads(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four honest sites have no valid upload, and a sum needs four that have, but the last one vouches."""
-    rogue = rogue_with_forger(tmp_path, 3, 0)
+    """Three of four honest sites have no valid upload, and a sum needs four that have, but the last one vouches.
+
+    It can do so blindly, or after the server has opened the counters and knows how to cancel all tokens.
+    """
+    rogue = rogue_with(tmp_path, Forger if when == "before" else Colluder)
     for site in rogue.sites[:3]:
         monkeypatch.setattr(site.trainer.node, "train", lambda *_: 1 / 0)
-    session = sum_honestly(rogue, 1, rogue.download())
-    assert session.is_open
-    assert session.counts(rogue.terms(1, rogue.download())) == (5, 0, 0)
-    page = " ".join((Path(__file__).parents[4] / "docs" / "secure-protocol.md").read_text().split())
-    assert re.search(r"A colluding site can forge its counter of neutral uploads.*?even only one", page)
+    terms, session = rogue.terms(1, rogue.download()), rogue.begin(1)
+    for c in range(SITES):
+        session.vector(c, terms, rogue.download())
+    for c in range(SITES):
+        session.count(c)
+    if when == "after":
+        assert session.counts(terms) == (5, 2, 0)
+        cancelling = [-number % TOKEN_PRIME for number in open_counters(session, terms)]
+        colluder = cast(Any, rogue.sites[-1].answers)._member
+        session.vectors[4] = colluder.replace_counters(session.vectors[4], cancelling)
+        assert session.counts(terms) == (5, 5, 0)
+    for c in range(SITES):
+        session.open(c)
+    assert session.told.keys() == {4}  # the colluding site
+    reason = "the digest of the counters" if when == "after" else "only [0-2] sites? answered from their samples"
+    assert rogue.refused
+    assert all(re.match(reason, refusal) for refusal in rogue.refused)
+
+
+def test_a_site_gives_shares_for_one_digest_of_all_counters(tmp_path: Path) -> None:
+    """Also after a restart. A site that was away then, and has given no shares for another digest, opens the sum."""
+    rogue = Rogue(secured(tmp_path, "fedavg", 4, agreed={"changes": 0}))
+    terms, session = rogue.terms(1, rogue.download()), rogue.begin(1)
+    for c in range(SITES):
+        session.vector(c, terms, rogue.download())
+    for c in range(1, SITES):
+        session.count(c)
+    first, signed = session.shown[1], secure.join_parts({c: sent[:64] for c, sent in session.vectors.items()})
+    site = rogue.sites[1].site
+    cast(Any, rogue.sites[1].answers)._member = SessionMember(site, signing_key_of(1), site.folder)
+    session.count(1)
+    assert session.shown[1] == first
+    assert not rogue.refused
+    assert session.ask(1, "count", signed, bytes(32)) is None
+    assert "the digest of the counters of a session cannot change" in rogue.refused[0]
+    sent, openers = session.counters_of(session.vectors), secure.join_parts(session.shown)
+    told = [session.ask(c, "unmask", signed, sent, openers) for c in (0, 1, 1)]
+    assert None not in told
+    assert told[1] == told[2]

@@ -192,7 +192,7 @@ def test_scores_that_few_sites_can_compute(rogue: Rogue, unable: int, trains: bo
     tree = job.oracle.layout.tree(model.reshape(1, -1).clone())
     next(part for part in tree.values() if part.dim() == 3)[0, 0] = direction / middle * MAX_SCORE_TOTAL
     crafted = rogue.trainer.forms.write_model(torch.cat([part.flatten() for part in tree.values()]))
-    for scored, shown in ((rogue.model(), (5, 0, 0)), (crafted, (5, 0, unable) if trains else (5 - unable, 0, unable))):
+    for scored, shown in ((rogue.model(), (5, 5, 0)), (crafted, (5, 5 if trains else 5 - unable, unable))):
         download, t = rogue.download() if trains else None, 2 if scored is crafted else 1
         session = rogue.begin(t)
         terms = rogue.terms(t, download, [scored], scored=t - trains, common=True)

@@ -45,7 +45,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 )
 from fedloom_sites.deploy.secure import integers, opened, shares, vectors
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
+from fedloom_sites.deploy.secure.counters import counters_bytes
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 from fedloom_sites.deploy.secure.sums import MAX_ATTEMPTS
@@ -453,9 +453,10 @@ def spoiling(t: int, place: slice, add: int) -> Any:
         if kind_of(message) != "masked" or node != FIRST or message.content["head"]["round"] != t:
             return reply
         data = arrays_of(reply)[0]
-        vector = np.frombuffer(data[64:-COUNTERS_BYTES], dtype="<u8").copy()
+        end = len(data) - counters_bytes(5)
+        vector = np.frombuffer(data[64:end], dtype="<u8").copy()
         vector[place] += np.uint64(add)
-        return changed(reply, 0, arrays=[data[:64] + vector.tobytes() + data[-COUNTERS_BYTES:]])
+        return changed(reply, 0, arrays=[data[:64] + vector.tobytes() + data[end:]])
 
     return spoil
 

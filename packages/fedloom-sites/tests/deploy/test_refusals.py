@@ -41,7 +41,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
-from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
+from fedloom_sites.deploy.secure.counters import counters_bytes
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import UploadVector
@@ -221,14 +221,17 @@ class Generated:
         assert last is not None
         if stage == "count":
             self._vector, self._stage = last, "unmask"
-            return (
-                draw.choice(("count", "count", "agree")),
-                [secure.join_parts(dict.fromkeys(range(SITES), last[:64]))],
-                fields,
-            )
-        self._stage = "keys"
-        counted = secure.join_parts(dict.fromkeys(range(SITES), self._vector[-COUNTERS_BYTES:]))
-        return "unmask", [secure.join_parts(dict.fromkeys(range(SITES), self._vector[:64])), counted, last], fields
+            signed = secure.join_parts(dict.fromkeys(range(SITES), last[:64]))
+            digest = hashlib.sha256(self._counters).digest()
+            return draw.choice((("count", [signed, digest], fields), ("count", [signed, digest], fields),
+                                ("agree", [signed], fields)))  # fmt: skip
+        self._stage, signed = "keys", secure.join_parts(dict.fromkeys(range(SITES), self._vector[:64]))
+        return "unmask", [signed, self._counters, last], fields
+
+    @property
+    def _counters(self) -> bytes:
+        """The site's counters in the name of all sites."""
+        return secure.join_parts(dict.fromkeys(range(SITES), self._vector[-counters_bytes(SITES) :]))
 
     def _masked(self, fields: dict[str, Any]) -> tuple[str, list[bytes], dict[str, Any]]:
         draw, t, trains = self._draw, self._round, self._draw.random() < 0.8
@@ -396,7 +399,7 @@ def test_forged_terms_show_nothing_of_samples(count: int, tmp_path: Path) -> Non
 QUESTIONS = 400
 MOST_RIGHT = 0.58
 """Of 400 fair coins at most 58 % are guessed right, but once in 1,600 times (a binomial's tail)."""
-ANSWER = 64 + 8 * (1510 + 4) + COUNTERS_BYTES
+ANSWER = 64 + 8 * (1510 + 4) + counters_bytes(SITES)
 """Bytes of a vector of the model with its counters, under masks."""
 
 
@@ -576,7 +579,7 @@ def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     session, download = rogue.begin(1, range(SITES)), rogue.download()
     session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
     assert not rogue.refused
-    assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + COUNTERS_BYTES
+    assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + counters_bytes(SITES)
 
 
 @pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, secure.ProtocolBroken])
@@ -725,13 +728,13 @@ def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
         session.vector(c, terms, download)
     for c in everyone:
         session.count(c)
-    assert session.counts(terms) == (2, 2, 0)
+    assert session.counts(terms) == (4, 2, 0)
     for c in everyone:
         session.open(c)
     assert not session.told
     assert any("2 sites answered from their samples" in reason for reason in rogue.refused)
-    honest = {c: vector[-COUNTERS_BYTES:] for c, vector in session.vectors.items()}
+    honest = {c: vector[-counters_bytes(4) :] for c, vector in session.vectors.items()}
     signed = secure.join_parts({c: vector[:64] for c, vector in session.vectors.items()})
-    for made in (honest | {2: honest[0]}, honest | {3: bytes(COUNTERS_BYTES)}, {c: honest[c] for c in (0, 1, 2)}):
+    for made in (honest | {2: honest[0]}, honest | {3: bytes(counters_bytes(4))}, {c: honest[c] for c in (0, 1, 2)}):
         assert session.ask(1, "unmask", signed, secure.join_parts(made), secure.join_parts(session.shown)) is None
     assert session.ask(1, "unmask", signed) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -114,16 +115,15 @@ class Federation:
             listed = secure.join_parts(dict.fromkeys(sorted(arrived), b""))
             signed = {c: self._ask(lambda c=c: members[c].agree(t, nonce, listed)) or bytes(64) for c in arrived}
         message = secure.join_parts(signed)
-        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived}
+        sent = secure.join_parts({c: vectors[c][-counters.counters_bytes(len(present)) :] for c in arrived})
+        digest = hashlib.sha256(sent).digest()
+        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message, digest)) for c in arrived}
         answers = {c: one for c, one in shown.items() if one}
-        sent = [
-            secure.join_parts({c: vectors[c][-counters.COUNTERS_BYTES :] for c in arrived}),
-            secure.join_parts(answers),
-        ]
+        openers = secure.join_parts(answers)
         if len(answers) >= THRESHOLD:
             self._keep("counters", arrived)
         for c in arrived:
-            if self._ask(lambda c=c: members[c].reveal(t, nonce, message, *sent)):
+            if self._ask(lambda c=c: members[c].reveal(t, nonce, message, sent, openers)):
                 told.add(c)
         if len(told) < THRESHOLD:
             return False

@@ -17,7 +17,7 @@ from fedloom.errors import WireError
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.identity import new_nonce
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 Kind = Literal[
     "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree",
     "count", "unmask", "relay",

@@ -177,21 +177,31 @@ class RogueSession:
 
     def count(self, c: int, survivors: Collection[int] | None = None) -> None:
         """Ask a site for the shares that open the counters of those sites whose vectors arrived."""
-        sent_back = self.ask(
-            c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors})
-        )
+        listed = [*(survivors or self.vectors)]
+        digest = hashlib.sha256(self.counters_of(listed)).digest()
+        sent_back = self.ask(c, "count", secure.join_parts({s: self.vectors[s][:64] for s in listed}), digest)
         if sent_back is not None:
             self.shown[c] = sent_back
 
+    @property
+    def counters_bytes(self) -> int:
+        """Length in bytes of the counters at the end of a vector. Zero if the session has no counters."""
+        return counters.counters_bytes(len(self.session.adverts)) if self.has_counters else 0
+
+    def counters_of(self, clients: Collection[int]) -> bytes:
+        """Return the masked counters of some sites, as the sites in a sum read them."""
+        return secure.join_parts({c: self.vectors[c][-self.counters_bytes :] for c in clients})
+
     def counts(self, terms: SessionTerms) -> counters.AnswerCounts:
-        """Open the counters, and return their totals."""
+        """Open the counters, and return the numbers of sites that they show."""
         answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
         agreed = self.rogue.sites[min(self.vectors)].site.secure
         assert agreed is not None
         public = {c: read_verifying_key(agreed.keys[c], f"client {c}") for c in self.vectors}
-        messages = {c: v[-counters.COUNTERS_BYTES :] for c, v in self.vectors.items()}
+        messages = secure.split_parts(self.counters_of(self.vectors), self.counters_bytes)
+        sites = sum(bool(terms.sizes[c][0]) for c in self.vectors)
         return counters.open_counters(
-            self.session, self.bound(terms), [*self.sealed], messages, answers, public
+            self.session, self.bound(terms), [*self.sealed], messages, answers, public, sites
         )[0]  # fmt: skip
 
     def bound(self, terms: SessionTerms) -> bytes:
@@ -215,8 +225,7 @@ class RogueSession:
                     self.count(s, survivors)
             if len(self.shown) < self.session.threshold:
                 return
-            sent = secure.join_parts({s: self.vectors[s][-counters.COUNTERS_BYTES :] for s in listed})
-            sent_back = self.ask(c, "unmask", signed, sent, secure.join_parts(self.shown))
+            sent_back = self.ask(c, "unmask", signed, self.counters_of(listed), secure.join_parts(self.shown))
         else:
             sent_back = self.ask(c, "unmask", signed)
         if sent_back is not None:
@@ -229,7 +238,7 @@ class RogueSession:
 
     def total(self, terms: SessionTerms) -> Integers:
         """Return the sum of the vectors without their masks."""
-        bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
+        bound, end = self.bound(terms), -self.counters_bytes or None
         secrets, wrong = shares.restore_secrets(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong
         sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]

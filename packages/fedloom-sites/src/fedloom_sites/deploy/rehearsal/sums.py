@@ -17,7 +17,6 @@ from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableA
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
-from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import ScoreVector
@@ -81,10 +80,9 @@ def play_session(
 
 def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
     """Make the stand-ins' vectors as long as the site's vector."""
-    end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
         if isinstance(other, StandInSite):
-            other.length = (len(session.vectors[c]) - SIGNATURE_BYTES - end) // 8
+            other.length = (len(session.vectors[c]) - SIGNATURE_BYTES - session.counters_bytes) // 8
 
 
 def confirm_survivors(session: RogueSession, survivors: Collection[int]) -> None:

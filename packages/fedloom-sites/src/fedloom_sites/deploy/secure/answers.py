@@ -12,7 +12,7 @@ from fedloom.errors import WireError
 from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
-from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES, read_counters
+from fedloom_sites.deploy.secure.counters import counters_bytes, read_counters
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, SIGNATURE_BYTES, Integers, ProtocolBroken
 
 
@@ -58,7 +58,7 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 
 
 def read_vector(
-    message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None,
+    message: bytes, length: int, text: bytes, public: Ed25519PublicKey, counted: tuple[int, bytes] | None,
     relayed: bytes | None = None,
 ) -> tuple[bytes, Integers, bytes, bytes] | dict[int, bytes]:  # fmt: skip
     """Read either a signed masked vector with its masked counters, or accusations keyed by accused site.
@@ -71,19 +71,19 @@ def read_vector(
         length: expected length of the vector.
         text: statement whose signature the message must contain.
         public: verification key of the site.
-        bound: digest of the session that the site signs together with its counters (see `counters`). None if the
-            session has no counters.
+        counted: number of sites in the session, and the digest of the session that the site signs together with its
+            counters (see `counters`). None if the session has no counters.
         relayed: digest of the session that the site signs together with its vector (see `relay`). None if sites do not
             verify the sums.
 
     Raises:
         WireError: the bytes are neither a vector nor a list of accusations.
     """
-    end, counted = SIGNATURE_BYTES + 8 * length, 0 if bound is None else COUNTERS_BYTES
+    end, rest = SIGNATURE_BYTES + 8 * length, 0 if counted is None else counters_bytes(counted[0])
     signed = 0 if relayed is None else SIGNATURE_BYTES
-    if len(message) == end + signed + counted:
+    if len(message) == end + signed + rest:
         vector = np.frombuffer(message[:end], dtype="<u8", offset=SIGNATURE_BYTES).astype(np.uint64, copy=False)
-        sent = b"" if bound is None else read_counters(message[end + signed :], bound, public)
+        sent = b"" if counted is None else read_counters(message[end + signed :], *counted, public)
         part = b""
         if relayed is not None:
             text_of_vector = encode_vector_statement(relayed, message[SIGNATURE_BYTES:end])
@@ -91,7 +91,7 @@ def read_vector(
         return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent, part
     if message.startswith(ACCUSATION_PREFIX):
         return secure.split_parts(message[len(ACCUSATION_PREFIX) :], SIGNATURE_BYTES)
-    raise WireError(f"a masked vector must have {end + signed + counted} bytes, got {len(message)}")
+    raise WireError(f"a masked vector must have {end + signed + rest} bytes, got {len(message)}")
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:

@@ -1,15 +1,32 @@
-"""Counters: small integers sent by every site, whose total each site checks before it opens the sum of the vectors.
+"""Counters, from which each site determines how many sites answered, before it opens the sum of the vectors.
 
 A site sends its counters together with its vector, but under separate masks. The server first requests the shares that
 unmask the counters, and then sends all sites the masked counters together with these shares. Each site thus computes
 the sum of the counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters
 permit it. Both sums cover the same sites. Sites may still drop out, as long as at least as many sites answer as the
 threshold requires.
+
+The sum shows how many sites have no answer, but not which ones. A colluding site can add any numbers to the sum, also
+negative ones. With a sum of zeros and ones, it would cancel the ones of other sites. Therefore a site without an answer
+draws a secret *token* r from 1..p-1 and sends its powers r, r^2, ..., r^(2n-1) modulo the prime p, where n is the
+number of sites. A site with an answer sends zeros. The sums of powers fill the Hankel matrix H with the entries
+H[a, b] = sum of r^(a+b+1) over all tokens, for a and b from 0 to n-1. The rank of H is the number of different tokens.
+
+Colluding sites add a matrix E that they have chosen before they learn the tokens. Let k honest sites have no answer.
+The determinant of the first k rows and columns of H + E is a polynomial in the k tokens. Its terms of the highest
+degree, k^2, are the determinant for E = 0, which is the product of all r_i and of all (r_i - r_j)^2. The polynomial is
+therefore not zero, and random tokens are a root of it with a probability of at most k^2 / (p - 1) (Schwartz, Zippel).
+For all other tokens, the rank of H + E is at least k. Colluding sites can thus make the number of sites without an
+answer larger, but not smaller.
+
+For this reason all counters are fixed before they are opened: a site gives its shares of the masks for one digest of
+all masked counters, and later reads only the counters with this digest (see `member`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from secrets import randbelow
 from typing import NamedTuple
 
 import numpy as np
@@ -24,28 +41,46 @@ from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Integers, Prot
 ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)
 """Counters that a site sends if it answers from its samples, sends a neutral upload instead, has no answer to a
 question or no scores, or has no samples."""
-COUNTER_COUNT = len(ANSWERED_COUNTS)
-COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
-"""Length in bytes of the message in which a site sends its counters."""
+TOKEN_KINDS = 2
+"""Number of tokens of a site: one if it has samples but did not answer from them, and one if it is silent."""
+TOKEN_PRIME = (1 << 56) - 5
+"""Prime modulus of the tokens. The sum of the powers of `MAX_SITES` tokens is below 2^63."""
 
 
 class AnswerCounts(NamedTuple):
-    """Totals of the counters over all sites in a sum.
+    """Numbers of sites in a sum, by their answers.
 
     Attributes:
-        answered: number of sites whose answers were computed from their samples.
-        neutral: number of sites that have samples and sent a neutral upload.
-        silent: number of sites that have samples and no answer to a question or no scores.
+        sites: number of sites that have samples.
+        answered: number of these sites whose answers were computed from their samples.
+        silent: number of these sites that have no answer to a question or no scores.
     """
 
+    sites: int
     answered: int
-    neutral: int
     silent: int
+
+
+def counters_bytes(sites: int) -> int:
+    """Return the length in bytes of the message in which a site sends its counters, in a session of ``sites`` sites."""
+    return SIGNATURE_BYTES + 8 * TOKEN_KINDS * (2 * sites - 1)
+
+
+def draw_counters(sites: int, flags: Sequence[bool]) -> Integers:
+    """Return a site's counters: for each flag that is set, the powers of a new token, otherwise zeros.
+
+    Args:
+        sites: number of sites in the session.
+        flags: whether the site has samples but did not answer from them, and whether it is silent.
+    """
+    tokens = [1 + randbelow(TOKEN_PRIME - 1) for _ in flags]  # also unused ones, so that all sites take the same time
+    powers = [[pow(token, k, TOKEN_PRIME) for k in range(1, 2 * sites)] for token in tokens]
+    return (np.array(powers, dtype=np.uint64) * np.array(flags, dtype=np.uint64)[:, None]).flatten()
 
 
 def write_counters(
     session: Session, bound: bytes, client: int, secrets: SessionSecrets, key: Ed25519PrivateKey,
-    peers: Collection[int], counters: Sequence[int],
+    peers: Collection[int], counters: Integers,
 ) -> bytes:  # fmt: skip
     """Encode a site's masked counters, preceded by the site's signature.
 
@@ -56,22 +91,22 @@ def write_counters(
         secrets: the site's secrets in this session.
         key: the site's signing key.
         peers: sites that share masks with each other.
-        counters: the site's counters.
+        counters: the site's counters (see `draw_counters`).
     """
     masking = secrets._replace(seed=secrets.counting)
-    sent = secure.mask_vector(session, _mask_label(bound), client, masking, peers, np.array(counters, dtype=np.uint64))
+    sent = secure.mask_vector(session, _mask_label(bound), client, masking, peers, counters)
     numbers = sent.astype("<u8", copy=False).tobytes()
     return key.sign(_signed_counters_text(bound, numbers)) + numbers
 
 
-def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> bytes:
+def read_counters(message: bytes, sites: int, bound: bytes, public: Ed25519PublicKey) -> bytes:
     """Verify the signature on a site's counter message, and return the message.
 
     Raises:
         WireError: the message has the wrong length, or was not signed by the site.
     """
-    if len(message) != COUNTERS_BYTES:
-        raise WireError(f"masked counters and their signature must have {COUNTERS_BYTES} bytes, got {len(message)}")
+    if len(message) != (length := counters_bytes(sites)):
+        raise WireError(f"masked counters and their signature must have {length} bytes, got {len(message)}")
     try:
         public.verify(message[:SIGNATURE_BYTES], _signed_counters_text(bound, message[SIGNATURE_BYTES:]))
     except InvalidSignature:
@@ -81,9 +116,9 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
 
 def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
-    answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey],
+    answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey], sites: int,
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """Return the totals of the counters, and the sites whose shares are wrong.
+    """Return how many sites answered, and the sites whose shares are wrong.
 
     Args:
         session: agreed session.
@@ -92,23 +127,40 @@ def open_counters(
         messages: counter messages of the sites in the sum (see `write_counters`).
         answers: shares from each site that answered, keyed by the owner of the secret (see `shares.reveal_shares`).
         public: the sites' verification keys.
+        sites: number of sites in the sum that have samples.
 
     Raises:
         ProtocolBroken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of
             counters.
     """
     try:
-        numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
+        n = len(session.adverts)
+        numbers = [read_counters(m, n, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
     except WireError as error:
         raise ProtocolBroken(str(error)) from None
     secrets, wrong = shares.restore_secrets(session, peers, messages, answers, of_counters=True)
     total: Integers = np.sum([np.frombuffer(one, dtype="<u8") for one in numbers], axis=0, dtype=np.uint64)
     total = secure.unmask_sum(session, _mask_label(bound), messages, total, secrets)
-    if bool((total > len(messages)).any()) or int(total[:2].sum()) > len(messages):
+    unanswered, silent = (count_tokens(sums) for sums in total.reshape(TOKEN_KINDS, -1).tolist())
+    if max(total.tolist()) >= len(messages) * TOKEN_PRIME or max(unanswered, silent) > sites:
         raise ProtocolBroken(
             "the sum of counters is out of range: a site sent wrong counters, or a mask was not removed"
         )
-    return AnswerCounts(*total.tolist()), wrong
+    return AnswerCounts(sites, sites - unanswered, silent), wrong
+
+
+def count_tokens(sums: Sequence[int]) -> int:
+    """Return the number of tokens whose 1st to (2n-1)th powers have the given sums: the rank of their Hankel matrix."""
+    n, rank = (len(sums) + 1) // 2, 0
+    rows = [[value % TOKEN_PRIME for value in sums[a : a + n]] for a in range(n)]
+    for column in range(n):
+        pivot = next((row for row in rows if row[column]), None)
+        if pivot is None:
+            continue
+        rank, scale = rank + 1, pow(pivot[column], -1, TOKEN_PRIME)
+        factors = [(row, row[column] * scale) for row in rows if row is not pivot]
+        rows = [[(x - f * y) % TOKEN_PRIME for x, y in zip(row, pivot, strict=True)] for row, f in factors]
+    return rank
 
 
 def check_enough(counts: AnswerCounts, threshold: int) -> None:

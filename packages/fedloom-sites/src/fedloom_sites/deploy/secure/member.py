@@ -35,6 +35,9 @@ from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, SessionProgress, 
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
 from fedloom_sites.deploy.settings import SecureSettings, Site
 
+COUNTERS_ENTRY = "digest of the counters"
+"""Key under which a site's record of a session stores the digest of all masked counters of the sum."""
+
 
 def check_maskable(setting: Setting, *, verify: bool = False) -> None:
     """Raise an error if a run's server needs the uploads of individual sites.
@@ -234,16 +237,21 @@ class SessionMember:
         """
         record = self._session(round, nonce, "masked")
         progress_of(record).require_stage(Stage.RECEIVED)
+        session = self._agreed_by(record)
         self._store_once(record, "counters", [*counts])
+        if counts and "tokens" not in record:
+            flags = any(record["weights"][str(self._client)]) and not counts[0], bool(counts[2])
+            record["tokens"] = counters.draw_counters(len(session.adverts), flags).tobytes().hex()
         self._store_once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
-        sent = secure.mask_vector(self._agreed_by(record), bound, self._client, _stored_secrets(record), peers, vector)
+        secrets = _stored_secrets(record)
+        sent = secure.mask_vector(session, bound, self._client, secrets, peers, vector)
         signature = self._key.sign(secure.encode_statement(bound, peers))
         counted = b""
         if counts:
-            session, secrets = self._agreed_by(record), _stored_secrets(record)
-            counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
+            tokens = np.frombuffer(self._bytes(record, "tokens"), dtype=np.uint64)
+            counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, tokens)
         numbers = sent.astype("<u8", copy=False).tobytes()
         relayed = "link" in record and "uploads" in record["sums"]
         vector_signature = self._key.sign(encode_vector_statement(bound, numbers)) if relayed else b""
@@ -274,11 +282,19 @@ class SessionMember:
         self._save(record)
         return self._key.sign(secure.encode_statement(self._bound(record), arrived))
 
-    def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
+    def count(self, round: int, nonce: bytes, message: bytes, digest: bytes) -> bytes:
         """Return the shares that unmask the counters (in a session with counters, before step 5).
 
         The site first records which sites the sum covers. From then on, the site opens no other sum of this round, so
-        that the counters cover exactly this list of sites.
+        that the counters cover exactly this list of sites. It also records the digest of all masked counters.
+        Otherwise, once the counters are open, a colluding site could replace its own counters by ones that cancel the
+        tokens of other sites.
+
+        Args:
+            round: round of the run.
+            nonce: the session's nonce.
+            message: signatures of the sites in the sum.
+            digest: SHA-256 of the masked counters of all sites in the sum.
         """
         record = self._session(round, nonce, "count")
         if not record["counters"]:
@@ -287,8 +303,9 @@ class SessionMember:
         if "counted" not in record:
             held, arrived = _list_held_shares(record), self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived, of_counters=True))
-            record |= {"counted": answer.hex(), "survivors": _encode_clients(signed)}
+            record |= {"counted": answer.hex(), "survivors": _encode_clients(signed), COUNTERS_ENTRY: digest.hex()}
             self._save(record)
+        self._store_once(record, COUNTERS_ENTRY, digest.hex())
         self._store_once(record, "survivors", _encode_clients(signed))
         return self._bytes(record, "counted")
 
@@ -359,7 +376,9 @@ class SessionMember:
         Raises:
             ProtocolBroken: counters are missing or too small. The message states the reason.
         """
-        sent, peers = _read_parts(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
+        self._store_once(record, COUNTERS_ENTRY, hashlib.sha256(counted).hexdigest())
+        session, bound, peers = self._agreed_by(record), self._bound(record), [int(c) for c in record["held"]]
+        sent = _read_parts(counted, counters.counters_bytes(len(session.adverts)))
         if sent.keys() != {*arrived}:
             raise ProtocolBroken(
                 f"expected counters of the {len(arrived)} sites of the sum, got counters of {len(sent)}"
@@ -370,9 +389,14 @@ class SessionMember:
         }
         if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
             raise ProtocolBroken("the shares of the counter masks do not belong to the sites of the session")
-        session, bound = self._agreed_by(record), self._bound(record)
-        counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public)
+        sites = sum(any(record["weights"][str(c)]) for c in arrived)
+        counts, _ = counters.open_counters(session, bound, peers, sent, answers, self._public, sites)
         counters.check_enough(counts, self._agreed.threshold)
+
+    @property
+    def counter_count(self) -> int:
+        """How many numbers the site's counters in this session consist of."""
+        return len(self._load().get("tokens", "")) // 16
 
     @property
     def agreed(self) -> SecureSettings:

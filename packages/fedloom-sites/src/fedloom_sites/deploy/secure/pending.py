@@ -42,11 +42,11 @@ class PendingSum(NamedTuple):
         total: sum of the vectors, masked until the sum is revealed.
         attempts: how often the sum has been requested.
         told: True if the masks have already been removed from the sum.
-        counters: masked counters keyed by client, if the sites check the total of the counters before they open this
-            sum.
+        counters: masked counters keyed by client, if the sites check the counters before they open this sum.
         shown: shares that unmask the counters, keyed by the site that sent them. Empty until the sites have sent these
             shares.
         link: link of the chain that the session's name contains, if sites verify the sums.
+        counting: number of sites in the sum that have samples.
     """
 
     round: int
@@ -64,6 +64,7 @@ class PendingSum(NamedTuple):
     counters: Mapping[int, bytes] = MappingProxyType({})
     shown: Mapping[int, bytes] = MappingProxyType({})
     link: bytes = b""
+    counting: int = 0
 
 
 class PendingSums:
@@ -88,7 +89,7 @@ class PendingSums:
             total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
-            fields["link"] = bytes.fromhex(entry.get("link", ""))
+            fields |= {"link": bytes.fromhex(entry.get("link", "")), "counting": entry.get("counting", 0)}
             fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in BYTES_FIELDS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None

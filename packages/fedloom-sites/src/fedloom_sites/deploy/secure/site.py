@@ -95,7 +95,7 @@ class MaskedAnswers:
         if kind == "keys":
             self._analyses.begin()
         linked = int(self._agreed.verify)
-        limits: dict[str, tuple[int, int]] = {"keys": (linked, linked), "unmask": (1, 3)}
+        limits: dict[str, tuple[int, int]] = {"keys": (linked, linked), "count": (2, 2), "unmask": (1, 3)}
         fewest, most = limits.get(kind, (1, 1))
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
@@ -232,7 +232,7 @@ class MaskedAnswers:
         head = envelope.head
         with publish_reasons():
             message = self._member.masked(head["round"], head["session"], vector, counts)
-        self._numbers = len(vector) + len(counts)
+        self._numbers = len(vector) + self._member.counter_count
         return message
 
     def _weighed(self, terms: SessionTerms) -> Job:

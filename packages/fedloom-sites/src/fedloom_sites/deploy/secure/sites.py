@@ -119,11 +119,10 @@ class MaskedSites(Sites):
         Raises:
             RunStopped: too many sites answered without using their samples, so the sites do not open the sum.
         """
-        if counts is None or (not counts.neutral and counts.answered >= self._agreed.threshold):
+        if counts is None or counts.sites == counts.answered >= self._agreed.threshold:
             return
-        total = counts.answered + counts.neutral
         reason = (
-            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, "
+            f"round {t}: {counts.sites - counts.answered} of {counts.sites} sites with samples sent a neutral upload, "
             "because their upload was not finite, too long (norm_bound), failed or had a negative weight, or because "
             "their protection rejected the model. The log of each of these sites states the reason"
         )

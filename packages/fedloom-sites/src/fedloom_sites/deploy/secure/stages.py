@@ -8,7 +8,7 @@ The server and the sites follow the same stages.
     masked, tally    SHARED           MASKED      terms and the others' shares. A masked vector, or accusations
     open             SHARED           (same)      accusations. The one-time keys of the shares they are about
     agree            MASKED           AGREED      the sites whose vector arrived. A signature
-    count            MASKED           COUNTED     signatures of the sum's sites. Masked counters (`counters`)
+    count            MASKED           COUNTED     signatures of the sum's sites, digest of their counters. Shares
     unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all. Shares of secrets
 
 Between SHARED and MASKED, a site is at stage RECEIVED as soon as it has read the shares of the other sites. If a

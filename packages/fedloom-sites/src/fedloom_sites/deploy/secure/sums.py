@@ -7,6 +7,7 @@ shares were requested, the sum must cover exactly the sites for which they were 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class SessionSum(NamedTuple):
         value: decoded sum. None if the sum stayed closed because of its counters.
         clients: the sites in the sum.
         traffic: number of bytes per site, up and down.
-        counts: sums of the sites' counters (see `counters`). None if the session has no counters.
+        counts: numbers of sites that the counters show (see `counters`). None if the session has no counters.
     """
 
     value: Any
@@ -141,7 +142,7 @@ class SecureSums:
             length: number of values in a vector.
             read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
                 implausible.
-            counted: True if the sites check the total of their counters before they open the sum of their vectors.
+            counted: True if the sites check their counters before they open the sum of their vectors.
             again: True to begin a new session although a sum was already requested, because that sum stays closed.
 
         Raises:
@@ -220,9 +221,17 @@ class SecureSums:
             "masked" if terms.trains else "tally",
             ask,
             lambda c, m: read_vector(
-                m, length, text, public[c], bound if counted else None, bound if link and terms.trains else None
+                m,
+                length,
+                text,
+                public[c],
+                (len(adverts), bound) if counted else None,
+                bound if link and terms.trains else None,
             ),
-            most=2 * SIGNATURE_BYTES + 8 * length + counters.COUNTERS_BYTES + secure.MAX_SITES * (4 + SIGNATURE_BYTES),
+            most=2 * SIGNATURE_BYTES
+            + 8 * length
+            + counters.counters_bytes(len(adverts))
+            + secure.MAX_SITES * (4 + SIGNATURE_BYTES),
             wanted=wanted,
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
@@ -248,7 +257,7 @@ class SecureSums:
             self._relays.keep_vectors(t, course.nonce, terms, everyone, signed, parts)
         return PendingSum(
             t, course.nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.model_digests,
-            total, counters=masked_counters, link=link,
+            total, counters=masked_counters, link=link, counting=sum(any(weights[c]) for c in vectors),
         )  # fmt: skip
 
     def _judge(
@@ -428,7 +437,7 @@ class SecureSums:
     def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
         """Open the counters of a sum of masked vectors.
 
-        Return the sum with the shares of its counters, and the totals of the counters.
+        Return the sum with the shares of its counters, and the numbers of sites that the counters show.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
@@ -440,13 +449,16 @@ class SecureSums:
         while pending.shown or pending.attempts < MAX_ATTEMPTS:
             if not pending.shown:
                 self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
-                ask = {c: SiteRequest("count", c, [_encode_signatures(pending)]) for c in pending.clients}
+                digest = hashlib.sha256(secure.join_parts(pending.counters)).digest()
+                ask = {c: SiteRequest("count", c, [_encode_signatures(pending), digest]) for c in pending.clients}
                 course = _SessionCourse(t, pending.nonce, SessionProgress(Stage.MASKED))
                 _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, peers))
                 pending = pending._replace(shown={c: secure.join_parts(one) for c, one in shown.items()})
             answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in pending.shown.items()}
             try:
-                counts, wrong = counters.open_counters(session, bound, peers, pending.counters, answers, self._public)
+                counts, wrong = counters.open_counters(
+                    session, bound, peers, pending.counters, answers, self._public, pending.counting
+                )
             except ProtocolBroken as error:
                 why, is_new, pending = str(error), True, pending._replace(shown={})
                 self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")

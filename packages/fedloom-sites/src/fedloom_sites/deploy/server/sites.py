@@ -27,7 +27,6 @@ from fedloom_sites.deploy.protocol.envelope import SiteRequest, ValidReply
 from fedloom_sites.deploy.secure.counters import (
     ABSENT_COUNTS,
     ANSWERED_COUNTS,
-    COUNTER_COUNT,
     SILENT_COUNTS,
     AnswerCounts,
 )
@@ -190,26 +189,28 @@ class Sites(StreamedClients):
         """
         need, letters = len(clients) or self._settings.quorum, {} if request is None else self._score_letters(request)
 
-        def read(message: bytes) -> tuple[Integers, AnswerCounts]:
+        count = len(ANSWERED_COUNTS)
+
+        def read(message: bytes) -> tuple[Integers, tuple[int, ...]]:
             try:
                 numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
-                vector, counts = numbers[:-COUNTER_COUNT], tuple(numbers[-COUNTER_COUNT:].tolist())
+                vector, counts = numbers[:-count], tuple(numbers[-count:].tolist())
                 form.decode(vector, 1)
                 if counts not in (ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS):
                     raise ValueError(f"a site has impossible counters: {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
-            return vector, AnswerCounts(*counts)
+            return vector, counts
 
         asks = dict[int, SiteRequest]()
         for c in clients or terms.cohort:
             models = letters[c].arrays if c in letters else ()
             site_terms = terms if request is None else terms.with_(models=self._model_digests(request, c))
             arrays, accepted = [site_terms.encode(), *models], {"accepted": terms.bases[c]}
-            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, most=8 * (form.length + COUNTER_COUNT))
+            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, most=8 * (form.length + count))
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
-        counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
+        counted = AnswerCounts(len(replies), counts.count(ANSWERED_COUNTS), counts.count(SILENT_COUNTS))
         total: Integers | None = None if counted.silent else np.sum(vectors, axis=0, dtype=np.uint64)
         return AnalysisSum(total, sorted(replies), counted)
 
