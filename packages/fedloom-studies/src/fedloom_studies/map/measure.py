@@ -69,7 +69,9 @@ def cells_to_run(
     """
     cells_due = []
     for setup in setups:
-        for name in dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else methods_of(protocol):
+        for name in (
+            dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else setup.methods or methods_of(protocol)
+        ):
             cell = Cell(setup, name, dict(space) if name in methods else {}, protocol)
             record = records.get((setup.name, name))
             if again:
@@ -423,8 +425,8 @@ def estimate_setups(
         runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
         j = judge_setup(setup, records_by_cell)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
-               "trials": setup.trials, "seeds": len(j.seeds), "needed": j.needed or "-",
-               "minutes so far": round(spent, 1), "share": share}  # fmt: skip
+               "trials": setup.trials, "seeds": len(j.seeds), "planned": len(setup.stages[-1]),
+               "needed": j.needed or "-", "minutes so far": round(spent, 1), "share": share}  # fmt: skip
         rows.append(row)
         try:
             plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
