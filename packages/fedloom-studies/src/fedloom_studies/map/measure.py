@@ -437,8 +437,9 @@ def estimate_setups(
         done = [record for record in records if record.status == DONE_STATUS]
         guessed = sum(_core_minutes_per_run(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
-        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in cells_of_setup)
         lacking = {r.method: len(missing_seeds(Cell(setup, r.method, r.space, protocol), r)) for r in done}
+        searched_cells = [cell for cell in cells_of_setup if not lacking.get(cell.method)]
+        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in searched_cells)  # further seeds have no share
         counted = sum(_core_minutes_per_run(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
         row["estimate"] = round(factor * counted, 1)
         fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
