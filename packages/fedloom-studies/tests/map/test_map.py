@@ -900,7 +900,7 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
     widened = {("iid", m): record(wide, m, v.tolist(), parameters=37_510) for m, v in wider_means.items()}
     j = judge_setup(setup, records)
     page = "\n".join(wider_section(j, wide, widened))
-    assert "mlp (hidden [500]), 37\u202f510 parameters. The setup's own network is mlp (hidden [64])." in page
+    assert "mlp (hidden [500]), 37\u202f510 parameters. The setup's own model is mlp (hidden [64])." in page
     assert "results so far" not in page
     rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in page.splitlines() if " ± " in line[:60])}
     rows = {name.split(" (")[0]: cells for name, cells in rows.items()}
@@ -920,12 +920,12 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
         assert same.split(", ")[-1] == beside[m]
         assert gain.split(", ")[-1] == words.get(m, "-")
     for m, word in words.items():
-        assert re.search(rf"Compared with fedavg with the setup's own network[^.]*?.*?{word}: [^:]*{m} \(", page)
+        assert re.search(rf"Compared with fedavg with the setup's own model[^.]*?.*?{word}: [^:]*{m} \(", page)
     assert re.search(r"best closed-form head \(fedhip, [^)]*\) has place 1 of 11 methods", page)
     alone = {key: one for key, one in widened.items() if key[1] in wider_heads()}
     few = "\n".join(wider_section(j, wide, alone))
     assert "3 of 11 results so far. Command: `fedloom map --wider --setup iid`" in few
-    assert "No method that trains the larger network was run in this federation." in few
+    assert "No method that trains the wider model was run in this federation." in few
     everything = dict(map_pages({"iid": setup}, records, wider={"iid": wide}, widened=widened))
     plain = dict(map_pages({"iid": setup}, records))
     assert everything["iid.md"].startswith(plain["iid.md"])

@@ -1,4 +1,4 @@
-"""Wider models: closed-form heads on more features, compared with methods that train a network of the same width."""
+"""Wider models: closed-form heads on more features, compared with methods that train a model of the same width."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from fedloom_studies.map.statements import join_with_and, share_of_cells, signed
 
 Records = Mapping[tuple[str, str], CellRecord]
 WIDER_TEXT = """\
-A closed-form head can use only the features of an untrained network, so {heads} also run with a larger network:
-{model}{size}. The setup's own network is {own}. Trials, search and the first seeds are the same as above. The tests
-above and the mean ranks do not include the results of the larger network."""
+A closed-form head can use only the features of an untrained network, so {heads} also run with a wider model:
+{model}{size}. The setup's own model is {own}. Trials, search and the first seeds are the same as above. The tests
+above and the mean ranks do not include the results of the wider model."""
+MODELS_DIFFER_TEXT = (
+    "This comparison uses paired t tests over the common seeds, with Holm's correction. The wider model may be the "
+    "only reason for a difference."
+)
 
 
 def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[str]:
@@ -42,11 +46,11 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
         yield ""
         return
     gains = run_family_tests({s.method: seed_differences(s.figures["mean"], own.figures["mean"]) for s in heads})
-    baseline = f"{own.method} with the setup's own network, the baseline above"
-    yield from ("", f"{_compare(gains, baseline)} The larger network may be the only reason for a difference.")
+    baseline = f"{own.method} with the setup's own model, the baseline above"
+    yield from ("", f"{_compare(gains, baseline)} {MODELS_DIFFER_TEXT}")
     yield from ("", " ".join(_same_width_sentences(widened)))
-    titles = ["own network", "larger network", f"over {own.method} with its own network"]
-    titles += [f"over {widened.reference} with the larger network"] if widened.reference else []
+    titles = ["own model", "wider model", f"over {own.method} with its own model"]
+    titles += [f"over {widened.reference} with the wider model"] if widened.reference else []
     yield from ("", f"| method | {' | '.join(titles)} |", f"|{'---|' * (1 + len(titles))}")
     for s in widened.standings:
         narrow, gain = j.find(s.method), gains.get(s.method)
@@ -73,17 +77,17 @@ def _compare(gains: Mapping[str, DifferenceTest], baseline: str) -> str:
 
 
 def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
-    """Yield sentences that compare closed-form heads with methods that train the same larger network."""
+    """Yield sentences that compare closed-form heads with methods that train the same wider model."""
     if not widened.reference:
-        yield "No method that trains the larger network was run in this federation."
+        yield "No method that trains the wider model was run in this federation."
         return
     tests = {s.method: s.gain for s in widened.standings if s.gain and s.method in wider_heads()}
-    baseline = f"{widened.reference} with the same larger network, the better of local training and FedAvg"
+    baseline = f"{widened.reference} with the same wider model, the better of local training and FedAvg"
     yield _compare(tests, baseline)
     place, best = next((k, s) for k, s in enumerate(widened.standings, 1) if s.method in wider_heads())
     yield (
         f"By its mean, the best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has place "
-        f"{place} of {len(widened.standings)} methods with the larger network."
+        f"{place} of {len(widened.standings)} methods with the wider model."
     )
 
 
