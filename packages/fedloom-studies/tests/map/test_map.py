@@ -930,6 +930,8 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
     plain = dict(map_pages({"iid": setup}, records))
     assert everything["iid.md"].startswith(plain["iid.md"])
     assert everything["map.csv"] == plain["map.csv"]
+    assert "they also run with a wider model (all 11 results)" in str(everything[""])
+    assert "ider model" not in str(plain[""])
 
 
 def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_client() -> None:

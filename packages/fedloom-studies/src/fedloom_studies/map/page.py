@@ -26,7 +26,7 @@ from fedloom_studies.map.pictures import STATUS_SIGNS, draw_ladder, draw_overvie
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale_reason
 from fedloom_studies.map.references import References, reference_lines
 from fedloom_studies.map.rules import advise_rule, rules_section
-from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Cell, Setup, parts_of_networks, wider_heads
+from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Cell, Setup, parts_of_networks
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
     WANTED_POINTS,
@@ -39,7 +39,7 @@ from fedloom_studies.map.statements import (
     signed,
     write_percent,
 )
-from fedloom_studies.map.wider import wider_count_text, wider_section
+from fedloom_studies.map.wider import wider_bullet, wider_section
 
 CORRECTED_TEXT = (
     "## Corrected\n\n| earlier statement on this page (until November 2026) | reason for the correction |\n"
@@ -123,12 +123,8 @@ inconclusive. The other signs are {signs}.
   second look, because only the standard deviation decides whether seeds are added, and how many. If the standard
   deviation of all seeds together is larger, a new number is fixed in the same way.
 
-- **Wider models.** The closed-form heads {heads} use the features of an untrained network. They also run with a hidden
-  layer of 500 units, in three federations together with eight other methods ({widened}). Each federation's page
-  compares these results. They enter neither the other tests nor the mean ranks.
-
-- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs with new
-  seeds have the same verdict, and *not confirmed* if they do not.
+{widened}- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs
+  with new seeds have the same verdict, and *not confirmed* if they do not.
 
 - **Words for missing and old results.** *Not applicable*: the method cannot run in this federation. *Stale*: the
   record comes from a different version of the method or of the protocol. Verdicts include stale
@@ -177,8 +173,8 @@ def map_pages(
     comparisons = [compare_protocols(j, records, gradients) for j in verdicts]
     together = compare_overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    counted = wider_count_text([*wider.values()], widened)
-    yield "", _overview_page(verdicts, together, comparisons, references, ruled, counted)
+    bullet = wider_bullet([*wider.values()], widened)
+    yield "", _overview_page(verdicts, together, comparisons, references, ruled, bullet)
     yield "map.svg", draw_overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
@@ -226,7 +222,6 @@ def _overview_page(
         folder=MAP_FOLDER, stale=sum(_count_stale(j.setup, j.records) for j in verdicts),
         old=sum(_count_stale(c.rounds.setup, c.records) for c in comparisons),
         finding=finding_text(verdicts), attacked=advise_rule(ruled), widened=widened,
-        heads=join_with_and(wider_heads()),
         advice="\n".join(advice_lines(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=join_with_and([f"{sign} ({state})" for state, sign in STATUS_SIGNS.items()]),
         parts=join_with_and([f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()]),

@@ -91,7 +91,16 @@ def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
     )
 
 
-def wider_count_text(setups: Sequence[Setup], records: Records) -> str:
-    """Return how many results with wider models are recorded."""
+def wider_bullet(setups: Sequence[Setup], records: Records) -> str:
+    """Return the lines about wider models for the map's page, or "" if no setup has a wider model."""
+    if not setups:
+        return ""
+    heads, counts = wider_heads(), [len(setup.methods) for setup in setups]
     wanted = [(setup.name, method) for setup in setups for method in setup.methods]
-    return share_of_cells(sum(key in records for key in wanted), len(wanted))
+    results = share_of_cells(sum(key in records for key in wanted), len(wanted))
+    return (
+        f"- **Wider models.** The closed-form heads {join_with_and(heads)} use the features of an untrained network. "
+        f"In {len(setups)} federations, they also run with a wider model ({results}). "
+        f"In {counts.count(max(counts))} of these federations, {max(counts) - len(heads)} other methods do so too. "
+        "The page for each federation compares the results. The other tests and the mean ranks do not include them.\n\n"
+    )
