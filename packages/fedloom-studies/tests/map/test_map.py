@@ -64,8 +64,19 @@ from fedloom_studies.map.records import (
     record_cell,
 )
 from fedloom_studies.map.rules import advise_rule, rules_section
-from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of, read_setups, rule_cells
+from fedloom_studies.map.setups import (
+    REFERENCE_METHODS,
+    Cell,
+    Protocol,
+    Setup,
+    methods_of,
+    read_setups,
+    rule_cells,
+    wider_heads,
+    wider_setups,
+)
 from fedloom_studies.map.statements import advice_lines, recommended_method, setup_sentences
+from fedloom_studies.map.wider import wider_section
 from tests import commands, recomputed
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -855,6 +866,73 @@ def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_
     few = dict(list(some.items())[:4])
     assert f"4 of {len(cells)} results so far. Command: `fedloom map --rules`." in advise_rule(few)
     assert "| method and rule |" not in "\n".join(rules_section(few))
+
+
+def test_wider_cells_differ_from_the_map_s_in_the_model_alone() -> None:
+    heads = ("analytic-fl", "fed3r", "fedhip")
+    assert wider_heads() == heads
+    assert {name for name in wider_setups("full") if len(wider_setups("full")[name].methods) > 3} == {
+        "iid", "dirichlet-01", "labels",
+    }  # fmt: skip
+    for name, setup in wider_setups("full").items():
+        assert setup.methods[:3] == heads
+        assert len(set(setup.methods)) == len(setup.methods) in (3, 11)
+        own = replace(FULL[name], plan=())
+        for method in setup.methods:
+            cell, narrow = Cell(setup, method), Cell(own, method)
+            assert cell.seeds == narrow.seeds == FULL[name].seeds
+            assert cell.digest != narrow.digest
+            assert cell.plan.methods[0].setting.model.hidden == (500,)
+            changed = {**cell.search, "model": narrow.search["model"]}
+            for document in (changed, narrow.search):
+                document["method"] = [{k: v for k, v in document["method"][0].items() if k != "model"}]
+            assert changed == narrow.search
+
+
+def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothing_else() -> None:
+    """Every verdict by NumPy and SciPy: the heads over the setup's baseline, and all methods at the same width."""
+    setup, rng = replace(FULL["iid"], plan=(7,)), np.random.default_rng(4)
+    wide = wider_setups("full")["iid"]
+    own = {"local": 0.7, "fedavg": 0.9, "fedhip": 0.8, "fed3r": 0.8, "analytic-fl": 0.8, "flame": 0.85}
+    larger = dict.fromkeys(wide.methods, 0.88) | {"local": 0.72, "fedavg": 0.92, "fedhip": 0.95, "fed3r": 0.85}
+    means = {m: rng.normal(centre, 0.01, 5) for m, centre in own.items()}
+    wider_means = {m: rng.normal(centre, 0.01, 5) for m, centre in larger.items()}
+    records = {("iid", m): record(setup, m, values.tolist()) for m, values in means.items()}
+    widened = {("iid", m): record(wide, m, v.tolist(), parameters=37_510) for m, v in wider_means.items()}
+    j = judge_setup(setup, records)
+    page = "\n".join(wider_section(j, wide, widened))
+    assert "mlp (hidden [500]), 37\u202f510 parameters. The setup's own model is mlp (hidden [64])." in page
+    assert "results so far" not in page
+    rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in page.splitlines() if " ± " in line[:60])}
+    rows = {name.split(" (")[0]: cells for name, cells in rows.items()}
+    assert [*rows] == sorted(wider_means, key=lambda m: -wider_means[m].mean())
+    gains = {m: wider_means[m] - means["fedavg"] for m in wider_heads()}
+    p = multipletests([stats.ttest_1samp(gain, 0).pvalue for gain in gains.values()], method="holm")[0]
+    words = {m: ("better" if g.mean() > 0 else "worse") if no else "inconclusive"
+             for (m, g), no in zip(gains.items(), p, strict=True)}  # fmt: skip
+    assert set(words.values()) >= {"better", "worse"}
+    rivals = [m for m in wider_means if m != "fedavg"]
+    tested = recomputed.moderated(np.array([wider_means[m] - wider_means["fedavg"] for m in rivals]))
+    beside = dict(zip(rivals, np.where(tested.rejected, np.where(tested.mean > 0, "better", "worse"), "inconclusive"),
+                      strict=True)) | {"fedavg": "baseline"}  # fmt: skip
+    for m, (narrow, mean, gain, same) in rows.items():
+        assert (narrow == "-") == (m not in means)
+        assert float(mean.split()[0]) == pytest.approx(100 * wider_means[m].mean(), abs=0.051)
+        assert same.split(", ")[-1] == beside[m]
+        assert gain.split(", ")[-1] == words.get(m, "-")
+    for m, word in words.items():
+        assert re.search(rf"Compared with fedavg with the setup's own model[^.]*?.*?{word}: [^:]*{m} \(", page)
+    assert re.search(r"best closed-form head \(fedhip, [^)]*\) has place 1 of 11 methods", page)
+    alone = {key: one for key, one in widened.items() if key[1] in wider_heads()}
+    few = "\n".join(wider_section(j, wide, alone))
+    assert "3 of 11 results so far. Command: `fedloom map --wider --setup iid`" in few
+    assert "No method that trains the wider model was run in this federation." in few
+    everything = dict(map_pages({"iid": setup}, records, wider={"iid": wide}, widened=widened))
+    plain = dict(map_pages({"iid": setup}, records))
+    assert everything["iid.md"].startswith(plain["iid.md"])
+    assert everything["map.csv"] == plain["map.csv"]
+    assert "they also run with a wider model (all 11 results)" in str(everything[""])
+    assert "ider model" not in str(plain[""])
 
 
 def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_client() -> None:

@@ -58,6 +58,9 @@ def map_command(
     rules: Annotated[
         bool, typer.Option("--rules", help="run only methods with aggregation rules, under attack and at equal rounds")
     ] = False,
+    wider: Annotated[
+        bool, typer.Option("--wider", help="run only closed-form heads and their rivals, with a wider model")
+    ] = False,
     stale: Annotated[
         bool, typer.Option("--stale", help="also process outdated results: confirm them with one seed or rerun them")
     ] = False,
@@ -95,6 +98,10 @@ def map_command(
 
     Example: fedloom map --method my_package:MyMethod --space space.toml
     """
+    if references + rules + wider > 1:
+        raise typer.BadParameter("use one of --references, --rules, --wider")
+    if wider and protocol != "rounds":
+        raise typer.BadParameter("--wider works only at equal rounds")
     if list_ and page is not None:
         raise typer.BadParameter("use one of --list, --page")
     if space is not None and len(method or ()) != 1:
@@ -112,7 +119,10 @@ def map_command(
         if page is not None:
             check_page(page)
         folder = choose_folder(results)
-        recorded = folder / f"map-{scale}.jsonl"
+        first, beside, ruled, widened = (
+            folder / f"map-{scale}{kind}.jsonl" for kind in ("", "-references", "-rules", "-wider")
+        )
+        recorded, out = (widened, out / "wider") if wider else (first, out)
         if list_ and not method:
             from fedloom_studies.listing import read_listing
 
@@ -120,12 +130,18 @@ def map_command(
                 from fedloom_studies.map.measure import cells_to_run, estimate_setups
                 from fedloom_studies.map.records import read_records
 
-                _, wanted, equal = _choose_setups(scale, setup, protocol)
-                records = read_records(recorded, equal)
-                todo = cells_to_run(wanted, records, again=again, old=stale, protocol=equal)
-                return estimate_setups(wanted, todo, records, data_dir, equal)
+                (_, wide), wanted, equal = _choose_setups(scale, setup, protocol, wider=wider)
+                listed, found = [(wanted, recorded)], list[dict[str, Any]]()
+                if not wider and equal == "rounds":
+                    listed.append(([wide[one.name] for one in wanted if one.name in wide], widened))
+                for setups, file in listed:
+                    records = read_records(file, equal)
+                    todo = cells_to_run(setups, records, again=again, old=stale, protocol=equal)
+                    found += estimate_setups(setups, todo, records, data_dir, equal)
+                return found
 
-            print_rows(read_listing("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
+            question = (scale, setup, protocol, again, stale, wider)
+            print_rows(read_listing("setups", question, rows, folder, data_dir))
             return
         at_once = usable_cores() if (count := worker_count(workers)) == "auto" else int(count)
         from fedloom.lab.progress import count_progress
@@ -139,19 +155,20 @@ def map_command(
         from fedloom_studies.map.statements import MAP_FOLDER
         from fedloom_studies.reproduce import TimeBudget
 
-        every, wanted, equal = _choose_setups(scale, setup, protocol)
+        (every, wide), wanted, equal = _choose_setups(scale, setup, protocol, wider=wider)
         methods, records = method or [], read_records(recorded, equal)
-        beside, ruled = (recorded.with_name(f"map-{scale}-{what}.jsonl") for what in ("references", "rules"))
         if page is not None:
             write_pages(
                 page,
                 MAP_FOLDER,
                 map_pages(
                     every,
-                    read_records(recorded),
+                    read_records(first),
                     read_records(beside),
-                    read_records(recorded, "gradients"),
+                    read_records(first, "gradients"),
                     read_records(ruled),
+                    wide,
+                    read_records(widened),
                 ),
             )
             say(f"page: {page}")
@@ -200,13 +217,15 @@ def map_command(
 
 
 def _choose_setups(
-    scale: str, names: list[str] | None, protocol: str
-) -> tuple[dict[str, Setup], list[Setup], Protocol]:
-    """Return all setups of a scale, the setups selected by name, and the protocol."""
+    scale: str, names: list[str] | None, protocol: str, *, wider: bool
+) -> tuple[tuple[dict[str, Setup], dict[str, Setup]], list[Setup], Protocol]:
+    """Return all setups of a scale with their own and with wider models, the selected setups, and the protocol."""
     from fedloom.values import choose
-    from fedloom_studies.map.setups import read_setups
+    from fedloom_studies.map.setups import read_setups, wider_setups
 
     scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
     protocols: dict[str, Protocol] = {"rounds": "rounds", "gradients": "gradients"}
-    every = read_setups(choose("scale", scales, scale))
-    return every, [choose("setup", every, name) for name in names or every], choose("protocol", protocols, protocol)
+    size = choose("scale", scales, scale)
+    both = read_setups(size), wider_setups(size)
+    every = both[wider]
+    return both, [choose("setup", every, name) for name in names or every], choose("protocol", protocols, protocol)

@@ -69,7 +69,9 @@ def cells_to_run(
     """
     cells_due = []
     for setup in setups:
-        for name in dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else methods_of(protocol):
+        for name in (
+            dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else setup.methods or methods_of(protocol)
+        ):
             cell = Cell(setup, name, dict(space) if name in methods else {}, protocol)
             record = records.get((setup.name, name))
             if again:
@@ -423,8 +425,8 @@ def estimate_setups(
         runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
         j = judge_setup(setup, records_by_cell)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
-               "trials": setup.trials, "seeds": len(j.seeds), "needed": j.needed or "-",
-               "minutes so far": round(spent, 1), "share": share}  # fmt: skip
+               "trials": setup.trials, "seeds": len(j.seeds), "planned": len(setup.stages[-1]),
+               "needed": j.needed or "-", "minutes so far": round(spent, 1), "share": share}  # fmt: skip
         rows.append(row)
         try:
             plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
@@ -435,8 +437,9 @@ def estimate_setups(
         done = [record for record in records if record.status == DONE_STATUS]
         guessed = sum(_core_minutes_per_run(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
-        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in cells_of_setup)
         lacking = {r.method: len(missing_seeds(Cell(setup, r.method, r.space, protocol), r)) for r in done}
+        searched_cells = [cell for cell in cells_of_setup if not lacking.get(cell.method)]
+        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in searched_cells)  # further seeds have no share
         counted = sum(_core_minutes_per_run(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
         row["estimate"] = round(factor * counted, 1)
         fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials

@@ -39,6 +39,7 @@ from fedloom_studies.map.statements import (
     signed,
     write_percent,
 )
+from fedloom_studies.map.wider import wider_bullet, wider_section
 
 CORRECTED_TEXT = (
     "## Corrected\n\n| earlier statement on this page (until November 2026) | reason for the correction |\n"
@@ -49,8 +50,8 @@ CORRECTED_TEXT = (
     "FedSLR are 30 points higher, and five seeds are too few to settle this difference. |\n| Attack, two classes per "
     "client, unequal amounts and five more: use local training or FedAvg | Five seeds cannot rule out a gain of 3 "
     "points. The page now shows the number of seeds that can. |\n"
-    "| Strong label skew: use pFedMe, which is better than the baseline | With eight instead of five seeds, the gain "
-    "of pFedMe is inconclusive, and FedSLR is better. |\n"
+    "| Strong label skew: use pFedMe, which is better than the baseline | With nine instead of five seeds, FedSLR has "
+    "the best mean. pFedMe is better than the baseline, too. |\n"
     '| Methods "level with the best", and the method with the least traffic among them | A difference that is not '
     "significant is not proof of equality, and the page stated no margin. |\n"
     "| Clients under attack: FedACS has the best mean, 93.2 ± 1.6 % | By default, FedACS now counts models with the "
@@ -122,8 +123,8 @@ inconclusive. The other signs are {signs}.
   second look, because only the standard deviation decides whether seeds are added, and how many. If the standard
   deviation of all seeds together is larger, a new number is fixed in the same way.
 
-- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs with new
-  seeds have the same verdict, and *not confirmed* if they do not.
+{widened}- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs
+  with new seeds have the same verdict, and *not confirmed* if they do not.
 
 - **Words for missing and old results.** *Not applicable*: the method cannot run in this federation. *Stale*: the
   record comes from a different version of the method or of the protocol. Verdicts include stale
@@ -149,6 +150,8 @@ def map_pages(
     references: References = NO_FIGURES,
     gradients: Records = NO_FIGURES,
     ruled: Records = NO_FIGURES,
+    wider: Mapping[str, Setup] = MappingProxyType({}),
+    widened: Records = NO_FIGURES,
 ) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of all files of the map.
 
@@ -160,6 +163,8 @@ def map_pages(
         references: records of scikit-learn models.
         gradients: records at equal gradients.
         ruled: records of methods that were run with aggregation rules under attack.
+        wider: setups with a wider model, keyed by name.
+        widened: records of methods with the wider model.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
@@ -168,7 +173,8 @@ def map_pages(
     comparisons = [compare_protocols(j, records, gradients) for j in verdicts]
     together = compare_overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview_page(verdicts, together, comparisons, references, ruled)
+    bullet = wider_bullet([*wider.values()], widened)
+    yield "", _overview_page(verdicts, together, comparisons, references, ruled, bullet)
     yield "map.svg", draw_overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
@@ -182,6 +188,7 @@ def map_pages(
                     *_setup_page(j, references),
                     *equal_section(both),
                     *(rules_section(ruled) if "attack" in j.setup.document else ()),
+                    *(wider_section(j, wider[j.setup.name], widened) if j.setup.name in wider else ()),
                 ]
             ),
         )
@@ -204,6 +211,7 @@ def _overview_page(
     comparisons: Sequence[BothProtocols],
     references: References,
     ruled: Records,
+    widened: str,
 ) -> str:
     setup = verdicts[0].setup
     wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
@@ -213,7 +221,7 @@ def _overview_page(
         enough=MIN_SEEDS, wanted=WANTED_POINTS, power=percent(DETECTION_PROBABILITY),
         folder=MAP_FOLDER, stale=sum(_count_stale(j.setup, j.records) for j in verdicts),
         old=sum(_count_stale(c.rounds.setup, c.records) for c in comparisons),
-        finding=finding_text(verdicts), attacked=advise_rule(ruled),
+        finding=finding_text(verdicts), attacked=advise_rule(ruled), widened=widened,
         advice="\n".join(advice_lines(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=join_with_and([f"{sign} ({state})" for state, sign in STATUS_SIGNS.items()]),
         parts=join_with_and([f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()]),

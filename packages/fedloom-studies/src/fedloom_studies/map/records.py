@@ -67,6 +67,7 @@ class CellRecord:
         seeds: results of the runs, keyed by seed.
         again: results of a second run with different seeds, keyed by seed.
         minutes: processor time of trials, runs and evaluation, in core-minutes.
+        parameters: number of parameters of the model, or 0 in records of earlier versions.
         commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
             is unknown. Further seeds that were run with another commit add its name after a comma.
     """
@@ -90,6 +91,7 @@ class CellRecord:
     trials: list[tuple[dict[str, Any], float | None]] = field(default_factory=list[Any])
     seeds: dict[str, Series] = field(default_factory=dict[str, Series])
     again: dict[str, Series] = field(default_factory=dict[str, Series])
+    parameters: int = 0
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
@@ -185,7 +187,8 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
             _round_values(clients), means.round.tolist(), _round_values(means.value), *map(_exact_values, spent)
         )
     versions: Mapping[str, str] = run.options["resolved"]["versions"]
-    return {"metric": metric, "model": model, "seeds": series, "versions": dict(versions)}
+    parameters = max((record.parameters or 0 for record in run.summary.runs), default=0)
+    return {"metric": metric, "model": model, "parameters": parameters, "seeds": series, "versions": dict(versions)}
 
 
 def _round_values(values: Any) -> Values:

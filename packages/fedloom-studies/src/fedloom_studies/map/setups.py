@@ -52,6 +52,7 @@ class Setup:
         space: search space for every method, added to the default spaces.
         document: content of an experiment file, without methods.
         references: True if scikit-learn models are also fitted (see `fedloom_studies.map.references`).
+        methods: methods that are run in the setup. If empty, all methods of the protocol are run.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Setup:
     references: bool = False
     further: tuple[int, ...] = ()
     plan: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ()
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -83,12 +85,16 @@ class Setup:
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 
     @property
+    def network(self) -> str:
+        """Phrase that describes the model."""
+        model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
+        return f"{self.document['model']['kind']}{f' ({model})' if model else ''}"
+
+    @property
     def training(self) -> str:
         """Sentence that describes the model, the number of rounds and the tuning."""
-        model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
         tuned = f"{self.trials} trials per method" if self.trials > 1 else "default settings without tuning"
-        kind = self.document["model"]["kind"]
-        return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
+        return f"{self.network}, {self.document['rounds']} rounds, {tuned}"
 
 
 def read_setups(scale: Scale) -> dict[str, Setup]:
@@ -108,6 +114,25 @@ def read_setups(scale: Scale) -> dict[str, Setup]:
             document=declared_setup,
         )  # fmt: skip
     return by_name
+
+
+def wider_setups(scale: Scale) -> dict[str, Setup]:
+    """Return the setups in which methods also run with a wider model, with this model and the setups' first seeds."""
+    declared = _read_setup_file()["wider"]
+    others, wider = methods_of("gradients")[: declared["others"]], {}
+    for name, setup in read_setups(scale).items():
+        if name not in declared["without"]:
+            wider[name] = replace(
+                setup, title=f"{setup.title}, wider model", share=declared["share"], plan=(),
+                methods=(*declared["heads"], *(others if name in declared["compared"] else ())),
+                document=merge_tables(setup.document, {"model": declared["model"]}),
+            )  # fmt: skip
+    return wider
+
+
+def wider_heads() -> tuple[str, ...]:
+    """Return the methods with closed-form heads, which run with the wider model in every setup that has one."""
+    return tuple(_read_setup_file()["wider"]["heads"])
 
 
 def rule_cells() -> Iterator[tuple[str, Cell]]:

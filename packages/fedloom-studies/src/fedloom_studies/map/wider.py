@@ -1,0 +1,106 @@
+"""Wider models: closed-form heads on more features, compared with methods that train a model of the same width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fedloom.formats import write_total
+from fedloom.lab.report import DifferenceTest, pair_verdict, run_family_tests, seed_differences
+from fedloom_studies.map.judge import SetupVerdict, judge_setup
+from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
+from fedloom_studies.map.setups import Cell, Setup, wider_heads
+from fedloom_studies.map.statements import join_with_and, share_of_cells, signed, write_percent
+
+Records = Mapping[tuple[str, str], CellRecord]
+WIDER_TEXT = """\
+A closed-form head can use only the features of an untrained network, so {heads} also run with a wider model:
+{model}{size}. The setup's own model is {own}. Trials, search and the first seeds are the same as above. The tests
+above and the mean ranks do not include the results of the wider model."""
+MODELS_DIFFER_TEXT = (
+    "This comparison uses paired t tests over the common seeds, with Holm's correction. The wider model may be the "
+    "only reason for a difference."
+)
+
+
+def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[str]:
+    """Yield the lines about wider models for the page of a setup.
+
+    Args:
+        j: verdicts on the methods with the setup's own model.
+        wider: the setup with the wider model.
+        records: records of all methods with wider models.
+    """
+    widened = judge_setup(wider, records)
+    heads = [s for s in widened.standings if s.method in wider_heads()]
+    sizes = {record.parameters for record in widened.records.values() if record.parameters}
+    size = f", {join_with_and([write_total(size) for size in sorted(sizes)])} parameters" if sizes else ""
+    yield from ("## Wider models", "")
+    heads_run = join_with_and(wider_heads())
+    yield WIDER_TEXT.format(heads=heads_run, model=wider.network, own=j.setup.network, size=size).replace("\n", " ")
+    recorded = sum(method in widened.records for method in wider.methods)
+    if recorded < len(wider.methods):
+        command = f"Command: `fedloom map --wider --setup {wider.name}`"
+        yield from ("", f"{share_of_cells(recorded, len(wider.methods))}. {command}")
+    own = j.find(j.reference)
+    if not heads or own is None:
+        yield ""
+        return
+    gains = run_family_tests({s.method: seed_differences(s.figures["mean"], own.figures["mean"]) for s in heads})
+    baseline = f"{own.method} with the setup's own model, the baseline above"
+    yield from ("", f"{_compare(gains, baseline)} {MODELS_DIFFER_TEXT}")
+    yield from ("", " ".join(_same_width_sentences(widened)))
+    titles = ["own model", "wider model", f"over {own.method} with its own model"]
+    titles += [f"over {widened.reference} with the wider model"] if widened.reference else []
+    yield from ("", f"| method | {' | '.join(titles)} |", f"|{'---|' * (1 + len(titles))}")
+    for s in widened.standings:
+        narrow, gain = j.find(s.method), gains.get(s.method)
+        cells = [write_percent(narrow.figures["mean"]) if narrow else "-", write_percent(s.figures["mean"]),
+                 f"{signed(gain)}, {pair_verdict(gain, higher=True)}" if gain else "-"]  # fmt: skip
+        if widened.reference:
+            cells.append(f"{signed(s.gain)}, {s.verdict}" if s.gain else "baseline")
+        stale = stale_reason(Cell(wider, s.method, s.record.space), s.record)
+        yield f"| {s.method}{f' (stale: {stale})' if stale else ''} | {' | '.join(cells)} |"
+    yield ""
+    for record in widened.records.values():
+        if record.status != DONE_STATUS:
+            yield f"- {record.method} is {record.status}: {record.reason}"
+    yield ""
+
+
+def _compare(gains: Mapping[str, DifferenceTest], baseline: str) -> str:
+    """Return a sentence about the methods that are better than a baseline, worse or neither."""
+    by_word: dict[str, list[str]] = {}
+    for method, gain in gains.items():
+        by_word.setdefault(str(pair_verdict(gain, higher=True)), []).append(f"{method} ({signed(gain)})")
+    parts = [f"{word}: {join_with_and(methods)}" for word, methods in by_word.items()]
+    return f"Compared with {baseline}: {'. '.join(parts)}."
+
+
+def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
+    """Yield sentences that compare closed-form heads with methods that train the same wider model."""
+    if not widened.reference:
+        yield "No method that trains the wider model was run in this federation."
+        return
+    tests = {s.method: s.gain for s in widened.standings if s.gain and s.method in wider_heads()}
+    baseline = f"{widened.reference} with the same wider model, the better of local training and FedAvg"
+    yield _compare(tests, baseline)
+    place, best = next((k, s) for k, s in enumerate(widened.standings, 1) if s.method in wider_heads())
+    yield (
+        f"By its mean, the best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has place "
+        f"{place} of {len(widened.standings)} methods with the wider model."
+    )
+
+
+def wider_bullet(setups: Sequence[Setup], records: Records) -> str:
+    """Return the lines about wider models for the map's page, or "" if no setup has a wider model."""
+    if not setups:
+        return ""
+    heads, counts = wider_heads(), [len(setup.methods) for setup in setups]
+    wanted = [(setup.name, method) for setup in setups for method in setup.methods]
+    results = share_of_cells(sum(key in records for key in wanted), len(wanted))
+    return (
+        f"- **Wider models.** The closed-form heads {join_with_and(heads)} use the features of an untrained network. "
+        f"In {len(setups)} federations, they also run with a wider model ({results}). "
+        f"In {counts.count(max(counts))} of these federations, {max(counts) - len(heads)} other methods do so too. "
+        "The page for each federation compares the results. The other tests and the mean ranks do not include them.\n\n"
+    )
