@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lifelines import KaplanMeierFitter
@@ -70,6 +71,19 @@ def test_the_curve_of_exact_times_is_within_the_stated_error() -> None:
     assert gap.max() > 1e-3
     mean = restricted_mean_survival_time(exact, t=60.0)
     assert 0 <= table.restricted_mean.iloc[0] - mean <= table.restricted_mean_error.iloc[0]
+
+
+def test_without_events_the_curve_is_flat() -> None:
+    """A table of censored times alone was refused when it was read, because no model can learn from it."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"time": rng.integers(1, 60, 80), "died": 0, "age": rng.normal(60, 9, 80)})
+    data = fl.Dataset.create(frame, "time", event="died", task="survival")
+    assert any("the event 'died' is 0 in every row" in note for note in data.notes)
+    fed = fl.partitions.iid(clients=2)(data, seed=0)
+    curve = fl.analyze("kaplan-meier", fed, width=WIDTH, until=UNTIL).table.to_pandas()
+    assert (curve[["survival", "low", "high"]] == 1).all(axis=None)
+    assert curve["censored"].sum() == 80
+    assert (curve["restricted_mean"] == UNTIL).all()
 
 
 def test_the_error_of_a_mean_is_greenwoods() -> None:

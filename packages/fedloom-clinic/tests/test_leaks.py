@@ -430,6 +430,29 @@ def test_clean_tables_have_no_note(seed: int) -> None:
     assert [note for note in notes if "may mean missing" not in note] == []
 
 
+THRESHOLDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a * b": lambda t: t["a"] * t["b"] > 0.3,
+    "a + b": lambda t: t["a"] + t["b"] > 1,
+    "w / h^2": lambda t: t["w"] / t["h"] ** 2 > 26,
+    "w - age": lambda t: t["w"] - t["age"] > 20,
+    "w": lambda t: t["w"] > 90,
+    "none": lambda t: t["a"] + t["b"] + np.random.default_rng(1).normal(0, 0.5, N) > 1,
+}
+
+
+@pytest.mark.parametrize("formula", THRESHOLDS)
+def test_a_class_that_is_a_threshold_of_one_or_two_columns_is_noted(formula: str) -> None:
+    rng = np.random.default_rng(5)
+    columns = table() | {
+        "w": rng.normal(75, 12, N).round(1), "h": rng.normal(1.72, 0.09, N).round(2), "a": rng.normal(size=N),
+        "b": rng.normal(size=N),
+    }  # fmt: skip
+    notes = fl.Dataset.create(pd.DataFrame(columns | {"died": THRESHOLDS[formula](columns).astype(int)}), "died").notes
+    found = [note for note in notes if "like facts recorded afterwards" in note]
+    assert len(found) == (formula != "none"), notes
+    assert formula == "none" or (f"(a threshold on {formula})" if " " in formula else "column 'w' alone") in found[0]
+
+
 def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:
     """The leak itself: features that only tell patients apart, and outcomes that are tossed per patient."""
     aurocs = {}

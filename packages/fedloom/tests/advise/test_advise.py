@@ -22,6 +22,7 @@ from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.tuning import Range
 from fedloom.lab.tune.search import read_default_spaces
 from fedloom.rundir import WORK_FOLDER
+from fedloom.values import kind_of
 from tests.commands import call, end, fork, in_a_fork
 
 FEW = ("fedslr",)
@@ -307,6 +308,18 @@ def test_a_method_that_cannot_work_is_left_out_by_name(tmp_path: Path) -> None:
     advice = advise(tmp_path / "race", {**document, "rounds": 1}, methods=("scaffold", "cfl", "no-such"), budget=20.0)
     assert "no-such" in advice.left_out
     assert all(label not in advice.racing for label in advice.left_out)
+
+
+def test_a_rule_for_uploads_applies_to_all_methods_but_local_training(tmp_path: Path) -> None:
+    """Local training uploads nothing and was refused, so no race could have a robust rule."""
+    document = {**SMALL, "aggregator": {"kind": "median"}, "upload_transform": {"kind": "sign"}}
+    advice = advise(tmp_path / "race", {**document, "rounds": 1}, budget=20.0)
+    assert {"local", "fedavg"} <= {*advice.racing}
+    methods = parse(tomllib.loads((tmp_path / "race" / "advised.toml").read_text())).methods
+    rules = {method.label: method.setting.aggregator for method in methods}
+    assert rules.pop("local") is None
+    assert rules
+    assert all(kind_of(rule) == "median" for rule in rules.values())
 
 
 def test_a_setting_that_diverges_ends_no_race(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_options_of_arrays() -> None:
         ),
         (
             lambda: Dataset.create(RECORDS, Y),
-            DataError,
+            ConfigError,
             r"a structured array with the fields a, b. Pass pandas.DataFrame\(x\)",
         ),
         (lambda: Dataset.create(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); pass y.astype\(str\)"),

@@ -247,6 +247,15 @@ def test_every_entrance_reads_the_same_design_and_makes_no_feature_of_it(case: s
         assert len(np.unique(units)) == len({*want.tolist()})
 
 
+def test_a_row_without_a_mark_is_named_with_a_cure_that_keeps_it() -> None:
+    """The advice was to drop such rows, although they may be training rows."""
+    frame = stays()
+    whole: dict[str, Any] = {**ROW, "subject": "patient_id", "test_column": "cohort", "drop": ["admitted"]}
+    with pytest.raises(DataError, match=r"missing value \(2 such\); write the level of .* \(rows 4, 7\)") as error:
+        fl.Dataset.create(frame.assign(cohort=frame["cohort"].where(~frame.index.isin([4, 7]))), **whole)
+    assert "drop" not in str(error.value)
+
+
 def test_marked_rows_and_later_rows_are_the_test_part() -> None:
     frame = stays()
     by_column = fl.partitions.natural()(

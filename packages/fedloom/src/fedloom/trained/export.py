@@ -131,9 +131,11 @@ def unit_sentence(model: Model, factors: Factors | None) -> str:
         several = isinstance(factor, Mapping) and not client
         if column in columns and (several or number != 1):
             parts.append(f"{column} by {'the factor of its client' if several else format(number, 'g')}")
-    return (
-        f"numbers are expected in the agreed units. First multiply {', '.join(parts)}, as predict does" if parts else ""
-    )
+    dates = model.about.get("conversion", {}).get("days_since", {})
+    days = [f"{column} as days since {start}" for column, start in dates.items() if column in columns]
+    sentences = [f"numbers are expected in the agreed units. First multiply {', '.join(parts)}"] if parts else []
+    sentences += [f"dates are expected as numbers: pass {', '.join(days)}"] if days else []
+    return f"{'; '.join(sentences)}, as predict does" if sentences else ""
 
 
 class Program:

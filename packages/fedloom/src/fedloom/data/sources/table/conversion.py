@@ -44,7 +44,10 @@ from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.survey.people import IDENTITY_KINDS, UNSURE_KIND
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level_name, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
+from fedloom.formats import shorten_list
 
+MAX_SHOWN_ROWS = 10
+"""Maximum number of rows that a message lists."""
 MAX_COLUMNS = 100_000
 """Maximum number of columns in a table. A numeric array with this many columns can be read in a fraction of the
 time."""
@@ -212,9 +215,11 @@ class _TableReading:
         cure = "repair it, add the column to drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
-            if column == self.design.marked:
-                cure = "write a level in it that marks training rows or test rows. unlabelled = 'drop' omits such rows"
             cure += ", or 'keep' to train on the other labels of these rows" if several else ""
+            if column == self.design.marked:
+                rows = [str(self.problems.first + piece.start + k) for k in np.flatnonzero(missing).tolist()]
+                shown = shorten_list(rows, MAX_SHOWN_ROWS)
+                cure = f"write the level of training rows or of test rows there, which keeps the rows (rows {shown})"
         self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:

@@ -43,7 +43,7 @@ def refuse_unread_table(obj: Any, name: str) -> None:
     Raises:
         ConfigError: the object is such a table. The message states how to convert it.
     """
-    first = obj[0] if isinstance(obj, list) and obj else None
+    first = obj[0] if isinstance(obj, list) and obj and not is_hub(obj) else None
     reading = (m for m in READING_METHODS if callable(getattr(obj, m, None)) and not hasattr(obj, "__array__"))
     if method := next(reading, ""):
         what, cure = f"a {type(obj).__name__}, whose rows have not been read", f"the result of its method {method}()"
