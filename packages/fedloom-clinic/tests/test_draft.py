@@ -94,7 +94,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'died': without a target, and therefore left out: 1 row",
         "site: 'hospital', 4 sites of 9 to 77 rows",
         "sites with fewer than 20 rows: '7' (9)",
-        "column 'id': names rows; left out",
+        "column 'id': identifies rows; left out",
         "column 'name': names of people, which identify patients; left out",
         "column 'copy': the same as 'age'; left out",
         "column 'code': alone predicts the target almost perfectly (AUROC 1.000 alone)",
@@ -241,7 +241,7 @@ def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
         *([a, ("yes", "no", "None")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
     ]
     said = init(write(tmp_path / "marks.csv", rows))
-    assert "column 'smoker': 'None' may mean missing. Add such cells to missing, with impute = true" in said
+    assert "column 'smoker': 'None' may mean missing. Add such cells to missing and set impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_gaps_that_differ_by_site_are_named(tmp_path: Path) -> None:
             body.append([lab, "" if site == "c" else rng.integers(5), site, rng.integers(2)])
     path = write(tmp_path / "t.csv", [["lab", "scan", "site", "ill"], *body])
     said = init(path)
-    assert "column 'lab': missing in 0% of the rows at 'a', in 60% at 'b'" in said
+    assert "column 'lab': missing in 0% of the rows at 'a', but in 60% at 'b'" in said
     assert "column 'scan': is missing at 'c'" in said
 
 

@@ -186,7 +186,7 @@ def test_code_that_ends_the_program_is_no_success(tmp_path: Path) -> None:
         f'{FILE}[task]\nmetrics = ["{__name__}:leave"]\n[[method]]\nalgorithm = "fedavg"\n'
     )
     said = call("run", tmp_path / "e.toml", "--out", tmp_path / "run", code=1)
-    assert "code that the program called ended it: SystemExit: 0 (test_effect.py, line" in said
+    assert "called ended it: SystemExit: 0 (test_effect.py, line" in said
 
 
 @pytest.mark.parametrize("door", ["simulate", "compare"])

@@ -80,7 +80,10 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
             lambda t: fl.Dataset.create(t, NAMES, task="multilabel", centre=1.0),
             "`centre` and `unit` can be used only for a regression",
         ),
-        (lambda t: fl.Dataset.create(np.eye(3), np.eye(3) * 2, task="multilabel"), "every label must be 1 or 0"),
+        (
+            lambda t: fl.Dataset.create(np.eye(3), np.eye(3) * 2, task="multilabel"),
+            "every label must be 1 .present., 0 .absent.",
+        ),
         (lambda t: fl.Dataset.create(np.eye(3), [0, 1, 0], task="multilabel"), r"\[N, labels\], got int64"),
         (
             lambda t: fl.Dataset.create(np.eye(3), np.ones((3, 1)), task="multilabel"),
