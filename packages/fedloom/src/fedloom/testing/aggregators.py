@@ -137,12 +137,7 @@ def weighted(s: LawUploads) -> None:
 def agreement(s: LawUploads) -> None:
     """Check that the aggregate equals the clients' row if all clients send the same row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
-    agree(
-        s.change(rows=same).combined()[0],
-        {n: r[0] for n, r in same.items()},
-        "the row of all clients",
-        TIGHT_TOLERANCE,
-    )
+    agree(s.change(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "the rows sent", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
