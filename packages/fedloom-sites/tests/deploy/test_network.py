@@ -119,7 +119,7 @@ CLOCK_AHEAD = """if True:
 def test_a_clock_that_is_ahead(network):
     python, _, _, _, *words = node(network, "site-1")  # python3 -P -m MODULE
     text = refused(network, "ahead", [python, "-P", "-c", CLOCK_AHEAD, *words])
-    assert re.search(r"the clock is (59|6\d) s ahead of the server's clock, .* Synchronize the clock with NTP", text)
+    assert re.search(r"the clock is \d{2,3} s ahead of the server's clock, .* Synchronize the clock with NTP", text)
     assert statuses(network)[network.nodes["site-1"]] != "online"
 
 
