@@ -434,7 +434,7 @@ THRESHOLDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a * b": lambda t: t["a"] * t["b"] > 0.3,
     "a + b": lambda t: t["a"] + t["b"] > 1,
     "w / h^2": lambda t: t["w"] / t["h"] ** 2 > 26,
-    "w - age": lambda t: t["w"] - t["age"] > 20,
+    "age - w": lambda t: t["w"] - t["age"] > 20,
     "w": lambda t: t["w"] > 90,
     "none": lambda t: t["a"] + t["b"] + np.random.default_rng(1).normal(0, 0.5, N) > 1,
 }

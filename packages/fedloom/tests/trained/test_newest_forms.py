@@ -157,7 +157,7 @@ def test_a_graph_gives_no_figure_for_a_row_that_predict_refuses(
 
 
 def test_a_level_that_training_did_not_have_has_a_warning(filling: Model) -> None:
-    sentence = "column 'ward': 60 cells contain levels that the training data do not contain: Q; agreed are A"
+    sentence = "column 'ward': 60 cells contain levels that the training data do not contain: 'Q'; agreed are A"
     with pytest.warns(UserWarning, match=sentence):
         filling.predict(GAPS.assign(ward="Q"))
 
@@ -165,8 +165,8 @@ def test_a_level_that_training_did_not_have_has_a_warning(filling: Model) -> Non
 UNREAD: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "stream": (lambda: arrow(ROWS).to_reader(), lambda cure, rows: getattr(rows, cure.split()[-1].strip("()."))()),
     "batches": (lambda: arrow(ROWS).to_batches(), lambda _, rows: pa.Table.from_batches(rows)),
-    "rows": (lambda: ROWS.to_dict("records"), lambda cure, rows: applied(cure, rows=rows)),
-    "structured array": (lambda: ROWS.to_records(index=False), lambda cure, rows: applied(cure, x=rows)),
+    "rows": (lambda: ROWS.to_dict("records"), lambda cure, rows: applied(cure, rows=rows, pandas=pd)),
+    "structured array": (lambda: ROWS.to_records(index=False), lambda cure, rows: applied(cure, x=rows, pandas=pd)),
 }
 
 
@@ -240,7 +240,7 @@ def test_a_node_of_a_flower_app_names_the_form_that_it_cannot_read() -> None:
         ((arrow(ROWS), Y.to_numpy()), "is a table or a fedloom Dataset"),
         ((x.astype(object), Y.to_numpy()), "must contain real numbers, got an array of object"),
         ((x.astype(complex), Y.to_numpy()), "must contain real numbers, got an array of complex128"),
-        (TensorDataset(torch.from_numpy(x).cfloat(), torch.from_numpy(Y.to_numpy())), "contains complex numbers"),
+        (TensorDataset(torch.from_numpy(x).cfloat(), torch.tensor(Y.tolist())), "contains complex numbers"),
     ]
     for samples, words in given:
         with pytest.raises(ConfigError, match=words):
