@@ -921,7 +921,7 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
         assert same.split(", ")[-1] == beside[m]
         assert gain.split(", ")[-1] == words.get(m, "-")
     for m, word in words.items():
-        assert re.search(rf"Compared with fedavg with the setup's own model[^.]*?.*?{word}: [^:]*{m} \(", page)
+        assert re.search(rf"Gains over fedavg with the setup's own model, [^:]*: .*?{m} \S+ ± \S+ \({word}\)", page)
     assert re.search(r"best closed-form head \(fedhip, [^)]*\) has place 1 of 11 methods", page)
     alone = {key: one for key, one in widened.items() if key[1] in wider_heads()}
     few = "\n".join(wider_section(j, wide, alone))
@@ -1129,6 +1129,8 @@ def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
     assert "did you mean 'iid'" in called("--setup", "iidd", code=2)
     assert "a time such as" in called("--budget", "soon", "--setup", "iid", code=2)
     assert "--space works only with exactly one --method" in called("--space", "space.toml", code=2)
+    assert "--wider works only at equal rounds" in called("--wider", "--protocol", "gradients", code=2)
+    assert "use one of --references, --rules, --wider" in called("--wider", "--rules", code=2)
     RECORDS.parent.mkdir(parents=True)
     for line in ("{}", "[]", "no"):
         RECORDS.write_text(line + "\n")
@@ -1166,6 +1168,18 @@ def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: p
     assert outcome.result is not None
     want = outcome.result.final("global").numpy()
     np.testing.assert_allclose(record.seeds["0"].clients, want, atol=1e-6)  # records have six digits
+
+
+def test_wider_cells_have_a_file_of_their_own_and_a_row_in_the_listing(here: Path) -> None:
+    assert re.search(r"labels +two classes per client, wider model +0 +11 ", called("--list", "--setup", "labels"))
+    called("--wider", "--setup", "labels", "--method", "fed3r")
+    assert not RECORDS.exists()
+    found = read_records(RECORDS.with_name("map-smoke-wider.jsonl"))
+    assert found.keys() == {("labels", m) for m in ("local", "fedavg", "fed3r")}
+    assert {r.parameters for r in found.values()} == {64 * 500 + 500 + 500 * 10 + 10}
+    called("--page", "map.md")
+    assert "3 of 11 results so far" in Path("map/labels.md").read_text()
+    assert "fed3r" not in Path("map/labels.md").read_text().partition("## Wider models")[0].partition("- Not run")[0]
 
 
 def test_records_of_several_machines_merge_line_by_line(here: Path) -> None:

@@ -131,14 +131,14 @@ def map_command(
                 from fedloom_studies.map.records import read_records
 
                 (_, wide), wanted, equal = _choose_setups(scale, setup, protocol, wider=wider)
-                listed, found = [(wanted, recorded)], list[dict[str, Any]]()
+                listed, estimates = [(wanted, recorded)], list[dict[str, Any]]()
                 if not wider and equal == "rounds":
                     listed.append(([wide[one.name] for one in wanted if one.name in wide], widened))
                 for setups, file in listed:
                     records = read_records(file, equal)
                     todo = cells_to_run(setups, records, again=again, old=stale, protocol=equal)
-                    found += estimate_setups(setups, todo, records, data_dir, equal)
-                return found
+                    estimates += estimate_setups(setups, todo, records, data_dir, equal)
+                return estimates
 
             question = (scale, setup, protocol, again, stale, wider)
             print_rows(read_listing("setups", question, rows, folder, data_dir))

@@ -119,12 +119,12 @@ def read_setups(scale: Scale) -> dict[str, Setup]:
 def wider_setups(scale: Scale) -> dict[str, Setup]:
     """Return the setups in which methods also run with a wider model, with this model and the setups' first seeds."""
     declared = _read_setup_file()["wider"]
-    others, wider = methods_of("gradients")[: declared["others"]], {}
+    rivals, wider = methods_of("gradients")[: declared["rivals"]], {}
     for name, setup in read_setups(scale).items():
         if name not in declared["without"]:
             wider[name] = replace(
                 setup, title=f"{setup.title}, wider model", share=declared["share"], plan=(),
-                methods=(*declared["heads"], *(others if name in declared["compared"] else ())),
+                methods=(*declared["heads"], *(rivals if name in declared["compared"] else ())),
                 document=merge_tables(setup.document, {"model": declared["model"]}),
             )  # fmt: skip
     return wider

@@ -41,15 +41,15 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
     if recorded < len(wider.methods):
         command = f"Command: `fedloom map --wider --setup {wider.name}`"
         yield from ("", f"{share_of_cells(recorded, len(wider.methods))}. {command}")
-    own = j.find(j.reference)
-    if not heads or own is None:
+    reference = j.find(j.reference)
+    if not heads or reference is None:
         yield ""
         return
-    gains = run_family_tests({s.method: seed_differences(s.figures["mean"], own.figures["mean"]) for s in heads})
-    baseline = f"{own.method} with the setup's own model, the baseline above"
-    yield from ("", f"{_compare(gains, baseline)} {MODELS_DIFFER_TEXT}")
+    gains = run_family_tests({s.method: seed_differences(s.figures["mean"], reference.figures["mean"]) for s in heads})
+    baseline = f"{reference.method} with the setup's own model, the baseline above"
+    yield from ("", f"{_state_gains(gains, baseline)} {MODELS_DIFFER_TEXT}")
     yield from ("", " ".join(_same_width_sentences(widened)))
-    titles = ["own model", "wider model", f"over {own.method} with its own model"]
+    titles = ["own model", "wider model", f"over {reference.method} with its own model"]
     titles += [f"over {widened.reference} with the wider model"] if widened.reference else []
     yield from ("", f"| method | {' | '.join(titles)} |", f"|{'---|' * (1 + len(titles))}")
     for s in widened.standings:
@@ -67,13 +67,10 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
     yield ""
 
 
-def _compare(gains: Mapping[str, DifferenceTest], baseline: str) -> str:
-    """Return a sentence about the methods that are better than a baseline, worse or neither."""
-    by_word: dict[str, list[str]] = {}
-    for method, gain in gains.items():
-        by_word.setdefault(str(pair_verdict(gain, higher=True)), []).append(f"{method} ({signed(gain)})")
-    parts = [f"{word}: {join_with_and(methods)}" for word, methods in by_word.items()]
-    return f"Compared with {baseline}: {'. '.join(parts)}."
+def _state_gains(gains: Mapping[str, DifferenceTest], baseline: str) -> str:
+    """Return a sentence that lists the gains of methods over a baseline, with their verdicts."""
+    listed = [f"{method} {signed(gain)} ({pair_verdict(gain, higher=True)})" for method, gain in gains.items()]
+    return f"Gains over {baseline}: {join_with_and(listed)}."
 
 
 def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
@@ -83,7 +80,7 @@ def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
         return
     tests = {s.method: s.gain for s in widened.standings if s.gain and s.method in wider_heads()}
     baseline = f"{widened.reference} with the same wider model, the better of local training and FedAvg"
-    yield _compare(tests, baseline)
+    yield _state_gains(tests, baseline)
     place, best = next((k, s) for k, s in enumerate(widened.standings, 1) if s.method in wider_heads())
     yield (
         f"By its mean, the best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has place "
