@@ -118,7 +118,8 @@ def shapes(s: Subject) -> None:
 def bases(s: Subject) -> None:
     """Check that a field sent as a difference is the new value minus the old value of its base.
 
-    If all clients of a cohort send the same model, the server must not move away from this model. If fields other than the model accumulate, their sum must be the mean over all clients, weighted by shares.
+    If all clients of a cohort send the same model, the server must not move away from this model. If fields other than
+    the model accumulate, their sum must be the mean over all clients, weighted by shares.
     """
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
