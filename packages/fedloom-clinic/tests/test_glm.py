@@ -116,3 +116,15 @@ def test_the_command_names_columns_and_levels(tmp_path: Path) -> None:
         assert f"{np.exp(beta):.4g}" in line
     assert "logistic regression of '1': 200 rows at 2 sites" in said
     assert "intercept s" in call("glm", tmp_path / "t.toml", "--by-client")
+
+
+def test_a_target_of_three_classes_is_refused_with_a_fix_that_works(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.normal(60, 9, 90), "grade": rng.choice(["a", "b", "c"], 90)})
+    frame.assign(site=rng.choice(["n", "s"], 90), high=(frame.grade == "c") * 1).to_csv(tmp_path / "t.csv", index=False)
+    for target, other, code in (("grade", "high", 2), ("high", "grade", 0)):
+        (tmp_path / "t.toml").write_text(
+            f'[data]\nsource = "{tmp_path}/t.csv"\nclient_column = "site"\ntarget = "{target}"\ndrop = ["{other}"]\n'
+        )
+        said = call("glm", tmp_path / "t.toml", code=code)
+        assert ("set target to a column of two values" in " ".join(said.split())) == (code == 2)

@@ -86,6 +86,7 @@ class Cox(Penalized):
     """
 
     kind: ClassVar[str] = "cox"
+    assumes_independence: ClassVar[bool] = True
     tasks: ClassVar = ("survival",)
     needs_table: ClassVar[bool] = True
     questions: ClassVar = {

@@ -81,6 +81,7 @@ class Glm(Penalized):
     """
 
     kind: ClassVar[str] = "glm"
+    assumes_independence: ClassVar[bool] = True
     tasks: ClassVar = tuple(FAMILY_OF_TASK)
     needs_table: ClassVar[bool] = True
     questions: ClassVar = {

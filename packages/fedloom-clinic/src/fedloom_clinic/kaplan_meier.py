@@ -65,6 +65,7 @@ class KaplanMeier(Analysis):
     """Survival curves of groups, the log-rank test and restricted means, in agreed time bins."""
 
     kind: ClassVar[str] = "kaplan-meier"
+    assumes_independence: ClassVar[bool] = True
     tasks: ClassVar = ("survival",)
     questions: ClassVar = {"counts": {}}
 

@@ -74,6 +74,7 @@ class TableOne(ScriptedAnalysis):
     """
 
     kind: ClassVar[str] = "table-1"
+    assumes_independence: ClassVar[bool] = True
     needs_table: ClassVar[bool] = True
     questions: ClassVar = {
         "counts": {},

@@ -282,6 +282,26 @@ def test_a_model_that_does_not_fit_is_refused_with_its_name(fed: Federation) -> 
         fl.simulate("fedavg", fed, lambda: 3, **SHORT)
 
 
+class Doubles(Net):
+    """A network that computes in float64, whatever the type of its layers is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
+
+
+class FollowsItsLayer(Net):
+    """`Doubles` after the fix that its error names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.body[1].weight.dtype))
+
+
+def test_a_model_of_another_type_is_refused_with_a_fix_that_works(fed: Federation) -> None:
+    with pytest.raises(ConfigError, match=r"as in x.to\(self.layer.weight.dtype\)"):
+        fl.simulate("fedavg", fed, Doubles((1, 8, 8), 10).double(), **SHORT)
+    fl.simulate("fedavg", fed, FollowsItsLayer((1, 8, 8), 10).double(), **SHORT)
+
+
 def test_layers_that_normalise_by_the_batch_alone_are_refused_or_noted(fed: Federation) -> None:
     norm = nn.BatchNorm1d(4, track_running_stats=False)
     flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), norm, nn.Linear(4, 10))

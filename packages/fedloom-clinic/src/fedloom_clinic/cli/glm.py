@@ -42,7 +42,8 @@ def glm(
         rows = rows_by_site(read(file, trains=False).source, data_dir, centre=0.0, unit=1.0)
         families = {"binary": "logistic", "count": "poisson", "regression": "linear"}
         if rows.data.task not in families:
-            cure = "use fedloom cox" if rows.data.task == "survival" else "choose two of its classes"
+            other = "set target to a column of two values, counts or measurements"
+            cure = "use fedloom cox" if rows.data.task == "survival" else other
             raise ConfigError(f"{rows.data.name} is a {rows.data.task}; {cure}")
         family = families[rows.data.task]
         say(*rows.notes)

@@ -272,6 +272,8 @@ class Analysis(Value):
     """Tasks whose data the analysis can use. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
     """True if the analysis uses the columns of a table."""
+    assumes_independence: ClassVar[bool] = False
+    """True if the table contains standard errors, intervals or p-values that treat rows as independent."""
     per: ClassVar[str] = "run"
     """Scope of a table that `measure` returns. The scope is "run", or "seed" if the table is the same for all
     methods."""

@@ -38,6 +38,7 @@ from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, schema_of
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
+from fedloom.data.groups import describe_repeated_subjects
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
@@ -462,6 +463,8 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     """
     schema, rows, notes = _read_given_clients(clients, analysis)
     analysis.check(schema, clients.job.setting if isinstance(clients, Result) else None)
+    if analysis.assumes_independence:
+        notes += describe_repeated_subjects(sum(map(len, rows.values())), sum(some.count for some in rows.values()))
     schema, unagreed = fill_ranges(schema, rows)
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""

@@ -153,6 +153,16 @@ def subjects_of(data: Dataset) -> Tensor | None:
     return None if design is None or design.subject is None else torch.from_numpy(design.units)
 
 
+def describe_repeated_subjects(rows: int, subjects: int) -> list[str]:
+    """Return a note for statistics of rows if a subject has several rows, and no note otherwise."""
+    if subjects == rows:
+        return []
+    return [
+        f"{rows} rows belong to {subjects} subjects, but standard errors, intervals and p-values treat all rows as "
+        "independent, so they may be too small. For valid tests, use a table with one row per subject"
+    ]
+
+
 def row_kind_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
     """Return 1 for each row, and 1 for each kind (class, event or label) to which the row belongs.
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
+from fedloom.data.groups import describe_repeated_subjects, subjects_of
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import Table
@@ -76,15 +77,17 @@ def rows_by_site(
     x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     held_out = torch.zeros(len(data), dtype=torch.bool) if test is None else _rows_with(data, *test)
-    here = {int(k): rows for k in owner.unique() if bool((rows := whole & ~held_out & (owner == k)).any())}
+    fitted = whole & ~held_out
+    here = {int(k): rows for k in owner.unique() if bool((rows := fitted & (owner == k)).any())}
     names = [data.user_names[k] if data.users is not None else "all" for k in here]
     lost = int((~whole).sum())
+    units = subjects_of(data)
+    repeats = [] if units is None else describe_repeated_subjects(int(fitted.sum()), len(units[fitted].unique()))
     notes = [f"{lost} of {len(data)} rows have a missing cell and are left out"] if lost else []
     sites = [(x[rows].numpy(), y[rows].numpy()) for rows in here.values()]
     tested = [whole & held_out & (owner == k) for k in here] if test is not None else []
-    return SiteRows(
-        sites, columns, names, data, [*data.notes, *notes], [(x[rows].numpy(), y[rows].numpy()) for rows in tested]
-    )
+    test_sites = [(x[rows].numpy(), y[rows].numpy()) for rows in tested]
+    return SiteRows(sites, columns, names, data, [*data.notes, *notes, *repeats], test_sites)
 
 
 def _rows_with(data: Dataset, column: str, value: str) -> Tensor:

@@ -201,8 +201,13 @@ def batch_norm_layers(module: nn.Module) -> list[str]:
     return [name for name, m in layers if m.running_mean is None]
 
 
-def _shape_advice(module: nn.Module, shape: tuple[int, ...]) -> str:
-    """Return advice for a module that fails on samples of the given shape."""
+def _failure_advice(module: nn.Module, shape: tuple[int, ...], error: Exception) -> str:
+    """Return advice for a module that fails on samples of the given shape with an error."""
+    if "dtype" in str(error):
+        return (
+            "convert the samples to the type of the layer, as in x.to(self.layer.weight.dtype), because fedloom "
+            "converts all parameters to [engine] dtype"
+        )
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
     recurrent = any(isinstance(m, nn.RNNBase | nn.TransformerEncoderLayer) for m in module.modules())
@@ -247,7 +252,7 @@ def try_out(
         raise ConfigError(
             f"model {path!r} fails on samples of shape {shape}: {cause_of(errors[0])}",
             rule="model-fails",
-            fix=_shape_advice(module, shape),
+            fix=_failure_advice(module, shape, errors[0]),
         ) from errors[0]
     if names := batch_norm_layers(module):
         try:
