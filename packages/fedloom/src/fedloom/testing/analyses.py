@@ -169,8 +169,8 @@ def resumes(s: AnalysisScene) -> None:
                 return sum_answers([s.reply(question, client, s.terms, bounds) for client in s.clients])
 
             state, _ = run_questions(s.analysis, s.terms, ask, Path(place))
-            asked = f"a run resumed after {most} of {len(s.log)} sums asks for {len(log)} more sums"
-            demand(len(log) == len(s.log) - most, asked)
+            sentence = f"a run resumed after {most} of {len(s.log)} sums asks for {len(log)} more sums"
+            demand(len(log) == len(s.log) - most, sentence)
             demand(s.analysis.result(state).equals(s.table), f"a run resumed after {most} sums has a different result")
 
 
