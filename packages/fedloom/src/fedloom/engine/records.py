@@ -127,15 +127,16 @@ class Records:
         """Return True if each loss measured in several rounds is equal in all rounds.
 
         A loss that is NaN for every client, because the part has no rows, has not been measured. Under secure
-        aggregation, only the means of the loss over the sites are measured.
+        aggregation, only the means of the loss over the sites are measured, and they take the place of the losses.
 
         Args:
             tolerance: largest relative change of a loss that is ignored.
         """
         first: dict[tuple[str, str, str, bool], Record] = {}
         is_repeated = False
-        for r in self.items:
-            if r.metric.partition("/")[0] != "loss" or np.isnan(r.values).all():
+        losses = [r for r in self.items if r.metric == "loss"]
+        for r in losses or [r for r in self.items if r.metric.startswith("loss/")]:
+            if np.isnan(r.values).all():
                 continue
             start = first.setdefault((r.model, r.part, r.metric, r.total), r)
             is_repeated = is_repeated or r.round > start.round
