@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.dataset import Dataset as ReadDataset
+from fedloom.data import Dataset as ReadDataset
 from fedloom.data.sides import are_sample_sets, batches_error
 from fedloom.data.sources.array_data import refuse_masked
 from fedloom.data.sources.rereading import check_reread_samples, gives_random_samples
