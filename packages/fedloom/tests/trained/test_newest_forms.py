@@ -240,7 +240,7 @@ def test_a_node_of_a_flower_app_names_the_form_that_it_cannot_read() -> None:
         ((arrow(ROWS), Y.to_numpy()), "is a table or a fedloom Dataset"),
         ((x.astype(object), Y.to_numpy()), "must contain real numbers, got an array of object"),
         ((x.astype(complex), Y.to_numpy()), "must contain real numbers, got an array of complex128"),
-        (TensorDataset(torch.from_numpy(x).cfloat(), torch.tensor(Y.tolist())), "contains complex numbers"),
+        (TensorDataset(torch.from_numpy(x).to(torch.complex64), torch.tensor(Y.tolist())), "contains complex numbers"),
     ]
     for samples, words in given:
         with pytest.raises(ConfigError, match=words):

@@ -88,13 +88,13 @@ def find_leaks(
                 "are known beforehand, add them to drop"
             )
         numbers = {name: values for name, values in numbers.items() if name not in terms}
-    binary, known = task == "classification" and len(target.names) == 2, ~np.isnan(y)
+    binary, labelled = task == "classification" and len(target.names) == 2, ~np.isnan(y)
     for name, column in features.items():
         figure = score_groups(*column.scored(rows), y, task, LEAK_SHARE)
         how = figure.text if figure.value >= LEAK_SHARE else ""
         if not how and task == "regression":
             how = _describe_step_function(column, y, rows)
-        if not how and binary and not column.names and is_threshold(column.values[rows][known], y[known] == 1):
+        if not how and binary and not column.names and is_threshold(column.values[rows][labelled], y[labelled] == 1):
             how = "a threshold gives the class of every row"
         if how:
             numbers.pop(name, None)
@@ -115,8 +115,8 @@ def find_leaks(
                 )
         elif users is not None:
             yield from _find_client_leaks(name, column, of, target, task, users, rows)
-    if binary and (found := find_threshold({name: values[rows] for name, values in numbers.items()}, y)):
-        pair, formula = found
+    if binary and (threshold := find_threshold({name: values[rows] for name, values in numbers.items()}, y)):
+        pair, formula = threshold
         numbers = {name: values for name, values in numbers.items() if name not in pair}
         yield (
             f"columns {pair[0]!r} and {pair[1]!r} together give the class {of!r} of every row (a threshold on "

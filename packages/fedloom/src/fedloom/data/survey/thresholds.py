@@ -46,8 +46,8 @@ def find_threshold(numbers: Mapping[str, Floats], y: Floats) -> tuple[tuple[str,
     names = [*islice(columns, MAX_PAIRED_COLUMNS)]
     if len(names) < 2:
         return None
-    known = ~np.isnan(y)
-    x, event = np.stack([columns[name] for name in names], 1)[known], y[known] == 1
+    labelled = ~np.isnan(y)
+    x, event = np.stack([columns[name] for name in names], 1)[labelled], y[labelled] == 1
     probe = np.sort(np.concatenate([np.flatnonzero(event)[:PROBE_ROWS], np.flatnonzero(~event)[:PROBE_ROWS]]))
     with np.errstate(all="ignore"):
         for k, name in enumerate(names[:-1]):
