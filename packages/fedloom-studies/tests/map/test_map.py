@@ -125,9 +125,12 @@ def test_other_words_in_a_method_s_file_are_the_same_code_and_another_number_is_
             patch.setattr(inspect, "getsource", read)
             return {name: Cell(SMOKE["iid"], name).source for name in sources}
 
-    assert (
-        changed((r'""".+?"""', '"""Other words."""'), (r'description="[^"]+"', 'description="other words"')) == sources
-    )
+    words = (r'""".+?"""', '"""Other words."""'), (r'description="[^"]+"', 'description="other words"')
+    assert changed(*words) == sources
+    checked = (r"(def check\([^\n]+\n)", r"\1        print(self)\n"), (r"\nimport ", "\nimport zlib, ")
+    assert changed(*checked) == sources
+    one, other = (changed((r"\nclass ", rf'\nNOTE = "{word} sentence"\nclass ')) for word in ("one", "another"))
+    assert one == other != sources
     assert all(changed((r"\b0\.5\b|\b1\b", "7"))[name] != source for name, source in sources.items())
 
 

@@ -33,6 +33,8 @@ Protocol = Literal["rounds", "gradients"]
 SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
 """Entries of a setup that contain seeds, or numbers of seeds."""
 POOLED_METHOD = "centralized"
+NOTE_FUNCTIONS = ("check", "remarks")
+"""Functions of a method that return notes for the user."""
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 """Reference methods for all others: no collaboration, one model for all clients, and all data in one place."""
 
@@ -246,28 +248,45 @@ class Cell:
     def source(self) -> str:
         """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
-        Docstrings, descriptions of options and error messages are omitted, because they do not affect results.
+        Words do not affect results, so they are omitted: docstrings, sentences, descriptions of options, error
+        messages, and the functions that return notes. Imports are omitted too: the code names what it uses.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
         trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
-        for node in (node for tree in trees for node in ast.walk(tree)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                node.body = [statement for statement in node.body if not _is_text(statement)]
-            if isinstance(node, ast.Call):
-                node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                node.exc.args = []
-        return hashlib.sha256("".join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
+        return hashlib.sha256("".join(ast.unparse(_WordRemover().visit(tree)) for tree in trees).encode()).hexdigest()[
+            :16
+        ]
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    """Return True if a statement is the docstring of a module, class, function, attribute or constant."""
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
+class _WordRemover(ast.NodeTransformer):
+    """Removes the parts of a module that users read from its syntax tree, and the imports."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        is_docstring = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_docstring else self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        return None if node.name in NOTE_FUNCTIONS else self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        if isinstance(node.exc, ast.Call):
+            node.exc.args = []
+        return self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST | None:
+        return None if node.arg == "description" else self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.Constant("") if isinstance(node.value, str) and " " in node.value else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return ast.Constant("")
+
+    def visit_Import(self, node: ast.AST) -> None:
+        return None
+
+    visit_ImportFrom = visit_Import
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:
