@@ -33,7 +33,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 import torch
 from workloads import WORKLOADS, Workload
 
-from fedloom.algorithms import ALGORITHMS, REGISTRY, PresetMethod
+from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, PresetMethod
 from fedloom.engine import simulate as running
 from fedloom.engine.round import run_round
 from fedloom.engine.setting import Setting
@@ -83,7 +83,12 @@ class CallTimer:
         return call
 
 
-METHOD_TIMERS = {kind: CallTimer(kind, METHOD_FUNCTIONS) for kind in {*ALGORITHMS.values()}}
+def own_functions(method: type[Algorithm]) -> tuple[str, ...]:
+    """Return the names of the functions that a method does not inherit from `Algorithm`, which only pass models on."""
+    return tuple(name for name in METHOD_FUNCTIONS if getattr(method, name) is not getattr(Algorithm, name))
+
+
+METHOD_TIMERS = {method: CallTimer(method, own_functions(method)) for method in {*ALGORITHMS.values()}}
 PLAN_TIMER = CallTimer(Work, ("plan", "pieces"))
 
 
@@ -99,7 +104,14 @@ class MethodRun:
         )
         self.state = initial_state(self.job, server)
         self.pool = stack.enter_context(running.clients_of(self.job))
-        self.oracle_timer = CallTimer(self.job.oracle, ORACLE_FUNCTIONS)
+        oracle, loop_for = self.job.oracle, self.job.oracle.loop_for
+        self.oracle_timer = CallTimer(oracle, ORACLE_FUNCTIONS)
+
+        def timed_loop_for(w: torch.Tensor) -> Any:
+            loop = loop_for(w)
+            return None if loop is None else self.oracle_timer.timed(loop)
+
+        oracle.loop_for = timed_loop_for  # type: ignore[method-assign]
 
     def round(self) -> tuple[float, float, float]:
         """Compute a round, and return its time, the time in the method's own arithmetic, and the time in the engine."""
