@@ -367,7 +367,7 @@ def test_every_question_of_an_analysis_can_be_sent_and_is_repeated_only_in_a_fit
     assert len(names) <= len(order) or {*names[len(order) :]} <= {*repeated}
     if order[-1] not in repeated:
         with pytest.raises(Refused, match=f"asks each question once .* so there is no step {len(order)}"):
-            agreed.read_question(len(order), log[-1].question.encode(), agreed.before)
+            agreed.read_question(len(order), log[-1].question.encode(), agreed.preliminary_terms)
 
 
 @pytest.mark.parametrize(

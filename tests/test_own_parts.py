@@ -430,7 +430,7 @@ def test_a_crash_names_its_function_its_file_and_its_line(check: Any, broken: An
     line = inspect.getsourcelines(broken)[1]
     with pytest.raises(AssertionError, match=f"{stage} stopped with {error}") as caught:
         check(broken())
-    place = re.search(r"\(test_own_parts.py, line (\d+)\); fix this line", str(caught.value))
+    place = re.search(r"\(test_own_parts.py, line (\d+)\); repair this line", str(caught.value))
     assert place
     assert line < int(place[1]) < line + 4
 

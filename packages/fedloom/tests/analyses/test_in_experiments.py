@@ -192,7 +192,7 @@ def test_the_command_prints_the_answer_and_takes_the_options_of_the_file(tmp_pat
     kind = "tests.analyses.toy:Quantiles"
     said = call("analyze", kind, file)
     assert "5.875" in said
-    assert "1 question to 2 clients" in said
+    assert "sent 1 question to 2 clients and received only sums" in said
     clients = fl.experiment.read(file).source.read(None)
     for options, bins in (((), 4), (("--set", "bins=10"), 10)):
         (_, *_, last) = fl.analyze(kind, clients, column="dose", bins=bins).table["value"].to_pylist()

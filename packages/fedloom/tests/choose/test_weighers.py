@@ -189,7 +189,7 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
 @pytest.mark.parametrize(
     ("weigher", "sentence"),
     [
-        ({}, r"compares two groups of rows. Name the groups in aggregation_weights.group"),
+        ({}, "compares two groups of rows. Set group, for example"),
         ({"group": "ward"}, "'ward' defines 3 groups"),
         ({"group": "sexx"}, "sexx"),
     ],

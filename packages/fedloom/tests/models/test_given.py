@@ -314,7 +314,8 @@ def test_layers_that_normalise_by_the_batch_alone_are_refused_or_noted(fed: Fede
     notes = [note for note in fl.simulate("fedavg", fed, images, **SHORT).notes if "statistics" in note]
     assert [note.partition(":")[0] for note in notes] == [
         "layers without running statistics (1)",
-        "normalization layers",
+        "statistics of normalization layers are not sent. To score a global model, clients compute the statistics on "
+        "training samples with this model",
     ]
 
 

@@ -89,7 +89,7 @@ def test_a_thousand_workers_are_a_few_processes_and_a_note(monkeypatch: pytest.M
     counts = started(monkeypatch)
     result = fl.simulate("fedavg", federation(), rounds=1, engine={"workers": 1000})
     assert counts == [3]
-    assert [n for n in result.notes if "engine.workers = 1000: at most 4 processes start" in n]
+    assert [n for n in result.notes if "engine.workers = 1000, but at most 4 processes start" in n]
     quiet = fl.simulate("fedavg", federation(), rounds=1, engine={"workers": 2})
     assert counts == [3, 2]
     assert not [n for n in quiet.notes if "engine.workers" in n]

@@ -220,12 +220,16 @@ def _note_mixed_units(name: str, column: ReadColumn) -> Iterator[str]:
     if min(len(np.unique(low)), len(np.unique(high))) < MIN_UNIT_LEVELS:
         return
     small, large = float(np.median(low)), float(np.median(high))
-    found, factor, spread = find_conversion(name, large / small), large / small, logs[cut:].std() / logs[:cut].std()
+    conversion, factor, spread = (
+        find_conversion(name, large / small),
+        large / small,
+        logs[cut:].std() / logs[:cut].std(),
+    )
     if is_fahrenheit(name, large, small):
-        found, spread = (1.8, "Celsius to Fahrenheit"), high.std() / low.std() / 1.8
-    if found is None or logs[cut] - logs[cut - 1] < min(MIN_UNIT_GAP * np.log(factor), ENOUGH_UNIT_GAP):
+        conversion, spread = (1.8, "Celsius to Fahrenheit"), high.std() / low.std() / 1.8
+    if conversion is None or logs[cut] - logs[cut - 1] < min(MIN_UNIT_GAP * np.log(factor), ENOUGH_UNIT_GAP):
         return
-    units = found[1]
+    units = conversion[1]
     if 1 / MAX_UNIT_SPREAD <= spread <= MAX_UNIT_SPREAD:
         few, shown = (low, "below") if len(low) <= len(high) else (high, "above")
         yield (

@@ -55,6 +55,7 @@ def analyze_file(
         from fedloom.data.dataset import Dataset
         from fedloom.data.groups import keep_group_columns
         from fedloom.data.sources.table.reading import TableSource
+        from fedloom.errors import write_singular
         from fedloom.formats import option
         from fedloom.lab.experiment import read
         from fedloom.lab.printing import print_rows
@@ -78,7 +79,8 @@ def analyze_file(
         print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
         if facts:
             say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items() if value != ""))
-        say(f"the analysis asked {count} clients {len(result.log)} questions and received only sums")
+        questions = write_singular(f"{len(result.log)} questions")
+        say(f"the analysis sent {questions} to {write_singular(f'{count} clients')} and received only sums")
 
 
 def choose_analysis(
