@@ -18,7 +18,7 @@ from statsmodels.duration.hazard_regression import PHReg
 
 import fedloom as fl
 from fedloom.data.sources.tabular import Csv
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, Stop
 from fedloom.tasks import Count, Objective, Survival, task_of
 from fedloom.tasks.survival import SurvivalRows, brier, concordance, fit_baseline, observed_expected, partial_loss
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
@@ -282,14 +282,20 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
         ({"event": "week"}, "'week' is both target and event"),
         ({"event": "gone"}, "no column 'gone'"),
         ({"event": "prio"}, "events must be 1, or 0"),
-        ({"event": "none"}, "0 in every row"),
         ({"event": "arrest", "centre": 3.0}, "Omit `centre` and `unit`"),
     ],
 )
 def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: str) -> None:
-    table = tables()["rossi"][0].assign(none=0)
     with pytest.raises((ConfigError, DataError), match=sentence):
-        fl.Dataset.create(table, "week", **keys)
+        fl.Dataset.create(tables()["rossi"][0], "week", **keys)
+
+
+def test_a_table_without_an_event_is_read_with_a_note_and_trains_no_model() -> None:
+    table = tables()["rossi"][0].assign(none=0)
+    data = fl.Dataset.create(table.drop(columns="arrest"), "week", event="none")
+    assert [note for note in data.notes if "0 in every row" in note]
+    result = fl.simulate("fedavg", fl.partitions.iid(clients=3)(data, seed=0), rounds=2)
+    assert result.stop is Stop.UNCHANGED
 
 
 def test_times_and_horizons_are_checked() -> None:
