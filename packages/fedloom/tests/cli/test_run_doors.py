@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from importlib.util import find_spec
@@ -119,7 +120,15 @@ def test_values_are_those_of_toml_and_words_need_no_quotes() -> None:
 
 def test_epochs_take_the_place_of_steps() -> None:
     assert set_to("local.epochs=2")["local"] == {"epochs": 2}
-    assert set_to("local.epochs=2", "local.steps=5")["local"] == {"steps": 5}
+    with pytest.raises(ConfigError, match="set epochs or steps, but not both"):
+        parse(set_to("local.epochs=2", "local.steps=5"))
+
+
+def test_the_order_of_changes_has_no_effect() -> None:
+    changes = ("partition.clients=3", "partition.kind=shards", "local.steps=5", "partition.labels_per_client=1")
+    found = [set_to(*order) for order in itertools.permutations(changes)]
+    assert found[0]["partition"] == {"kind": "shards", "clients": 3, "labels_per_client": 1}
+    assert all(other == found[0] for other in found)
 
 
 def test_a_method_has_values_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,8 @@ from fedloom.values import FACTOR_PATTERN, check_is_table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
 """Pattern of text that is accepted without TOML quotes, because a shell would remove the quotes."""
+KIND_KEYS = ("kind", "source")
+"""Keys that determine which other keys a table may have."""
 
 
 def apply_overrides(
@@ -34,8 +37,9 @@ def apply_overrides(
         document: content of an experiment file.
         where: name of the file, for error messages.
         values: changes of the form ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value in
-            TOML syntax. If a change specifies a different ``kind`` or ``source``, the other keys of that table are
-            removed first. If a change sets epochs, steps are removed, and vice versa.
+            TOML syntax. If a change specifies a different ``kind`` or ``source``, the keys of the file are removed from
+            that table first. If a change sets epochs, the file's steps are removed, and vice versa. The order of the
+            changes has no effect, unless several changes set the same key.
         methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
         rounds: number of rounds of every method, which replaces the numbers in the file.
         refit: True to train on all samples with the first seed and without held-out test samples, as is done after a
@@ -52,8 +56,10 @@ def apply_overrides(
     )
     if entries:
         changed["method"] = entries
-    for text in values:
-        _set_value(changed, text, where)
+    given = [text.partition("=")[0].strip() for text in values]
+    depths = [key.count(".") if key.rpartition(".")[2] in KIND_KEYS else math.inf for key in given]
+    for _, text in sorted(zip(depths, values, strict=True), key=lambda pair: pair[0]):  # kinds of outer tables first
+        _set_value(changed, text, where, given)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
         names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
@@ -68,7 +74,7 @@ def apply_overrides(
         changed["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
-    return _remove_test_parts(changed, where, {text.partition("=")[0].strip() for text in values}) if refit else changed
+    return _remove_test_parts(changed, where, given) if refit else changed
 
 
 def _remove_test_parts(document: dict[str, Any], where: str, explicit: Collection[str]) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def _needs_test_samples(entry: object) -> bool:
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
 
-def _set_value(document: dict[str, Any], text: str, where: str) -> None:
+def _set_value(document: dict[str, Any], text: str, where: str, given: Collection[str]) -> None:
     key, equals, value = text.partition("=")
     key, parts = key.strip(), [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -119,10 +125,12 @@ def _set_value(document: dict[str, Any], text: str, where: str) -> None:
         place[part] = {**check_is_table(place.get(part, {}), f"{where}: --set {key}: [{part}]")}
         place = place[part]
     last = parts[-1]
-    if last in ("kind", "source") and len(parts) > 1 and place.get(last, setting) != setting:
+    if last in KIND_KEYS and len(parts) > 1 and place.get(last, setting) != setting:
         place.clear()
     if parts[-2:-1] == ["local"] and last in ("epochs", "steps"):
-        place.pop("steps" if last == "epochs" else "epochs", None)
+        other = "steps" if last == "epochs" else "epochs"
+        if f"{key.rpartition('.')[0]}.{other}" not in given:
+            place.pop(other, None)
     place[last] = setting
 
 
