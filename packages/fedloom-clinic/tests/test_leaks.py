@@ -448,7 +448,7 @@ def test_a_class_that_is_a_threshold_of_one_or_two_columns_is_noted(formula: str
         "b": rng.normal(size=N),
     }  # fmt: skip
     notes = fl.Dataset.create(pd.DataFrame(columns | {"died": THRESHOLDS[formula](columns).astype(int)}), "died").notes
-    found = [note for note in notes if "like facts recorded afterwards" in note]
+    found = [note for note in notes if "recorded after" in note]
     assert len(found) == (formula != "none"), notes
     assert formula == "none" or (f"(a threshold on {formula})" if " " in formula else "column 'w' alone") in found[0]
 

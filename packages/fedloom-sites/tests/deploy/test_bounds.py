@@ -17,7 +17,7 @@ from flwr.app import Message
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.algorithms._base import Delta, Mean
 from fedloom.algorithms._messages import Model, primary_field, upload_fields, upload_type
-from fedloom.algorithms._prototypes import shape_of, updated
+from fedloom.algorithms._prototypes import shape_of, update_means
 from fedloom.algorithms.qffl import Up
 from fedloom.choose.mixers import MIXERS
 from fedloom.choose.weighers import WEIGHERS
@@ -339,7 +339,7 @@ def test_one_site_moves_a_prototype_by_its_total_over_the_others_share() -> None
             change = B * change / change.norm()
             share = torch.rand(1, generator=draws, dtype=torch.float64)
             total, there = (mass * prototype + weight * change).flatten(), mass + weight * share
-            ends.append(updated(torch.zeros(7), torch.zeros(1), total, there)[0].double())
+            ends.append(update_means(torch.zeros(7), torch.zeros(1), total, there)[0].double())
         most = 2 * weight * B / mass + float(prototype.norm()) * weight / (mass + weight)
         assert float((ends[0] - ends[1]).norm()) <= most * (1 + 1e-6)
 

@@ -371,7 +371,7 @@ def test_a_crash_names_its_function_its_file_and_its_line(broken: type[Algorithm
     line = inspect.getsourcelines(broken)[1]
     with pytest.raises(AssertionError, match=rf"law runs, {broken.__name__}.*: {stage} stopped with {error}") as caught:
         check_algorithm(broken())
-    place = re.search(r"\(test_broken.py, line (\d+)\); fix this line", str(caught.value))
+    place = re.search(r"\(test_broken.py, line (\d+)\); repair this line", str(caught.value))
     assert place
     assert line < int(place[1]) < line + 4
     assert "annotate" not in str(caught.value)

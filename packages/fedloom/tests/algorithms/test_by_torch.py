@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 
 import fedloom as fl
 from fedloom.algorithms import IFCA, MOON, FedALA, FedAvg, FedAvgFT, FedBABU, FedPAC, FedProto, FedRoD
-from fedloom.algorithms.fedpac import combined
+from fedloom.algorithms.fedpac import combine_heads
 from fedloom.errors import Refused
 from fedloom.models import MLP, ModelSpec
 
@@ -353,7 +353,7 @@ def test_fedpac_aligns_features_and_combines_heads() -> None:
         count = torch.stack([torch.bincount(samples(i)[1], minlength=CLASSES) for i in cohort]).sum(0)
         prototypes |= {c: total[c] / count[c] for c in range(CLASSES) if count[c]}
         body = mean([vector(nets[i])[:-18] for i in cohort], cohort)
-        weights = combined(torch.stack(spreads), torch.stack(moments))
+        weights = combine_heads(torch.stack(spreads), torch.stack(moments))
         for row, i in zip(weights, cohort, strict=True):
             heads[i] = sum((a * vector(nets[j])[-18:] for a, j in zip(row, cohort, strict=True)), torch.zeros(18))
     want = torch.stack([torch.cat([body, head]) for head in heads])
@@ -365,7 +365,7 @@ def test_heads_are_combined_by_the_quadratic_program(clients: int, entries: int)
     g = torch.Generator().manual_seed(0)
     moment = torch.randn(clients, entries, generator=g, dtype=torch.float64) / entries**0.5
     spread = torch.rand(clients, generator=g, dtype=torch.float64)
-    weights = combined(spread, moment)
+    weights = combine_heads(spread, moment)
     same(weights.sum(1), torch.ones(clients, dtype=torch.float64))
     for a, gap in zip(weights, moment[:, None] - moment, strict=True):
         p = torch.diag(spread) + gap @ gap.T
@@ -375,6 +375,6 @@ def test_heads_are_combined_by_the_quadratic_program(clients: int, entries: int)
 
 def test_heads_stay_where_means_are_exact_and_are_averaged_where_clients_are_alike() -> None:
     moment = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    same(combined(torch.zeros(6), moment).double(), torch.eye(6, dtype=torch.float64))
-    alike = combined(torch.ones(6, dtype=torch.float64), torch.ones(6, 4, dtype=torch.float64))
+    same(combine_heads(torch.zeros(6), moment).double(), torch.eye(6, dtype=torch.float64))
+    alike = combine_heads(torch.ones(6, dtype=torch.float64), torch.ones(6, 4, dtype=torch.float64))
     same(alike, torch.full((6, 6), 1 / 6, dtype=torch.float64))
