@@ -181,6 +181,14 @@ def test_a_table_in_a_form_that_is_not_read_is_refused_with_a_cure_that_works(ca
         fl.Dataset.create(make(), "ward", impute=True)
 
 
+def test_only_a_dictionary_of_columns_is_called_one() -> None:
+    with pytest.raises(ConfigError, match=re.escape("Pass pandas.DataFrame(columns)")):
+        fl.Dataset.create(ROWS.to_dict("list"), "ward")
+    for clients in ({"a": ROWS, "b": ROWS}, {"a": (ROWS.to_numpy(), Y), "b": (ROWS.to_numpy(), Y)}):
+        with pytest.raises(ConfigError, match="dict is not a known form of data"):
+            fl.Dataset.create(clients, "ward")
+
+
 def test_masked_values_are_refused_at_every_entrance() -> None:
     """Numpy uses the number behind the mask."""
     x = RNG.normal(size=(COUNT, 3)).astype(np.float32)
