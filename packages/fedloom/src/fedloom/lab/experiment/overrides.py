@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -57,8 +56,8 @@ def apply_overrides(
     if entries:
         changed["method"] = entries
     given = [text.partition("=")[0].strip() for text in values]
-    depths = [key.count(".") if key.rpartition(".")[2] in KIND_KEYS else math.inf for key in given]
-    for _, text in sorted(zip(depths, values, strict=True), key=lambda pair: pair[0]):  # kinds of outer tables first
+    depths = [(key.count("."), key.rpartition(".")[2] not in KIND_KEYS) for key in given]
+    for _, text in sorted(zip(depths, values, strict=True), key=lambda pair: pair[0]):  # outer tables first, by kind
         _set_value(changed, text, where, given)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
