@@ -266,3 +266,7 @@ def test_times_with_and_without_a_zone_are_not_subtracted() -> None:
         assert torch.equal(fl.Dataset.create(same, "y", **options).x, want)
     with pytest.raises(DataError, match="'start' have a time zone, others do not; use one time zone for all"):
         fl.Dataset.create(rows.assign(start=start.tz_localize(None)), "y", **options)
+    dates = start.tz_localize(None).normalize()
+    texts = dates.strftime("%Y-%m-%d")
+    of_dates, of_texts = (fl.Dataset.create(rows.assign(start=some), "y", **options).x for some in (dates, texts))
+    assert torch.equal(of_dates, of_texts), "a pandas column of dates was refused, and dates as text were not"
