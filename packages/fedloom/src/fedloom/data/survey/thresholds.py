@@ -55,16 +55,16 @@ def find_threshold(numbers: Mapping[str, Floats], y: Floats) -> tuple[tuple[str,
     x, event = np.stack([columns[name] for name in names], 1)[labelled], y[labelled] == 1
     if min(event.sum(), (~event).sum()) < MIN_ROWS_PER_LEVEL:
         return None
-    found, pairs = None, set[tuple[int, int]]()
+    threshold, pairs = None, set[tuple[int, int]]()
     with np.errstate(all="ignore"):
         for pair, text, values in _find_separations(x, event):
             pairs.add(pair)
             if len(pairs) > MAX_SEPARATING_PAIRS or any(set(pair).isdisjoint(other) for other in pairs):
                 return None
-            if found is None and is_dense(values, event):
+            if threshold is None and is_dense(values, event):
                 first, second = (names[k] for k in pair)
-                found = (first, second), text.format(first, second)
-    return found
+                threshold = (first, second), text.format(first, second)
+    return threshold
 
 
 def _find_separations(x: Floats, event: Flags) -> Iterator[tuple[tuple[int, int], str, Floats]]:
