@@ -448,9 +448,19 @@ def test_a_class_that_is_a_threshold_of_one_or_two_columns_is_noted(formula: str
         "b": rng.normal(size=N),
     }  # fmt: skip
     notes = fl.Dataset.create(pd.DataFrame(columns | {"died": THRESHOLDS[formula](columns).astype(int)}), "died").notes
-    found = [note for note in notes if "recorded after" in note]
+    found = [note for note in notes if "recorded after the outcome" in note]
     assert len(found) == (formula != "none"), notes
     assert formula == "none" or (f"(a threshold on {formula})" if " " in formula else "column 'w' alone") in found[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_classes_that_differ_widely_are_not_called_a_threshold(seed: int) -> None:
+    """Sums of two columns separate such classes by chance, as in tables of tumors with many measurements."""
+    rng = np.random.default_rng(seed)
+    y = rng.random(200) < 0.4
+    frame = pd.DataFrame(rng.normal(size=(200, 30)) + 3 * y[:, None]).rename(columns="gene{}".format)
+    notes = fl.Dataset.create(frame.assign(tumor=y.astype(int)), "tumor").notes
+    assert not [note for note in notes if "threshold" in note]
 
 
 def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:

@@ -46,6 +46,16 @@ def test_a_ridge_gives_no_intervals_and_says_nothing() -> None:
     assert not any(NOTE in note for note in fl.analyze("ridge", data).notes)
 
 
+@pytest.mark.parametrize("visited", [1, 2])
+def test_visits_to_different_sites_are_of_one_subject(visited: int) -> None:
+    """60 patients have a visit to each of one or two sites."""
+    frame = visits(repeats=False).drop(columns="died")
+    frame = frame.assign(patient=[f"p{k % 60}" for k in range(120)])[: 60 * visited]
+    data = fl.Dataset.create(frame, "days", task="regression", client_column="site", subject="patient")
+    notes = fl.analyze("table-1", data).notes
+    assert any("120 rows belong to 60 subjects" in note for note in notes) == (visited == 2)
+
+
 @pytest.mark.parametrize("command", ["glm", "cox"])
 def test_the_command_names_repeated_subjects(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

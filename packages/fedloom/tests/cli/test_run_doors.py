@@ -129,6 +129,9 @@ def test_the_order_of_changes_has_no_effect() -> None:
     found = [set_to(*order) for order in itertools.permutations(changes)]
     assert found[0]["partition"] == {"kind": "shards", "clients": 3, "labels_per_client": 1}
     assert all(other == found[0] for other in found)
+    tables = "partition={ kind = 'iid', clients = 4 }", "partition.clients=3"
+    assert set_to(*tables) == set_to(*reversed(tables))
+    assert set_to(*tables)["partition"] == {"kind": "iid", "clients": 3}
 
 
 def test_a_method_has_values_of_its_own() -> None:

@@ -181,6 +181,14 @@ def test_a_table_in_a_form_that_is_not_read_is_refused_with_a_cure_that_works(ca
         fl.Dataset.create(make(), "ward", impute=True)
 
 
+def test_only_a_dictionary_of_columns_is_called_one() -> None:
+    with pytest.raises(ConfigError, match=re.escape("Pass pandas.DataFrame(columns)")):
+        fl.Dataset.create(ROWS.to_dict("list"), "ward")
+    for clients in ({"a": ROWS, "b": ROWS}, {"a": (ROWS.to_numpy(), Y), "b": (ROWS.to_numpy(), Y)}):
+        with pytest.raises(ConfigError, match="dict is not a known form of data"):
+            fl.Dataset.create(clients, "ward")
+
+
 def test_masked_values_are_refused_at_every_entrance() -> None:
     """Numpy uses the number behind the mask."""
     x = RNG.normal(size=(COUNT, 3)).astype(np.float32)
@@ -258,3 +266,7 @@ def test_times_with_and_without_a_zone_are_not_subtracted() -> None:
         assert torch.equal(fl.Dataset.create(same, "y", **options).x, want)
     with pytest.raises(DataError, match="'start' have a time zone, others do not; use one time zone for all"):
         fl.Dataset.create(rows.assign(start=start.tz_localize(None)), "y", **options)
+    dates = start.tz_localize(None).normalize()
+    texts = dates.strftime("%Y-%m-%d")
+    of_dates, of_texts = (fl.Dataset.create(rows.assign(start=some), "y", **options).x for some in (dates, texts))
+    assert torch.equal(of_dates, of_texts), "a pandas column of dates was refused, and dates as text were not"

@@ -38,7 +38,7 @@ from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, schema_of
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
-from fedloom.data.groups import describe_repeated_subjects
+from fedloom.data.groups import describe_repeated_subjects, subjects_of
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
@@ -461,10 +461,12 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     Raises:
         ConfigError: see `analyze`.
     """
-    schema, rows, notes = _read_given_clients(clients, analysis)
+    data, rows, notes = _read_given_clients(clients, analysis)
+    schema = schema_of(data)
     analysis.check(schema, clients.job.setting if isinstance(clients, Result) else None)
-    if analysis.assumes_independence:
-        notes += describe_repeated_subjects(sum(map(len, rows.values())), sum(some.count for some in rows.values()))
+    if analysis.assumes_independence and subjects_of(data) is not None:
+        subjects = torch.cat([some.subjects for some in rows.values()])
+        notes += describe_repeated_subjects(len(subjects), len(subjects.unique()))
     schema, unagreed = fill_ranges(schema, rows)
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
@@ -475,20 +477,20 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     return schema, rows, notes
 
 
-def _read_given_clients(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+def _read_given_clients(clients: object, analysis: Analysis) -> tuple[Dataset, dict[str, ClientRows], list[str]]:
     if isinstance(clients, Result):
         from fedloom.analyses.models import models_by_client
 
         fed = clients.job.eval_fed
         models = models_by_client(clients) if analysis.uses_models else None
         rows = {name: client_rows(fed, k, models and models(k)) for k, name in enumerate(fed.names)}
-        return schema_of(fed.data), rows, [*fed.remarks]
+        return fed.data, rows, [*fed.remarks]
     if analysis.uses_models:
         raise needs_run(analysis)
     if not isinstance(clients, Dataset | Federation):
         many = isinstance(clients, list) or (isinstance(clients, Mapping) and not {"x", "train"} & clients.keys())
         clients = Federation.create(clients) if many else Dataset.create(clients)
     if isinstance(clients, Dataset):
-        return schema_of(clients), dataset_rows(clients), [*clients.notes]
+        return clients, dataset_rows(clients), [*clients.notes]
     rows = {name: client_rows(clients, k) for k, name in enumerate(clients.names)}
-    return schema_of(clients.data), rows, [*clients.remarks]
+    return clients.data, rows, [*clients.remarks]

@@ -95,7 +95,7 @@ def find_leaks(
         if not how and task == "regression":
             how = _describe_step_function(column, y, rows)
         if not how and binary and not column.names and is_threshold(column.values[rows][labelled], y[labelled] == 1):
-            how = "a threshold gives the class of every row"
+            how = "a threshold gives the class of every row with a value"
         if how:
             numbers.pop(name, None)
             yield f"column {name!r} alone predicts {of!r} almost perfectly ({how}){LATER_END}"
@@ -119,8 +119,9 @@ def find_leaks(
         pair, formula = threshold
         numbers = {name: values for name, values in numbers.items() if name not in pair}
         yield (
-            f"columns {pair[0]!r} and {pair[1]!r} together give the class {of!r} of every row (a threshold on "
-            f"{formula}), like facts recorded afterwards. Unless both are known beforehand, name them in drop"
+            f"columns {pair[0]!r} and {pair[1]!r} together give the class {of!r} of every row that has both (a "
+            f"threshold on {formula}), so they may be recorded after the outcome. Unless both are known "
+            "beforehand, add them to drop"
         )
     whole = target.values
     codes = range(len(target.names))[-1 if len(target.names) == 2 else 0 :][:MAX_FEW_LEVELS]

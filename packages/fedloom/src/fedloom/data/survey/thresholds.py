@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 import numpy as np
@@ -18,9 +18,14 @@ MIN_SEPARATED_ROWS = 100
 
 If neither column predicts the target almost perfectly, noise does not separate that many rows.
 """
-PROBE_ROWS = 32
-"""Maximum number of rows of each class in the first comparison, which excludes nearly all pairs of columns."""
+PROBE_ROWS = 32, 1000
+"""Maximum numbers of rows of each class in the first two comparisons, which exclude nearly all pairs of columns."""
 MAX_PAIRED_COLUMNS = 200
+MAX_SEPARATING_PAIRS = 3
+"""Maximum number of pairs of columns that separate the classes. If more do, the classes differ widely by themselves."""
+NEAR_SHARE, FAR_SHARE, MAX_NEAR_DISTANCE = 0.2, 0.6, 0.5
+"""Shares of the rows nearest to a threshold, in the order of their distances, whose last distances are compared, and
+maximum ratio of these distances. The ratio is 1/3 if the density is even. It is higher if rows are rare there."""
 PAIR_FORMULAS: Mapping[str, Callable[[Floats, Floats], Floats]] = {
     "{0} - {1}": lambda a, b: a - b,
     "{0} + {1}": lambda a, b: a + b,
@@ -48,15 +53,34 @@ def find_threshold(numbers: Mapping[str, Floats], y: Floats) -> tuple[tuple[str,
         return None
     labelled = ~np.isnan(y)
     x, event = np.stack([columns[name] for name in names], 1)[labelled], y[labelled] == 1
-    probe = np.sort(np.concatenate([np.flatnonzero(event)[:PROBE_ROWS], np.flatnonzero(~event)[:PROBE_ROWS]]))
+    if min(event.sum(), (~event).sum()) < MIN_ROWS_PER_LEVEL:
+        return None
+    threshold, pairs = None, set[tuple[int, int]]()
     with np.errstate(all="ignore"):
-        for k, name in enumerate(names[:-1]):
-            for text, formula in PAIR_FORMULAS.items():
-                likely = is_separated(formula(x[probe, k, None], x[probe, k + 1 :]), event[probe])
-                for other in (np.flatnonzero(likely) + k + 1).tolist():
-                    if is_threshold(formula(x[:, k], x[:, other]), event):
-                        return (name, names[other]), text.format(name, names[other])
-    return None
+        for pair, text, values in _find_separations(x, event):
+            pairs.add(pair)
+            if len(pairs) > MAX_SEPARATING_PAIRS or any(set(pair).isdisjoint(other) for other in pairs):
+                return None
+            if threshold is None and is_dense(values, event):
+                first, second = (names[k] for k in pair)
+                threshold = (first, second), text.format(first, second)
+    return threshold
+
+
+def _find_separations(x: Floats, event: Flags) -> Iterator[tuple[tuple[int, int], str, Floats]]:
+    """Yield each pair of columns of ``[N, p]`` with a formula that separates the classes, and the formula's values."""
+    classes = np.flatnonzero(event), np.flatnonzero(~event)
+    (few, few_event), (more, more_event) = (
+        (x[probe], event[probe]) for count in PROBE_ROWS for probe in [np.concatenate([c[:count] for c in classes])]
+    )
+    for k in range(x.shape[1] - 1):
+        for text, formula in PAIR_FORMULAS.items():
+            likely = is_separated(formula(few[:, k, None], few[:, k + 1 :]), few_event)
+            for other in (np.flatnonzero(likely) + k + 1).tolist():
+                if is_separated(formula(more[:, k], more[:, other]), more_event):
+                    values = formula(x[:, k], x[:, other])
+                    if is_threshold(values, event):
+                        yield (k, other), text, values
 
 
 def is_threshold(values: Floats, event: Flags) -> bool:
@@ -66,6 +90,21 @@ def is_threshold(values: Floats, event: Flags) -> bool:
     return bool(
         here.sum() >= MIN_SEPARATED_ROWS and rare >= MIN_ROWS_PER_LEVEL and is_separated(values[here], event[here])
     )
+
+
+def is_dense(values: Floats, event: Flags) -> bool:
+    """Return True if both classes have many rows near the threshold that separates values ``[N]``.
+
+    A threshold in a definition usually cuts one distribution. Classes that differ by themselves have few rows there.
+    """
+    lower, upper = values[~event], values[event]
+    if np.nanmin(upper) < np.nanmin(lower):
+        lower, upper = upper, lower
+    cut = (np.nanmax(lower) + np.nanmin(upper)) / 2
+    distances = [np.sort(np.abs(part[~np.isnan(part)] - cut)) for part in (lower, upper)]
+    count = min(map(len, distances))
+    near, far = int(NEAR_SHARE * count), int(FAR_SHARE * count)
+    return all(part[near] <= MAX_NEAR_DISTANCE * part[far] for part in distances)
 
 
 def is_separated(values: Floats, event: Flags) -> Flags:

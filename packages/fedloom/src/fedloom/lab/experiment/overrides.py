@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -56,10 +55,10 @@ def apply_overrides(
     )
     if entries:
         changed["method"] = entries
-    given = [text.partition("=")[0].strip() for text in values]
-    depths = [key.count(".") if key.rpartition(".")[2] in KIND_KEYS else math.inf for key in given]
-    for _, text in sorted(zip(depths, values, strict=True), key=lambda pair: pair[0]):  # kinds of outer tables first
-        _set_value(changed, text, where, given)
+    changed_keys = [text.partition("=")[0].strip() for text in values]
+    depths = [(key.count("."), key.rpartition(".")[2] not in KIND_KEYS) for key in changed_keys]
+    for _, text in sorted(zip(depths, values, strict=True), key=lambda pair: pair[0]):  # outer tables first, by kind
+        _set_value(changed, text, where, changed_keys)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
         names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
@@ -74,7 +73,7 @@ def apply_overrides(
         changed["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
-    return _remove_test_parts(changed, where, given) if refit else changed
+    return _remove_test_parts(changed, where, changed_keys) if refit else changed
 
 
 def _remove_test_parts(document: dict[str, Any], where: str, explicit: Collection[str]) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def _needs_test_samples(entry: object) -> bool:
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
 
-def _set_value(document: dict[str, Any], text: str, where: str, given: Collection[str]) -> None:
+def _set_value(document: dict[str, Any], text: str, where: str, changed_keys: Collection[str]) -> None:
     key, equals, value = text.partition("=")
     key, parts = key.strip(), [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -129,7 +128,7 @@ def _set_value(document: dict[str, Any], text: str, where: str, given: Collectio
         place.clear()
     if parts[-2:-1] == ["local"] and last in ("epochs", "steps"):
         other = "steps" if last == "epochs" else "epochs"
-        if f"{key.rpartition('.')[0]}.{other}" not in given:
+        if f"{key.rpartition('.')[0]}.{other}" not in changed_keys:
             place.pop(other, None)
     place[last] = setting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, is_missing
@@ -10,6 +11,8 @@ from fedloom.errors import ConfigError
 from fedloom.hints import nearest
 
 SECONDS_PER_DAY = 86400.0
+MIDNIGHT_PATTERN = re.compile(r"[ T]00:00(:00(\.0+)?)?$")
+"""Pattern of the time of a date in pandas and other libraries, whose dates always have a time."""
 DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or add the cell to missing"
 
 
@@ -78,8 +81,9 @@ def replace_dates(
 
 def _has_zone(cells: Cells) -> set[bool]:
     """Return whether the times in a column have a time zone. Dates without a time do not count."""
-    times = (str(cell).strip() for cell in cells if cell is not None)
-    return {ZONE_PATTERN.search(text) is not None for text in times if ":" in text}
+    texts = (str(cell).strip() for cell in cells if cell is not None)
+    times = (text for text in texts if ":" in text and not MIDNIGHT_PATTERN.search(text))
+    return {ZONE_PATTERN.search(text) is not None for text in times}
 
 
 def _days_of_column(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:

@@ -49,7 +49,7 @@ def refuse_unread_table(obj: Any, name: str) -> None:
         what, cure = f"a {type(obj).__name__}, whose rows have not been read", f"the result of its method {method}()"
     elif names := getattr(getattr(obj, "dtype", None), "names", None):
         what, cure = f"a structured array with the fields {', '.join(names)}", "pandas.DataFrame(x)"
-    elif isinstance(obj, Mapping) and obj and not {"x", "train"} & {*obj} and find_pair(obj) is None:
+    elif isinstance(obj, Mapping) and obj and find_pair(obj) is None and all(map(_is_column, obj.values())):
         what, cure = "a dictionary of columns", "pandas.DataFrame(columns)"
     elif isinstance(first, Mapping) and find_pair(first) is None and all(np.isscalar(v) for v in first.values()):
         what, cure = "a list of rows", "pandas.DataFrame(rows)"
@@ -59,6 +59,11 @@ def refuse_unread_table(obj: Any, name: str) -> None:
     else:
         return
     raise ConfigError(f"{name} is {what}. Pass {cure}")
+
+
+def _is_column(values: Any) -> bool:
+    """Return True for an array of one dimension, and for a list of numbers or texts."""
+    return bool(np.isscalar(values[0]) if isinstance(values, list) and values else getattr(values, "ndim", 0) == 1)
 
 
 def _is_arrow(obj: object) -> bool:
