@@ -124,6 +124,8 @@ def test_an_id_that_another_process_may_have_is_signalled_by_nobody(tmp_path, mo
     monkeypatch.setattr(ManagedProcesses, "_tell_reaper", lambda _self, number: told.append(number))
     with ManagedProcesses() as processes:
         ended, reaped = (processes.start(name, ["true"], {}, tmp_path / f"{name}.log") for name in ("one", "two"))
+        for process in (ended, reaped):  # otherwise `end` and `reap` would kill it
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert processes.end(ended) == 0
         assert processes.started == [reaped]
         assert reaped.reap() == 0
