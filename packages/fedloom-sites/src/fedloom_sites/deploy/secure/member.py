@@ -395,7 +395,7 @@ class SessionMember:
 
     @property
     def counter_count(self) -> int:
-        """How many numbers the site's counters in this session consist of."""
+        """Number of the site's counters in this session."""
         return len(self._load().get("tokens", "")) // 16
 
     @property
