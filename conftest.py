@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import logging
 import os
 import random  # noqa: TID251 (the library must not use it, and tests that do get a seed)
 import re
@@ -278,6 +279,21 @@ def _of_torch() -> tuple[object, ...]:
         torch.get_num_threads(),
         torch.get_default_device(),
     )
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_last_one_test() -> Iterator[None]:
+    """Set the levels of loggers again that a test changed: a program ends where it silences a log, pytest does not."""
+    before = _log_levels()
+    yield
+    for log, level in _log_levels().items():
+        if level != before.get(log, level):
+            log.setLevel(before[log])
+
+
+def _log_levels() -> dict[logging.Logger, int]:
+    logs = (logging.root, *logging.root.manager.loggerDict.values())
+    return {log: log.level for log in logs if isinstance(log, logging.Logger)}
 
 
 SEEN_PACKAGES = dict[str, object]()
