@@ -925,7 +925,7 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
         assert gain.split(", ")[-1] == words.get(m, "-")
     for m, word in words.items():
         assert re.search(rf"Gains over fedavg with the setup's own model, [^:]*: .*?{m} \S+ ± \S+ \({word}\)", page)
-    assert re.search(r"best closed-form head \(fedhip, [^)]*\) has place 1 of 11 methods", page)
+    assert re.search(r"best closed-form head \(fedhip, [^)]*\) is number 1 of 11 methods", page)
     alone = {key: one for key, one in widened.items() if key[1] in wider_heads()}
     few = "\n".join(wider_section(j, wide, alone))
     assert "3 of 11 results so far. Command: `fedloom map --wider --setup iid`" in few

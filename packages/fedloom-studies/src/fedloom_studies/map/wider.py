@@ -83,8 +83,9 @@ def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
     yield _state_gains(tests, baseline)
     place, best = next((k, s) for k, s in enumerate(widened.standings, 1) if s.method in wider_heads())
     yield (
-        f"By its mean, the best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has place "
-        f"{place} of {len(widened.standings)} methods with the wider model."
+        f"In the order of the means, the best closed-form head ({best.method}, "
+        f"{write_percent(best.figures['mean'])} %) is number {place} of {len(widened.standings)} methods with the "
+        "wider model."
     )
 
 
