@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import uses_clusters
+from fedloom.engine.checks.learnable import note_single_row_batches
 from fedloom.engine.setting import Setting
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
@@ -48,6 +49,7 @@ def notes_of(
     notes += _note_unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks(oracle.fed.data.task)]
     notes += [*_note_unused_weights(setting, server, ctx), *_note_normalization(setting, oracle, server)]
+    notes += note_single_row_batches(setting, oracle.fed.data.task)
     notes += [*_note_double_softmax(oracle), *_note_changed_values(oracle)]
     notes += [
         *_note_idle_attack(setting, attackers, ctx.n),
