@@ -22,7 +22,7 @@ from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
 from fedloom.seeds import as_global, generator
 from fedloom.tasks import Binary, Chosen, Classification, MultiLabel
-from fedloom.values import kind_of
+from fedloom.values import kind_of, note_idle_fields
 
 UNSEEDED_CURE = "Runs cannot be repeated. Draw from ctx.rng(purpose), which the seed determines"
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
@@ -272,16 +272,7 @@ def _note_idle_options(setting: Setting) -> list[str]:
         setting.augment,
     )
     for value in (method, local, *(part for part in parts if part is not None)):
-        for key, beside in value.needs.items():
-            other, *values = beside.split()
-            owner, field = (local, other.removeprefix("local.")) if other.startswith("local.") else (value, other)
-            now = getattr(owner, field)
-            if value.is_set(key) and not (now in values if values else owner.is_set(field)):
-                where = " or ".join(map(repr, values)) or f"not {now!r}"
-                sentence = (
-                    f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect with {other} = {now!r}"
-                )
-                notes.append(f"{sentence}. It has an effect if {other} is {where}")
+        notes += note_idle_fields(value, {"local": local})
     return notes
 
 
