@@ -268,6 +268,10 @@ def _rows() -> list[Row]:
         }),
         Row("shares of groups that are not there", "shares-need-groups", choices={"client_weights": "groups"}),
         Row("shares of other clients", "shares-of-other-clients", choices={"client_weights": [1.0, 2.0]}),
+        Row("a round of clients without weight", "cohort-without-weight", choices={
+            "client_weights": [0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+            "sampler": {"kind": "availability", "table": [[1, 0, 0, 0, 0, 0]]},
+        }),
         Row("forged activations that nobody reads", "attack-without-target", choices={
             "attack": {"kind": "forged-activations", "fraction": 0.2}
         }),
