@@ -237,3 +237,51 @@ def test_a_target_that_columns_determine_has_errors_of_zero_and_no_nan() -> None
     np.testing.assert_allclose(fitted.beta, [0, 0, 0, 1], atol=1e-12)
     assert np.isfinite(fitted.se).all()
     assert (fitted.se < 1e-6).all()
+
+
+@given(seed=st.integers(0, 10**6), bins=st.integers(5, 100), columns=st.integers(1, 3), kind=st.sampled_from("ab"))
+@settings(max_examples=20, deadline=None)
+def test_separation_in_bins_is_named_and_blames_no_site(seed: int, bins: int, columns: int, kind: str) -> None:
+    """The step of the sums rounds the rows at risk away before the likelihood reaches its limit."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(200, columns))
+    time = rng.uniform(1, 2, 200)
+    if kind == "a":  # the rows with a mark die first
+        x[:, 0] = np.arange(200) < 20
+        time[:20] = rng.uniform(0, 0.5, 20)
+    else:  # the time follows from the column, and every bin has one event time
+        x[:, 0] = rng.permutation(200) * bins // 200
+        time = bins - x[:, 0] - 0.5
+    order = rng.permutation(200)
+    sites = [SurvivalSite(x[some], time[some], np.ones(len(some))) for some in np.split(order, [50, 120])]
+    width = 1.0 if kind == "b" else 2 / bins
+    with pytest.raises(DataError) as caught:
+        fit_secure_cox(sites, simulated_agreement(sites, width, 1, "efron"), NAMES[:columns])
+    assert str(caught.value).startswith("no finite fit: age separates the rows: its coefficient rises"), caught.value
+
+
+@given(
+    seed=st.integers(0, 10**6), effect=st.sampled_from([0.0, 0.5, 2.0]), width=st.sampled_from([1.0, 3.0, 30.0, 300.0]),
+    bins=st.sampled_from([5, 30, 100]),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_agreed_ranges_that_are_too_wide_change_no_fit_and_blame_no_site(
+    seed: int, effect: float, width: float, bins: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(300, 2))
+    time, event = rng.exponential(np.exp(-effect * x[:, 0])), (rng.random(300) < 0.7).astype(float)
+    sites = [SurvivalSite(x[some], time[some], event[some]) for some in np.split(rng.permutation(300), [90, 200])]
+    terms = simulated_agreement(sites, float(time.max()) / bins, 1, "efron")
+    near = terms._replace(low=terms.low - 1e-9, high=terms.high + 1e-9)
+    wide = near._replace(high=near.low + width * (near.high - near.low))
+    plain = fit_secure_cox(sites, near, ["age", "crp"])
+    try:
+        far = fit_secure_cox(sites, wide, ["age", "crp"])
+    except DataError as error:
+        why = str(error)
+    else:
+        assert (np.abs(plain.fit.beta - far.fit.beta) <= plain.bound + far.bound).all()
+        return
+    assert width > 3
+    assert "too few digits" in why

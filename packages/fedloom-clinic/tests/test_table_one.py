@@ -137,7 +137,7 @@ def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:
     data, frame = patients(unit=18.02)
     table = fl.analyze("table-1", data, group="client").table.to_pandas()
     noted = table[table.note.notna()]
-    assert noted[["column", "group"]].to_numpy().tolist() == [["glucose", "client 3"]]
+    assert noted[["column", "group"]].to_numpy().tolist() == [["glucose", "d"]]
     assert "glucose in mmol/l and mg/dl" in noted.note.iloc[0]
     wanted = frame[frame.site == "d"].glucose.mean()
     assert noted["mean"].iloc[0] == pytest.approx(wanted, rel=1e-9)
@@ -304,3 +304,22 @@ def test_a_statistic_over_clients_leaves_their_counts_open(clients: int, monkeyp
         (shares, step) = steps[-1]
         assert float(shares.sum()) == pytest.approx(1)
         assert left(2.0 ** np.floor(np.log2(float(step[-2])))) > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "column"),
+    [
+        ("table-1", {"group": "client"}, "group"),
+        ("kaplan-meier", {"group": "client", "width": 10.0}, "group"),
+    ],
+)
+def test_groups_of_clients_have_the_names_of_the_clients(kind: str, options: dict[str, Any], column: str) -> None:
+    rng = np.random.default_rng(0)
+
+    def rows() -> Any:
+        return rng.normal(size=(40, 2)).astype("float32"), np.stack([rng.integers(1, 50, 40), np.ones(40)], 1)
+
+    named = fl.analyze(kind, fl.Federation.create({"north": rows(), "south": rows()}, task="survival"), **options)
+    assert {*named.table[column].to_pylist()} - {"all"} == {"north", "south"}
+    numbered = fl.analyze(kind, fl.Federation.create([rows(), rows()], task="survival"), **options)
+    assert {*numbered.table[column].to_pylist()} - {"all"} == {"client 0", "client 1"}

@@ -70,7 +70,7 @@ def averaged(outputs: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, y)
 
 
-Kind = Literal["classes", "numbers", "two"]
+Kind = Literal["classes", "numbers", "two", "censored", "late"]
 Entrance = Literal["simulate", "compare", "run", "tune", "scikit-learn", "Flower", "deploy"]
 ENTRANCES: tuple[Entrance, ...] = ("simulate", "compare", "run", "tune", "scikit-learn", "Flower", "deploy")
 
@@ -87,7 +87,8 @@ class Row:
         method: a name of the registry.
         options: of the method.
         choices: tables and keys of an experiment file.
-        data: what the targets are: one of three classes, one of two, or a number.
+        data: what the targets are: one of three classes, one of two, a number, times without an event, or times with an
+            event only at each client's largest time.
         model: a function of this module that makes the model, or a name of fedloom's.
         not_at: the entrances that cannot express it, with the reason.
     """
@@ -112,6 +113,8 @@ class Row:
                 reasons |= {"Flower": f"{table} {virtual}", "deploy": f"{table} {virtual}"}
         if "attack" in tables:
             reasons |= dict.fromkeys(("Flower", "deploy"), "attacks exist only in simulations")
+        if self.data in ("censored", "late"):
+            reasons |= dict.fromkeys(("scikit-learn", "Flower"), "has no targets that are times")
         if "task" in tables:
             reasons["Flower"] = "the loss and the metrics are those of the nodes"
         if str(self.choices.get("client_weights", "")).startswith("clusters"):
@@ -265,6 +268,10 @@ def _rows() -> list[Row]:
         }),
         Row("shares of groups that are not there", "shares-need-groups", choices={"client_weights": "groups"}),
         Row("shares of other clients", "shares-of-other-clients", choices={"client_weights": [1.0, 2.0]}),
+        Row("a round of clients without weight", "cohort-without-weight", choices={
+            "client_weights": [0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+            "sampler": {"kind": "availability", "table": [[1, 0, 0, 0, 0, 0]]},
+        }),
         Row("forged activations that nobody reads", "attack-without-target", choices={
             "attack": {"kind": "forged-activations", "fraction": 0.2}
         }),
@@ -299,6 +306,8 @@ def _rows() -> list[Row]:
         Row("early stopping by the AUROC of three classes", "early-stop-metric", choices={
             "early_stop": {"part": "train", "metric": "auroc"}, "evaluate": {"parts": ["train", "test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
+        Row("times without an event", "nothing-to-learn", data="censored", model="mlp"),
+        Row("events after which no row is at risk", "nothing-to-learn", data="late", model="mlp"),
         Row("an infinite parameter", "initial-model-not-finite", model="make_infinite"),
         Row("random crops of rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
         # how it is computed
@@ -329,5 +338,10 @@ def samples(kind: Kind, seed: int = 0) -> tuple[Tensor, Tensor]:
     x = torch.randn(CLIENTS * ROWS, WIDTH, generator=g)
     if kind == "numbers":
         return x, x[:, :1] + x[:, 1:2]
+    if kind in ("censored", "late"):
+        place = torch.arange(len(x))
+        # the partition deals rows to clients at random, so that only the row that outlives all others has an event
+        event = (place == len(x) - 1) & (kind == "late")
+        return x, torch.stack([place + 1.0, event.float()], 1)
     classes = 2 if kind == "two" else CLASSES
     return x, torch.arange(len(x)) % classes

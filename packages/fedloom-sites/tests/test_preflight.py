@@ -36,10 +36,15 @@ TERMS: dict[Entrance, Any] = {
 }  # fmt: skip
 
 
-def federation(kind: Kind) -> Federation:
+def dataset(kind: Kind) -> fl.Dataset:
     x, y = samples(kind)
-    cut = {"validation": 0.2, "test": 0.3}
-    return fl.partitions.iid(clients=CLIENTS, **cut)((x.numpy(), y.reshape(-1).numpy()), seed=0)
+    if kind in ("censored", "late"):
+        return fl.Dataset("times", x, y, "survival")
+    return fl.Dataset.create((x.numpy(), y.reshape(-1).numpy()))
+
+
+def federation(kind: Kind) -> Federation:
+    return fl.partitions.iid(clients=CLIENTS, validation=0.2, test=0.3)(dataset(kind), seed=0)
 
 
 def model_of(row: Row) -> Any:
@@ -54,11 +59,18 @@ def method_of(row: Row) -> dict[str, Any]:
 def document(row: Row, folder: Path) -> dict[str, Any]:
     """The experiment file of a row."""
     x, y = samples(row.data)
-    np.savez(folder / "samples.npz", x=x.numpy(), y=y.reshape(-1).numpy())
+    source: dict[str, Any] = {"source": str(folder / "samples.npz")}
+    if row.data in ("censored", "late"):
+        source = {"source": str(folder / "samples.csv"), "target": "time", "event": "event"}
+        columns = np.concatenate([x.numpy(), y.numpy()], 1)
+        names = ",".join([*(f"x{k}" for k in range(x.shape[1])), "time", "event"])
+        np.savetxt(source["source"], columns, fmt="%.6g", delimiter=",", header=names, comments="")
+    else:
+        np.savez(folder / "samples.npz", x=x.numpy(), y=y.reshape(-1).numpy())
     model = row.model if not hasattr(impossible, row.model) else f"{impossible.HERE}:{row.model}"
     return {
         "seeds": [0],
-        "data": {"source": str(folder / "samples.npz")},
+        "data": source,
         "partition": {"kind": "iid", "clients": CLIENTS, "validation": 0.2, "test": 0.3},
         "model": {"kind": model},
         "rounds": 3,
@@ -75,9 +87,7 @@ def simulate(row: Row, folder: Path) -> object:
 
 
 def compare(row: Row, folder: Path) -> object:
-    x, y = samples(row.data)
-    cut = fl.partitions.iid(clients=CLIENTS, validation=0.2, test=0.3)
-    data = (x.numpy(), y.reshape(-1).numpy())
+    cut, data = fl.partitions.iid(clients=CLIENTS, validation=0.2, test=0.3), dataset(row.data)
     choices = {"rounds": 3, **row.choices}
     return fl.compare([method_of(row)], data, model_of(row), partition=cut, seeds=[0], progress_bar=False, **choices)
 

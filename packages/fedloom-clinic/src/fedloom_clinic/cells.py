@@ -63,7 +63,7 @@ def unmerged_cells(names: Sequence[str]) -> MergedCells:
     return MergedCells(tuple(names), torch.arange(len(names)))
 
 
-def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
+def groups_of(schema: Schema, group: str | None, clients: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the groups of rows.
 
     If the groups are the levels of a feature, the last group contains the rows in which the feature is missing.
@@ -74,7 +74,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
     if group is None:
         return ("all",)
     if group == CLIENT_GROUP:
-        return tuple(f"client {k}" for k in range(clients))
+        return tuple(clients)
     if group in schema.levels:
         return tuple(schema.levels[group])
     place = schema.place(group)

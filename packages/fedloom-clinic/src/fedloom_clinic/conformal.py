@@ -217,7 +217,9 @@ class Conformal(Analysis):
         for k, (limit, rows) in enumerate(zip(state.thresholds.tolist(), state.rows.tolist(), strict=True)):
             tested, covered, size = state.covered[:, k].tolist()
             mean = (covered / tested, 2 * limit if numbers else size / tested) if tested else (None, None)
-            lines.append((f"client {k}" if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean))
+            lines.append(
+                (state.terms.client_names[k] if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean)
+            )
         names = ("threshold", "rows", "wanted", "test_rows", "coverage", "interval_width" if numbers else "set_size")
         return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 

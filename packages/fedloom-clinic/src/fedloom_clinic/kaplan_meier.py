@@ -86,7 +86,7 @@ class KaplanMeier(Analysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         super().check(schema, setting)
-        groups_of(schema, self.group, 1)
+        groups_of(schema, self.group, ())
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
@@ -98,7 +98,7 @@ class KaplanMeier(Analysis):
             )
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        groups = len(groups_of(terms.schema, self.group, len(terms.sizes)))
+        groups = len(groups_of(terms.schema, self.group, terms.client_names))
         code, place, event = self._groups_and_bins(client, terms)
         bins = len(self._ends(terms))
         some = client.select(event)
@@ -106,7 +106,7 @@ class KaplanMeier(Analysis):
         return (torch.cat([count_subjects(code, client.subjects, groups), events]) >= terms.rules.min_subjects).double()
 
     def start(self, terms: AnalysisTerms) -> SurvivalCounts:
-        names, ends = groups_of(terms.schema, self.group, len(terms.sizes)), self._ends(terms)
+        names, ends = groups_of(terms.schema, self.group, terms.client_names), self._ends(terms)
         flags = torch.stack(terms.published)
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         filled = flags[:, len(names) :].view(len(flags), len(names), -1)
@@ -169,7 +169,7 @@ class KaplanMeier(Analysis):
 
     def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         """Return the numbers of events and of censored rows for the agreed bins and groups, ``[G, 2, J]``."""
-        bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, len(terms.sizes)))
+        bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, terms.client_names))
         code, place, event = self._groups_and_bins(client, terms)
         at = (code * 2 + (~event).long()) * bins + place
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)

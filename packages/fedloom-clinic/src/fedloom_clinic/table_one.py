@@ -100,7 +100,7 @@ class TableOne(ScriptedAnalysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         super().check(schema, setting)
-        groups_of(schema, self.group, 1)
+        groups_of(schema, self.group, ())
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "differences" and not compares_clients(terms):
@@ -117,7 +117,7 @@ class TableOne(ScriptedAnalysis):
                 raise Refused(f"{name} of a question must be {rows[name]} rows of numbers from {lowest[name]:.3g} to 1")
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        columns, groups = self._agreed_columns(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
+        columns, groups = self._agreed_columns(terms.schema), groups_of(terms.schema, self.group, terms.client_names)
         code = group_codes(client, terms, self.group)
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
@@ -260,7 +260,7 @@ class TableOne(ScriptedAnalysis):
 
     def _merged_cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
         """Return the groups, and the columns with only those cells in which enough clients have enough rows."""
-        names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed_columns(terms.schema)
+        names, columns = groups_of(terms.schema, self.group, terms.client_names), self._agreed_columns(terms.schema)
         flags = torch.stack(terms.published)
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)

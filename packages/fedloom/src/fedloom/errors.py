@@ -549,6 +549,23 @@ _STOP_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]]
 }
 
 
+EXIT_CODES = {"done": 0, "interrupted": 130, "diverged": 1, "failed": 1}
+"""Exit code of every command for the status of a run. The code 130 means that the same command resumes the run.
+
+A command ends with code 2 if its input (an option, a file or the data) has no result, and with code 1 after any other
+failure.
+"""
+
+
+def exit_code_of(statuses: Iterable[str]) -> int:
+    """Return the exit code of a command for the statuses of its runs. A run that can be resumed takes precedence.
+
+    >>> exit_code_of(["done", "failed"]), exit_code_of(["failed", "interrupted"]), exit_code_of([])
+    (1, 130, 0)
+    """
+    return max((EXIT_CODES[status] for status in statuses), default=0)
+
+
 class RunStopped(FedloomError):
     """Run that ended before its last round.
 

@@ -60,8 +60,8 @@ class Value(BaseModel, metaclass=Face):
     and the values that it must have.
 
     If no values are listed, the other field may have any value except its default. The other field can be a key of
-    ``[local]``, such as "local.weight_decay". If such a field is set but has no effect, a note is added to the run's
-    result."""
+    ``[local]``, such as "local.weight_decay". If such a field is set but has no effect, a note is added to the result
+    of the run or to the federation."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names that papers use for the fields, mapped to the names of the fields. A caller may also use these
     names."""
@@ -259,6 +259,26 @@ def _replace_aliases(options: Mapping[str, object], kind: object) -> dict[str, o
     """
     aliases: Mapping[str, str] = getattr(kind, "aliases", {})
     return {key if aliases.get(key, key) in options else aliases.get(key, key): value for key, value in options.items()}
+
+
+def note_idle_fields(value: Value, tables: Mapping[str, Value] = {}) -> list[str]:  # never changed
+    """Return a note for each field that is set but has no effect because of the value of another field (see `needs`).
+
+    Args:
+        value: value whose fields are checked.
+        tables: other tables that `needs` may name, such as ``{"local": ...}``.
+    """
+    notes = list[str]()
+    for key, beside in value.needs.items():
+        other, *values = beside.split()
+        table, _, field = other.rpartition(".")
+        owner = tables[table] if table else value
+        now = getattr(owner, field)
+        if value.is_set(key) and not (now in values if values else owner.is_set(field)):
+            where = " or ".join(map(repr, values)) or f"not {now!r}"
+            sentence = f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect with {other} = {now!r}"
+            notes.append(f"{sentence}. It has an effect if {other} is {where}")
+    return notes
 
 
 def kind_of(value: Value) -> str:

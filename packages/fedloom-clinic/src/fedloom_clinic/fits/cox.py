@@ -35,6 +35,7 @@ from fedloom_clinic.fits.penalty import (
     find_ridge,
 )
 from fedloom_clinic.fits.separation import (
+    CONTRADICTED_BY_ROUNDING,
     MAX_CONDITION_NUMBER,
     MIN_SUPPORT_SHARE,
     check_columns,
@@ -57,6 +58,11 @@ MAX_STALLED_DECREMENT = 1e-9
 The rounding of sums then hides the gain, so further steps would only repeat it.
 """
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
+RATIO_ERRORS = 4
+"""Error of a mean over the rows at risk, in errors of a sum divided by their weight: with ties, both sums of the ratio
+are differences of two sums."""
+MAX_GAIN_ERROR = 1e-3
+"""Error of the mean at an event time, relative to the agreed range of a column, above which the time is left out."""
 
 
 class SurvivalSite(NamedTuple):
@@ -90,6 +96,10 @@ class RiskSums(NamedTuple):
             for left, right in ((self.risk, other.risk), (self.tied, other.tied))
         )
         return RiskSums(risk, tied, self.deaths + other.deaths, self.total + other.total)
+
+
+class NotConvergedError(DataError):
+    """Error: the steps of a fit have ended without a maximum, and the rows have not been found to be separated."""
 
 
 class Wald:
@@ -201,6 +211,26 @@ def _iterate_event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...
             for risk, tied in zip(sums.risk, sums.tied, strict=True)
         )
         yield zero, *(other / zero.reshape(-1, *[1] * (other.ndim - 1)) for other in further)
+
+
+def event_gains(sums: RiskSums, ties: str, error: float) -> Floats:
+    """Return the gradient at each event time, ``[K, p]``, in which entries below the error of rounded sums are 0.
+
+    If the rows are separated in a direction, the rows with an event have the largest x b among the rows at risk. The
+    gain at every event time is then at least 0 in this direction, at any coefficients.
+
+    Args:
+        sums: sums of all rows.
+        ties: method for tied event times.
+        error: largest error of a sum. Event times at which the rows at risk have little more weight are left out.
+    """
+    gains, noise = sums.total.copy(), np.zeros(len(sums.deaths))
+    for k, (zero, one, *_) in enumerate(_iterate_event_sums(sums, ties)):
+        some = sums.deaths > k
+        gains[some] -= one
+        noise[some] += RATIO_ERRORS * error / zero
+    kept = (sums.deaths > 0) & (noise < MAX_GAIN_ERROR * sums.deaths)
+    return np.where(np.abs(gains) <= noise[:, None], 0.0, gains)[kept]
 
 
 def firth_slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
@@ -337,7 +367,8 @@ def newton(
         start: coefficients at which the steps start. If None, they start at 0.
 
     Raises:
-        DataError: no finite fit exists, columns depend on each other, or the steps do not converge.
+        DataError: no finite fit exists, or columns depend on each other.
+        NotConvergedError: the steps do not converge.
     """
     beta: Floats = np.zeros(len(names)) if start is None else start
     here = first = at(beta)
@@ -356,11 +387,13 @@ def newton(
                 beta, here = beta + step, ahead
             ended = True
             break
-        wanted = beta + step
+        before, wanted = beta, beta + step
         beta, here = _halved_newton_step(at, beta, step, here)
         if rise < MAX_STALLED_DECREMENT * max(1.0, abs(here.value)) and not np.array_equal(beta, wanted):
             ended = True
             break
+        if np.array_equal(beta, before):
+            break  # no shorter step raises the likelihood, so further steps would repeat this one
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else None
         if direction is not None:
@@ -368,9 +401,10 @@ def newton(
         # if no direction is found, extreme values may contradict the separation by less than the rounding error
         direction = find_recession_direction(first.information, here.information, steps, rise)
         if direction is not None:
-            raise no_finite_fit_error(direction, names, intercepts, MIN_SUPPORT_SHARE, exact=separation is None)
+            limit = {} if separation is None else {"limit": CONTRADICTED_BY_ROUNDING}
+            raise no_finite_fit_error(direction, names, intercepts, MIN_SUPPORT_SHARE, **limit)
     if not ended:
-        raise DataError(
+        raise NotConvergedError(
             f"the fit has not converged after {MAX_NEWTON_STEPS} steps. Check the columns {', '.join(names)}"
         )
     return beta, here

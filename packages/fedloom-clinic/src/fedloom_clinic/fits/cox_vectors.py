@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.fits.cox import RiskSums, SurvivalSite, firth_slope, likelihood, risk_sums
-from fedloom_clinic.fits.penalty import Floats, Likelihood, Mask
+from fedloom_clinic.fits.penalty import Floats, Likelihood, Mask, impossible_likelihood
 
 Ring = NDArray[np.uint64]
 """Numbers modulo 2^64."""
@@ -285,7 +285,8 @@ class OpenedCoxSums(NamedTuple):
     """Content of the sum of the sites' vectors.
 
     Attributes:
-        likelihood: likelihood at these coefficients.
+        likelihood: likelihood at these coefficients. If the rows at risk have so little weight that the step rounds it
+            away, this is `impossible_likelihood`.
         sums: sums over the rows at risk. None if the fit is stratified.
         losses: losses of all sites together (see `BinningLoss`).
         rows: number of rows in the fit.
@@ -360,6 +361,10 @@ def open_sum(
     if not _are_plausible_sums(sums, events, rows, error):
         raise Refused("the sums of a Cox regression are out of range: a site sent a wrong vector")
     shift = float(np.abs(beta).sum())
+    if (risk[0][sums.deaths > 0] <= 2 * error).any():
+        if not beta.any():  # every row at risk has the weight 1
+            raise Refused("no row is at risk at an event of a Cox regression: a site sent a wrong vector")
+        return OpenedCoxSums(impossible_likelihood(p), sums, losses, rows, squares)
     here = likelihood(sums, beta, terms.ties)
     slope = None
     if metric is not None:
@@ -379,4 +384,4 @@ def _are_plausible_sums(sums: RiskSums, events: int, rows: int, error: float) ->
     ordered = bool((np.diff(zero) <= error).all() and (tied <= zero + error).all() and (tied >= -error).all())
     counted = bool((sums.deaths >= 0).all() and sums.deaths.sum() == events and (zero <= rows + error).all())
     died = bool((tied <= sums.deaths + error).all() and (np.abs(sums.total) <= sums.deaths[:, None] + error).all())
-    return bounded and ordered and counted and died and bool((zero[sums.deaths > 0] > 2 * error).all())
+    return bounded and ordered and counted and died

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, newton
+from fedloom_clinic.fits.cox import CoxFit, NotConvergedError, RiskSums, SurvivalSite, event_gains, newton
 from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, OpenedCoxSums, Ring, SiteVectors, open_sum
 from fedloom_clinic.fits.penalty import (
     Floats,
@@ -37,9 +37,19 @@ from fedloom_clinic.fits.penalty import (
     impossible_likelihood,
     tilt_error,
 )
+from fedloom_clinic.fits.separation import MIN_SUPPORT_SHARE, no_finite_fit_error
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
 """Function that receives one vector per site and returns the sum of the vectors modulo 2^64, in which masks cancel."""
+
+
+MAX_LOSS_SHARE = 0.3
+"""Maximum share of negative gains in all gains at which rows count as separated. At the fit of rows that are not
+separated, this share is 0.5."""
+MIN_SPREAD = 0.05
+"""Standard deviation of a column, divided by half of its agreed range, below which the range counts as too wide."""
+ROUNDED_AWAY = "until the step of the sums rounds the rows at risk away"
+"""Last part of a message about separation that only sums show."""
 
 
 class SecureCoxFit(NamedTuple):
@@ -128,14 +138,14 @@ def fit_of_sums(
             None, the ridge strength in the terms is used.
 
     Raises:
-        DataError: no event may be sent, or no finite fit exists.
+        DataError: no event may be sent, no finite fit exists, or the steps do not converge.
         ConfigError: one of the sums cannot come from any rows.
     """
     zero = np.zeros(len(names))
     none = np.zeros((len(names), len(names))) if terms.firth else None
     start = total(zero, none)
     assert start is not None
-    last, here = zero, open_sum(start, terms, zero, sites, none)
+    last, here, rounded_away = zero, open_sum(start, terms, zero, sites, none), False
     first = here
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
@@ -148,18 +158,22 @@ def fit_of_sums(
 
     def evaluate(gamma: Floats) -> Likelihood:
         """Return the likelihood at the coefficients of columns with unit spread."""
-        nonlocal last, here
+        nonlocal last, here, rounded_away
         beta = gamma / spread
         if not np.array_equal(beta, last):
             vectors = total(beta, none)
             if vectors is None:
                 return impossible_likelihood(len(beta))
-            last, here = beta, open_sum(vectors, terms, beta, sites, none)
-            if here.losses != losses or here.rows != first.rows:
+            opened = open_sum(vectors, terms, beta, sites, none)
+            if opened.losses != losses or opened.rows != first.rows:
                 raise Refused(
                     "the rows of a site have changed between two steps of the Cox regression. Start the "
                     "regression again"
                 )
+            if opened.likelihood.value == -np.inf:
+                rounded_away = True
+                return opened.likelihood
+            last, here = beta, opened
         value, gradient, information = here.likelihood
         return Likelihood(value, gradient / spread, information / np.outer(spread, spread))
 
@@ -180,6 +194,7 @@ def fit_of_sums(
         units = np.outer(spread, spread)
         return sums._replace(gradients=sums.gradients / spread, informations=sums.informations / units)
 
+    error = sites * terms.step / 2
     squares = np.zeros(len(names)) if first.squares is None else first.squares
     ridge = None if terms.ridge is None else Ridge(terms.ridge)
     if paths is not None:
@@ -192,9 +207,14 @@ def fit_of_sums(
         penalized = evaluate if ridge is None else add_ridge_penalty(evaluate, weights / spread**2)
         penalized = add_firth_penalty(evaluate, slope) if terms.firth else penalized
         penalty: PenaltyKind = "firth" if terms.firth else "none" if ridge is None else "ridge"
-        gamma, tilted = newton(penalized, names, penalty=penalty)
+        try:
+            gamma, tilted = newton(penalized, names, penalty=penalty)
+        except DataError as stalled:
+            coarse = rounded_away or isinstance(stalled, NotConvergedError)
+            if penalty != "none" or here.sums is None or not coarse:
+                raise
+            raise _explain_coarse_sums(here.sums, terms.ties, error, last, spread, names) from None
     beta, information = gamma / spread, here.likelihood.information + np.diag(weights)
-    error = sites * terms.step / 2
     if terms.firth:  # the gradient includes the penalty
         units = np.outer(spread, spread)
         score = Likelihood(tilted.value, tilted.gradient * spread, tilted.information * units)
@@ -204,9 +224,34 @@ def fit_of_sums(
         bound = tilt_error(score, *slack, np.full(len(beta), 2.0))
     else:
         bound = _coefficient_error_bound(here, error, terms._replace(ridge=ridge and ridge.strength), beta, weights)
+    if rounded_away and here.sums is not None and not np.isfinite(bound).all():
+        raise _explain_coarse_sums(here.sums, terms.ties, error, last, spread, names)
     half, se = (terms.high - terms.low) / 2, np.sqrt(np.linalg.inv(information).diagonal())
     fit = CoxFit(beta / half, se / half, here.likelihood.value, events, here.rows, ridge)
     return SecureCoxFit(fit, bound / half, losses)
+
+
+def _explain_coarse_sums(
+    sums: RiskSums, ties: str, error: float, beta: Floats, spread: Floats, names: Sequence[str]
+) -> DataError:
+    """Return the error for a fit whose steps leave the coefficients at which the sums have enough digits.
+
+    Either the rows are separated, or nearly, in the direction of the coefficients ``beta [p]``, or the agreed ranges
+    are far wider than the columns. If rows are separated, no event time has a negative gain. Bins make a few gains
+    negative, because they contain several event times.
+    """
+    size = np.abs(beta * spread)
+    named = size > MIN_SUPPORT_SHARE * size.max()
+    direction = np.where(named, beta, 0.0)
+    gains = event_gains(sums, ties, error) @ direction
+    wide = bool((spread[named] < MIN_SPREAD).any())
+    if not wide and -np.minimum(gains, 0).sum() <= MAX_LOSS_SHARE * np.abs(gains).sum() > 0:
+        return no_finite_fit_error(direction * spread, names, limit=ROUNDED_AWAY)
+    return DataError(
+        "the sums of the Cox regression have too few digits for these coefficients: the agreed ranges of "
+        f"{', '.join(names)} are much wider than most values, or a column nearly separates the rows. Agree on narrower "
+        "ranges, or choose the penalty 'ridge'"
+    )
 
 
 def _coefficient_error_bound(

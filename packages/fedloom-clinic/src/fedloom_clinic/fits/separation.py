@@ -207,8 +207,13 @@ def _largest_gain_direction(gains: Floats, equal: Floats) -> Floats | None:
     return direction
 
 
+CONTRADICTED_BY_ROUNDING = "until rounding errors dominate: only extreme values contradict it"
+"""Last part of a message about a direction that some rows contradict, but by so little that the likelihood changes only
+by rounding."""
+
+
 def no_finite_fit_error(
-    direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, exact: bool = True
+    direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, limit: str = "without limit"
 ) -> DataError:
     """Return the error for separated rows, which names the separating columns and the directions of their coefficients.
 
@@ -218,22 +223,20 @@ def no_finite_fit_error(
         free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column can
             be named.
         least: fraction of the largest entry; columns with smaller entries are not named.
-        exact: True if no row contradicts the direction. If False, at least one row contradicts it, but by so little
-            that the likelihood changes only by rounding.
+        limit: text that states how far the coefficients rise or fall.
     """
-    without = "without limit" if exact else "until rounding errors dominate: only extreme values contradict it"
     part = np.abs(direction)
     part = part / (part[free:].max(initial=0) or part.max())
     named = [k for k in range(free, len(names)) if part[k] > least] or [k for k in range(free) if part[k] > least]
     ways = {k: "rises" if direction[k] > 0 else "falls" for k in named}
     if len(named) == 1:
-        what = f"{names[named[0]]} separates the rows: its coefficient {ways[named[0]]} {without}"
+        what = f"{names[named[0]]} separates the rows: its coefficient {ways[named[0]]} {limit}"
         cure = "leave it out, merge its levels until each has rows of both outcomes, or choose the penalty 'ridge'"
     else:
         parts = [f"{names[k]} {ways[k]}" for k in named]
         what = f"{_join([names[k] for k in named])} together separate the rows: the coefficient of {_join(parts)}"
         what, cure = (
-            f"{what} {without}",
+            f"{what} {limit}",
             "leave one of them out, merge levels until each has rows of both outcomes, or choose the penalty 'ridge'",
         )
     return DataError(f"no finite fit: {what}; {cure}")

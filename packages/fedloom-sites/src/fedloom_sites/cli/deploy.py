@@ -349,8 +349,9 @@ def local(
     Example: fedloom deploy local hospitals
     """
     with print_errors():
-        from fedloom.errors import Stop
+        from fedloom.errors import EXIT_CODES, Stop
         from fedloom_sites.deploy.ops.loopback import run_all
+        from fedloom_sites.deploy.ops.processes import ProcessError
         from fedloom_sites.deploy.ops.status import status_lines, status_of
         from fedloom_sites.deploy.server.run import finished_reason
 
@@ -358,7 +359,10 @@ def local(
             deployment = run_all(directory, say, port)
         except KeyboardInterrupt:
             say("interrupted. Every process has ended. Run the same command again to continue", err=True)
-            raise typer.Exit(130) from None
+            raise typer.Exit(EXIT_CODES[Stop.INTERRUPTED.status]) from None
+        except ProcessError as error:
+            say(f"error: {error}", err=True)
+            raise typer.Exit(EXIT_CODES[error.stop.status]) from None
         rows = deployment.table()
         if rows:
             from fedloom.lab.printing import print_rows
@@ -369,10 +373,13 @@ def local(
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             say(f"models of {site.site}: {site.state}")
-        if finished_reason(deployment.server) is not Stop.DONE:
-            shown = status_of(deployment.server)
+        ended, shown = finished_reason(deployment.server) or Stop.FAILED, status_of(deployment.server)
+        if ended is not Stop.DONE:
             say(f"{shown['state']}: {shown['reason']}", err=True)
-            raise typer.Exit(1)
+            raise typer.Exit(EXIT_CODES[ended.status])
+        if unanswered := [one["name"] for one in shown["analyses"] if one["state"] == "none"]:
+            say(f"no answer: {', '.join(unanswered)}", err=True)
+            raise typer.Exit(2)
 
 
 @deploy.command()

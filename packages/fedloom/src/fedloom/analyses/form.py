@@ -212,12 +212,20 @@ class AnalysisTerms:
         rules: the agreed rules.
         published: numbers that each client publishes (see `Analysis.publish`), ``[c]``. If clients publish nothing, the
             tensors are empty.
+        names: names of the clients, which only the party that computes the result needs. Empty if clients have none.
     """
 
     schema: Schema
     sizes: Tensor
     rules: Rules = field(default_factory=Rules)
     published: tuple[Tensor, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """Name of each client in a table, such as "north", or "client 0" if the name is a number or missing."""
+        names = self.names or tuple(map(str, range(len(self.sizes))))
+        return tuple(f"client {name}" if name.isdecimal() else name for name in names)
 
     @property
     def most_rows(self) -> int:

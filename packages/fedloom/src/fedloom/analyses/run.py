@@ -183,7 +183,7 @@ def analyze_rows(
     """
     members = list(rows.values())
     sizes = torch.tensor([len(client) for client in members])
-    terms = AnalysisTerms(schema, sizes, rules)
+    terms = AnalysisTerms(schema, sizes, rules, names=tuple(rows))
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))
 
     def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, Stop
 from fedloom.storage import lock
 from fedloom.storage.files import content_of
 from fedloom_sites.deploy.code import check_code, read_agreed
@@ -158,7 +158,7 @@ class LoopbackDeployment:
         if self._processes.end(stream) != 0:
             raise ProcessError(f"the run could not be started or followed. The end of {stream.log}:\n{stream.tail()}")
         if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOP_PREFIX)]:
-            raise ProcessError(stops[-1].removeprefix(LOG_PREFIX))
+            raise stop_error(stops[-1])
         status = self.status()
         if status != "finished:completed":
             cure = "the same command resumes after the last round. If the run ends like this again, see the log"
@@ -230,6 +230,13 @@ def check_certificate(server: Server) -> None:
         other = error.reason == "KEY_VALUES_MISMATCH"
         fault = f"is not the key of {server.certificate.name}" if other else "and its certificate cannot be read as PEM"
         raise ConfigError(f"{server.key} {fault}; {RENEW_HINT}") from None
+
+
+def stop_error(line: str) -> ProcessError:
+    """Return the error for a line of the server's log that states why the run stopped."""
+    reason = line.removeprefix(STOP_PREFIX)
+    stop = next((stop for stop in Stop if reason.startswith(stop.value)), Stop.FAILED)
+    return ProcessError(line.removeprefix(LOG_PREFIX), stop)
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> LoopbackDeployment:

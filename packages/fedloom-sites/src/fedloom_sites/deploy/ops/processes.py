@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from fedloom.errors import ConfigError, FedloomError
+from fedloom.errors import ConfigError, FedloomError, Stop
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
@@ -27,7 +27,16 @@ _RETURNED_PORTS = set[int]()
 
 
 class ProcessError(FedloomError):
-    """Error: a process ended unexpectedly or did not answer."""
+    """Error: a process ended unexpectedly or did not answer, or its run stopped early.
+
+    Args:
+        message: a sentence.
+        stop: the reason why the run stopped. `Stop.FAILED` if a process failed.
+    """
+
+    def __init__(self, message: str, stop: Stop = Stop.FAILED) -> None:
+        self.stop = stop
+        super().__init__(message)
 
 
 class ManagedProcess:

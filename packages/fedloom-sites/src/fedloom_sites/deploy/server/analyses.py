@@ -6,6 +6,8 @@ a separate step, or ends with an error. Every result therefore covers the rows o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,10 +42,13 @@ class AnalysisServer:
         agreed: analysis on which all sites have agreed.
         folder: folder with the checkpoints.
         request: request for the models that the analysis reads. None if the analysis reads no models.
+        names: names of the sites, in the order of the clients.
     """
 
-    def __init__(self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None) -> None:
-        self._sites, self._agreed, self._request = sites, agreed, request
+    def __init__(
+        self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None, names: Sequence[str]
+    ) -> None:
+        self._sites, self._agreed, self._request, self._names = sites, agreed, request, tuple(names)
         self._record = folder / f"{file_stem_of(agreed.name)}{RECORD_END}"
         self._sums = folder / file_stem_of(agreed.name)
         self._unanswered = 0
@@ -64,7 +69,7 @@ class AnalysisServer:
             record = {"terms": terms.encode().decode(), "clients": []}
             write_checked(self._record, record)
         common = SessionTerms.model_validate_json(record["terms"], strict=False)
-        public = self._agreed.terms(common)
+        public = replace(self._agreed.terms(common), names=self._names)
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
             total, info, clients = self._ask(question, bounds, common, record["clients"])

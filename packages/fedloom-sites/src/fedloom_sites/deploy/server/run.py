@@ -309,12 +309,14 @@ class _Run(Hooks):
         if settings.secure is not None:
             first = bits_before(self._job, self._sites.group_sums.groups)
         agreed = agreed_analyses(self._experiment, settings.samples, settings.clients, settings.survivors, first)
+        sites = {member.client: member.site for member in settings.sites}
+        names = [sites.get(client, str(client)) for client in range(settings.clients)]
         for name, one in agreed.items():
             try:
                 request = score_request(self._job, state) if one.analysis.uses_models else None
                 if one.analysis.uses_models and request is None:
                     raise Refused("the run computes no scores of models")
-                end = AnalysisServer(self._sites, one, settings.checkpoints, request).run()
+                end = AnalysisServer(self._sites, one, settings.checkpoints, request, names).run()
             except (DataError, GivenUp, Refused) as error:
                 self._say(f"fedloom: no result of the analysis {name}: {error}")
                 self._audit.write("no result", analysis=name, reason=str(error))

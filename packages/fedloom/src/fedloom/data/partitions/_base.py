@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import note_equal_rows, note_single_classes, note_untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import as_global, generator, numpy_generator
-from fedloom.values import Value
+from fedloom.values import Value, note_idle_fields
 
 UNSEEDED_NOTE = (
     "partition {} gives different results in two calls with the same seed, so runs cannot be repeated. Draw from a "
@@ -44,6 +45,7 @@ class Partition(Value):
     """
 
     kind: ClassVar[str]
+    needs: ClassVar[Mapping[str, str]] = {"test_count": "test_from ratio"}
     by_row: ClassVar[bool] = False
     """True if a draw assigns rows individually. False if each assigned row represents all rows of its subject (if there
     are subjects)."""
@@ -179,7 +181,7 @@ class Partition(Value):
             notes=(
                 *data.notes,
                 *draw.notes,
-                *self._note_unused_share(draw, data),
+                *self._note_idle_options(draw, data),
                 *([] if data.design is None else data.design.notes(held.index, owners(held))),
                 *_count_unused_samples(
                     held.index if draw.common is None else np.concatenate([held.index, draw.common]),
@@ -273,20 +275,33 @@ class Partition(Value):
             )
         return draw if trains.all() else draw.keep_trained(trains)
 
-    def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return a note if the option ``test`` has no effect because the partition or the data set the test parts."""
-        if self.test_from != "own" or "test" not in self.model_fields_set:
-            return []
-        marked = data.design is not None and data.design.tested is not None
-        if marked and self.test == 0:
-            return [
-                f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked as test rows "
-                "are training rows"
-            ]
-        if draw.test is None and not marked:
-            return []
-        who = "the partition defines the test parts itself" if draw.test is not None else "the data mark test rows"
-        return [f"{self.kind}: test = {self.test:g} has no effect, because {who}"]
+    def _note_idle_options(self, draw: Draw, data: Dataset) -> list[str]:
+        """Return notes on options that have no effect beside another option, the partition's draw or the data."""
+        notes = [f"{self.kind}: {note.partition(': ')[2]}" for note in note_idle_fields(self)]
+        if self.pool and data.test is None:
+            notes.append(f"{self.kind}: pool = true has no effect, because {data.name} has no official test set")
+        if self.max_train_per_client is not None and self.max_train_per_client < self.min_size:
+            notes.append(
+                f"{self.kind}: max_train_per_client = {self.max_train_per_client} keeps fewer training samples than "
+                f"min_size = {self.min_size}, which counts the samples of all parts"
+            )
+        why, marked = "", data.design is not None and data.design.tested is not None
+        if marked and self.test == 0 and "test" in self.model_fields_set:
+            notes.append(
+                f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked as test rows are training "
+                "rows"
+            )
+        elif self.folds is not None:
+            why = f"folds = {self.folds} defines the test parts"
+        elif self.test_from != "own":
+            why = f"test_from = {self.test_from!r} defines the test parts"
+        elif draw.test is not None:
+            why = "the partition defines the test parts itself"
+        elif marked:
+            why = "the data mark test rows"
+        if why and "test" in self.model_fields_set:
+            notes.append(f"{self.kind}: test = {self.test:g} has no effect, because {why}")
+        return notes
 
     def _check(self, draw: Draw, held: Dealt, data: Dataset) -> None:
         n = len(draw.dealt.offsets) - 1

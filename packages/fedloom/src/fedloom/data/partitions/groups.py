@@ -91,6 +91,10 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
         )
     if part.shuffle and (n != len(levels)):
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
+    if not part.shuffle and n == len(levels):
+        notes.append(
+            f"{part.kind}: shuffle = false has no effect, because every client has one of the {_LEVEL_NOUNS[part.kind]}"
+        )
     group = np.repeat(np.arange(n), split_evenly(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
         notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVEL_NOUNS[part.kind]} belong to no client")

@@ -218,6 +218,7 @@ class Dirichlet(Sized):
 
     kind: ClassVar[str] = "dirichlet"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
+    needs: ClassVar[Mapping[str, str]] = {**Sized.needs, "balanced": "by class", "size_std": "by client prior"}
     alpha: float = Field(
         default=0.5,
         gt=0,

@@ -295,7 +295,9 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iter
 
 def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
     """Yield a note on rows that are much closer to each other than to other rows, such as augmented copies."""
-    fine = [v for v in numbers if not np.isnan(v).any() and _is_fine(v) and not is_row_numbering(v)][:8]
+    fine = [v for v in numbers if not np.isnan(v).any() and _is_fine(v) and np.ptp(v) > 0 and not is_row_numbering(v)][
+        :8
+    ]
     if len(fine) > 1 and (close := count_near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
         yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")
 

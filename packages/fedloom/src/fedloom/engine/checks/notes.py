@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import uses_clusters
+from fedloom.engine.checks.learnable import note_single_row_batches
 from fedloom.engine.setting import Setting
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
@@ -21,7 +22,7 @@ from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
 from fedloom.seeds import as_global, generator
 from fedloom.tasks import Binary, Chosen, Classification, MultiLabel
-from fedloom.values import kind_of
+from fedloom.values import kind_of, note_idle_fields
 
 UNSEEDED_CURE = "Runs cannot be repeated. Draw from ctx.rng(purpose), which the seed determines"
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
@@ -48,6 +49,7 @@ def notes_of(
     notes += _note_unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks(oracle.fed.data.task)]
     notes += [*_note_unused_weights(setting, server, ctx), *_note_normalization(setting, oracle, server)]
+    notes += note_single_row_batches(setting, oracle.fed.data.task)
     notes += [*_note_double_softmax(oracle), *_note_changed_values(oracle)]
     notes += [
         *_note_idle_attack(setting, attackers, ctx.n),
@@ -270,16 +272,7 @@ def _note_idle_options(setting: Setting) -> list[str]:
         setting.augment,
     )
     for value in (method, local, *(part for part in parts if part is not None)):
-        for key, beside in value.needs.items():
-            other, *values = beside.split()
-            owner, field = (local, other.removeprefix("local.")) if other.startswith("local.") else (value, other)
-            now = getattr(owner, field)
-            if value.is_set(key) and not (now in values if values else owner.is_set(field)):
-                where = " or ".join(map(repr, values)) or f"not {now!r}"
-                sentence = (
-                    f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect with {other} = {now!r}"
-                )
-                notes.append(f"{sentence}. It has an effect if {other} is {where}")
+        notes += note_idle_fields(value, {"local": local})
     return notes
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import upload_fields
-from fedloom.choose import Sampler
+from fedloom.choose import Sampler, SharesWeigher
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.clients.messages import first_step, first_upload
 from fedloom.engine.early_stop import EarlyStop
@@ -44,15 +44,17 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
             run.
 
     Raises:
-        ConfigError: a cohort is too small. The message states the requirement that is violated, the round and the
-            number of clients.
+        ConfigError: a cohort is too small, or all its clients have weight 0. The message states the requirement that is
+            violated, the round and the number of clients.
     """
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
     waits = silent is not None and bool(silent.any()) and isinstance(schedule, Synchronous | OverSelection)
-    if not (watches or waits) or sampler.probes:
-        return
     kinds = upload_fields(type(setting.method)).values()
+    weightless = ctx.weight[:, 0].cpu() == 0
+    weighs = bool(weightless.any()) and _averages_by_shares(setting)
+    if not (watches or waits or weighs) or sampler.probes:
+        return
     grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)
     trained, state = torch.zeros(ctx.n, dtype=torch.bool), _draw_cohorts(sampler, ctx)
     worst: tuple[int, ConfigError] | None = None
@@ -62,6 +64,12 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
         cohort = cohort.unique()
         if waits and silent is not None:
             _check_answers(setting, t, cohort, silent)
+        if weighs and bool(weightless[cohort].all()):
+            raise Refused(
+                f"all clients in round {t} have weight 0 ({cohort.tolist()[:8]}), so their uploads have no mean",
+                rule="cohort-without-weight",
+                fix="give one of these clients a weight above 0 in {client_weights}, or change {sampler}",
+            )
         if rule is None or not watches:
             continue
         used = cohort[: schedule.enough(len(cohort))] if isinstance(schedule, OverSelection) else cohort
@@ -75,6 +83,17 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
                 worst = len(counted), error.placed(f"round {t} of {setting.rounds} has {clients}")
     if worst is not None:
         raise worst[1]
+
+
+def _averages_by_shares(setting: Setting) -> bool:
+    """Return True if the server averages the uploads of a cohort with the clients' weights in the objective."""
+    rule, kinds = setting.aggregator, upload_fields(type(setting.method)).values()
+    return (
+        isinstance(setting.aggregation_weights, SharesWeigher)
+        and not isinstance(setting.schedule, Stream)
+        and (rule is None or rule.weighted)
+        and any(kind.averaged and not kind.keeps and not kind.weight for kind in kinds)
+    )
 
 
 def _may_fail(setting: Setting, n: int) -> bool:

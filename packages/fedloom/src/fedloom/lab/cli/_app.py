@@ -23,6 +23,7 @@ from typer import core
 from typer.core import TyperGroup
 
 from fedloom.errors import (
+    EXIT_CODES,
     PLAIN_KEYS,
     ConfigError,
     DataError,
@@ -348,13 +349,12 @@ def find_line(
 
 @contextmanager
 def print_errors() -> Iterator[None]:
-    """Print an expected error as one sentence on standard error, and exit with code 2 (bad input) or 1 (failure)."""
+    """Print an expected error as one sentence on standard error, and exit with its code (see `EXIT_CODES`)."""
     try:
         yield
     except RunStopped as stop:
-        resumes = stop.reason is Stop.INTERRUPTED
-        say(str(stop) if resumes else f"error: {stop}", err=True)
-        raise typer.Exit(130 if resumes else 1) from None
+        say(str(stop) if stop.reason is Stop.INTERRUPTED else f"error: {stop}", err=True)
+        raise typer.Exit(EXIT_CODES[stop.reason.status]) from None
     except FedloomError as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None

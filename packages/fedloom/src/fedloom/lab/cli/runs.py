@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import entered
+from fedloom.errors import entered, exit_code_of
 from fedloom.formats import duration
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
@@ -145,10 +145,11 @@ def run(
             say(f"report: {plan.out / 'report.html'}", err=as_json)
         if tracker is not None and tracker.wrote:
             say(f"tracked: {tracker.view}", err=as_json)
-    if open_runs:
-        raise typer.Exit(130)
-    if any(o.status != "done" for o in outcomes):
-        raise typer.Exit(1)
+    if code := exit_code_of(o.status for o in outcomes):
+        raise typer.Exit(code)
+    if plan.ranks.rank == 0 and (unanswered := plan.unanswered):
+        say(f"no answer: {', '.join(unanswered)}. The report states the reasons", err=True)
+        raise typer.Exit(2)
 
 
 def _print_plan(plan: Plan) -> None:

@@ -410,6 +410,18 @@ class Plan:
         if outcome.complete and outcome.result is not None:
             _save_models(outcome.result, self._directory.folder(MODELS_FOLDER, *run))
 
+    @property
+    def unanswered(self) -> list[str]:
+        """Names of the analyses by sums that have no answer for these data, after all runs have ended."""
+        return [
+            name_of(analysis)
+            for analysis in self.experiment.analyses
+            if analysis.by_sums
+            and not analysis.uses_models
+            and not analysis.runs_further
+            and not (self.out / analysis_file(name_of(analysis))).exists()
+        ]
+
     def _write(self, outcomes: list[Outcome]) -> None:
         for run, outcome in zip(self.runs, outcomes, strict=False):
             self._write_models(run, outcome)

@@ -1,0 +1,72 @@
+"""Check for training samples that can change a model."""
+
+from __future__ import annotations
+
+import torch
+
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
+from fedloom.tasks import Chosen, Survival, Task
+
+
+def check_learnable(task: Task, fed: Federation) -> None:
+    """Raise an error if the loss of every training sample is constant, so that no upload can change a model.
+
+    A user-defined loss is not checked, because it may learn from times without events. Neither is the server of a
+    deployment, which has no samples. If a single client has no such sample, the client takes part.
+
+    Raises:
+        ConfigError: no client has a sample from which a model can learn.
+    """
+    if fed.data.name == "blank" or (isinstance(task, Chosen) and task.objective.loss is not None):
+        return
+    if isinstance(task.base if isinstance(task, Chosen) else task, Survival):
+        _check_events(fed)
+    elif isinstance(task, Chosen) and fed.data.task != "multilabel":
+        counts = fed.class_counts("train")
+        weights = task.class_weights(counts)
+        if weights is not None and not bool((weights.to(counts.device) * counts).any()):
+            held = [name for name, count in zip(task.classes, counts.sum(0).tolist(), strict=True) if count]
+            raise Refused(
+                f"task.class_weights gives weight 0 to every class of the training parts ({', '.join(held[:8])}), so "
+                "no upload can change a model",
+                rule="nothing-to-learn",
+                fix="omit {task.class_weights}, or give one of these classes a weight above 0",
+            )
+
+
+def _check_events(fed: Federation) -> None:
+    """Raise an error if no client has an event at which another training row of the client is at risk.
+
+    Otherwise, the partial likelihood is the same number for every model.
+
+    Raises:
+        ConfigError: there is no such client.
+    """
+    time, event = fed.data.y[fed.parts["train"].index].T
+    owner = fed.owner("train")
+    latest = time.new_zeros(fed.n).scatter_reduce(0, owner, time, "amax", include_self=False)
+    at_end = time == latest[owner]
+    alone = at_end & (torch.bincount(owner[at_end], minlength=fed.n)[owner] == 1)
+    if bool(((event > 0) & ~alone).any()):
+        return
+    if not bool(event.any()):
+        why = f"no training row has an event ({len(time)} rows are censored)"
+    else:
+        why = "no client has an event at which another of its training rows is still at risk"
+    raise Refused(
+        f"{why}, so the partial likelihood is constant and no upload can change a model",
+        rule="nothing-to-learn",
+        fix="use data with an event at a client with several rows, or an analysis such as 'kaplan-meier'",
+    )
+
+
+def note_single_row_batches(setting: Setting, task: str) -> list[str]:
+    """Return a note if batches of a survival task contain a single row, whose partial likelihood is constant."""
+    if task != "survival" or setting.local.batch_size != 1 or setting.task.loss is not None:
+        return []
+    return [
+        "a batch of one row has a constant partial likelihood, so steps on batches change nothing. Set "
+        "local.batch_size = 2 or more"
+    ]
