@@ -46,6 +46,7 @@ class FlowerClients(RemoteClients):
         scores: metrics of every client that answered the latest evaluation.
         refusals: reason why each client refused the latest request. Clients that did not answer, or that have lost
             their state, are not included.
+        uploaded: clients whose latest upload could be read. It may contain numbers that are not finite.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class FlowerClients(RemoteClients):
         self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
         self.scores: dict[int, dict[str, float]] = {}
         self.refusals: dict[int, str] = {}
+        self.uploaded = set[int]()
 
     def replace_sender(self, send: Send) -> FlowerClients:
         """Return a copy of these clients that uses a different function for sending messages."""
         other = copy.copy(self)
-        other._send, other.refusals = send, {}
+        other._send, other.refusals, other.uploaded = send, {}, set()
         return other
 
     def can_train(self, client: int) -> bool:
@@ -86,7 +88,9 @@ class FlowerClients(RemoteClients):
                 raise WireError("the answers in the reply must be finite numbers")
             return output_of(upload, _work_tensor(values))
 
-        return self._replies([*downloads], messages(), read)
+        outputs = self._replies([*downloads], messages(), read)
+        self.uploaded = {*outputs}
+        return outputs
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         model = [self._forms.write_model(request.model)]

@@ -128,8 +128,8 @@ class MaskedSites(Sites):
         )
         if counts.answered < self._agreed.threshold:
             least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"
-            cure = "Remove the reasons, then run the command again to continue"
-            raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}. {cure}")
+            cure = f"Remove the reasons, then run the command again to continue with round {t + 1}"
+            raise RunStopped(Stop.NEUTRAL, f"{reason}; {least}. {cure}")
         self._transport.note("neutral uploads", t, clients, reason)
 
     def _give_up_scores(self, t: int, session: SessionSum) -> None:
