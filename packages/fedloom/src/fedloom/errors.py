@@ -622,4 +622,13 @@ def printable(text: object) -> str:
     )
 
 
+def escape_line(text: object) -> str:
+    r"""Return printable text without line breaks, so that text from another machine cannot add a line to a log.
+
+    >>> escape_line("a\nb")
+    'a\\nb'
+    """
+    return printable(text).replace("\n", r"\n")
+
+
 __dir__ = lister(__name__)

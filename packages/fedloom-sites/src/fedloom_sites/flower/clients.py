@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import RemoteClients
 from fedloom.engine.job import Job
-from fedloom.errors import FedloomError, WireError
+from fedloom.errors import FedloomError, WireError, escape_line
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, log, messages_of, write_values
@@ -133,7 +133,7 @@ class FlowerClients(RemoteClients):
             client = client if client in recipients else None
             if reply.has_error():
                 if client is not None and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                    self.refusals[client] = str(reply.error.reason)[:500]
+                    self.refusals[client] = escape_line(reply.error.reason)[:500]
                 log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
@@ -154,7 +154,7 @@ class FlowerClients(RemoteClients):
             if values.get("lost"):
                 self.accepted[client] = 0
             else:
-                self.refusals[client] = str(values["error"])[:500]
+                self.refusals[client] = escape_line(values["error"])[:500]
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
             raise WireError(f"the reply belongs to client {values['client']}, not to client {client}")
