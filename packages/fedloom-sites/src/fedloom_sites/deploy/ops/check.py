@@ -55,6 +55,8 @@ COMPARED_PACKAGES = (
 )
 """Packages whose versions `check_site` compares."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
+RENEW_CURE = "Ask the coordinator to renew it: fedloom deploy renew"
+"""Advice about a certificate of the server that has expired."""
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
     10: "ask the coordinator to run 'fedloom deploy renew', or set the clock of this machine",
@@ -336,15 +338,18 @@ def _check_authority(site: Site) -> Iterator[CheckFinding]:
             f"{site.ca} is not a certificate in PEM format. Get the file from the server's administrator again",
         )
         return
-    yield _check_certificate_dates("the authority's certificate", certificate)
+    yield _check_certificate_dates(
+        "the authority's certificate", certificate,
+        "No file replaces it. Ask the coordinator for a new deployment (fedloom deploy init)",
+    )  # fmt: skip
 
 
-def _check_certificate_dates(what: str, certificate: x509.Certificate) -> CheckFinding:
+def _check_certificate_dates(what: str, certificate: x509.Certificate, cure: str) -> CheckFinding:
     now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
         return CheckFinding(
             "refused",
-            f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new certificate",
+            f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. {cure}",
         )
     if now < start:
         here = f"the time here is {now:%Y-%m-%d %H:%M}. Set the clock"
@@ -444,7 +449,7 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[CheckFinding]:
         socket = connection.sock
         assert isinstance(socket, ssl.SSLSocket)
         certificate = x509.load_der_x509_certificate(socket.getpeercert(binary_form=True) or b"")
-        yield _check_certificate_dates(f"the certificate of {address}", certificate)
+        yield _check_certificate_dates(f"the certificate of {address}", certificate, RENEW_CURE)
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
     except ssl.SSLCertVerificationError as error:

@@ -187,6 +187,11 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     host = _host_of(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
+    if left < 1:
+        raise ConfigError(
+            f"the certificate of the authority in {here} has expired or expires today, so sites would reject every "
+            "certificate that it signs. Create a new deployment, with a new authority: fedloom deploy init"
+        )
     if left < days:
         raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most {left}")
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
