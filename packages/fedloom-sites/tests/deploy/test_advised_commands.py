@@ -22,6 +22,8 @@ from fedloom_sites.deploy.server.run import STOP_HINT, stop_file
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.approval import check_approved
 
+Cure = Callable[[], None]
+"""Runs the advised command, and checks that the fault is gone."""
 ADVISED = re.compile(r"fedloom deploy ([a-z-]+)")
 
 
@@ -49,12 +51,13 @@ def check(site: Path, *, code: int) -> str:
 
 
 def digest_in(text: str) -> str:
-    return re.findall(r"[0-9a-f]{64}", text)[0]
+    return str(re.findall(r"[0-9a-f]{64}", text)[0])
 
 
 def approve(site: Path, *change: Path) -> None:
     """As every message about approval says: without a digest the command prints it, with the digest it approves."""
     call("approve", site, *change, "--digest", digest_in(call("approve", site, *change)))
+    check_approved(read_site(site / "site.toml"))
 
 
 def rotate(here: Machines) -> None:
@@ -62,6 +65,13 @@ def rotate(here: Machines) -> None:
     said = call("rotate", here.whole, "site-1")
     assert "deploy approve /srv/fedloom/site site --digest" in " ".join(said.split())
     approve(here.site, here.whole / "changes" / "keys-site-1" / "site")
+    check(here.site, code=0)
+
+
+def renew(here: Machines) -> None:
+    call("renew", here.whole)
+    check_certificate(read_server(here.whole / "server" / "server.toml"))
+    assert days_left(here) > 300
 
 
 def outdate(here: Machines, *, authority: int, server: int) -> None:
@@ -89,46 +99,45 @@ def require_approval(here: Machines) -> str:
     return str(refused.value)
 
 
-def play_foreign_key(here: Machines, name: str) -> tuple[str, Callable[[], object]]:
+def play_foreign_key(here: Machines, name: str) -> tuple[str, Cure]:
     shutil.copy(here.whole / "sites" / "site-0" / name, here.site / name)
-    return check(here.site, code=1), lambda: (rotate(here), check(here.site, code=0))
+    return check(here.site, code=1), lambda: rotate(here)
 
 
-def play_lost_key(here: Machines) -> tuple[str, Callable[[], object]]:
+def play_lost_key(here: Machines) -> tuple[str, Cure]:
     (here.site / "signing-key").unlink()
-    return check(here.site, code=1), lambda: (rotate(here), check(here.site, code=0))
+    return check(here.site, code=1), lambda: rotate(here)
 
 
-def play_approval(here: Machines) -> tuple[str, Callable[[], object]]:
-    said = require_approval(here)
-    return said, lambda: (approve(here.site), check_approved(read_site(here.site / "site.toml")))
+def play_approval(here: Machines) -> tuple[str, Cure]:
+    return require_approval(here), lambda: approve(here.site)
 
 
-def play_expired_certificate(here: Machines) -> tuple[str, Callable[[], object]]:
+def play_expired_certificate(here: Machines) -> tuple[str, Cure]:
     outdate(here, authority=2000, server=-1)
     said = "\n".join(status_lines(status_of(read_server(here.whole / "server" / "server.toml"))))
-    return said, lambda: (call("renew", here.whole), _check(days_left(here) > 300))
+    return said, lambda: renew(here)
 
 
-def play_damaged_certificate(here: Machines) -> tuple[str, Callable[[], object]]:
+def play_damaged_certificate(here: Machines) -> tuple[str, Cure]:
     shutil.copy(here.whole / "authority" / "ca.key", here.whole / "server" / "server.key")
     server = read_server(here.whole / "server" / "server.toml")
     with pytest.raises(FedloomError) as refused:
         check_certificate(server)
-    return str(refused.value), lambda: (call("renew", here.whole), check_certificate(server))
+    return str(refused.value), lambda: renew(here)
 
 
-def play_stopped_run(here: Machines) -> tuple[str, Callable[[], object]]:
+def play_stopped_run(here: Machines) -> tuple[str, Cure]:
     call("stop", here.whole)
-    server = read_server(here.whole / "server" / "server.toml")
-    return STOP_HINT, lambda: (call("stop", here.whole, "--undo"), _check(not stop_file(server).exists()))
+
+    def undo() -> None:
+        call("stop", here.whole, "--undo")
+        assert not stop_file(read_server(here.whole / "server" / "server.toml")).exists()
+
+    return STOP_HINT, undo
 
 
-def _check(holds: bool) -> None:
-    assert holds
-
-
-SITUATIONS: dict[str, tuple[Callable[[Machines], tuple[str, Callable[[], object]]], str]] = {
+SITUATIONS: dict[str, tuple[Callable[[Machines], tuple[str, Cure]], str]] = {
     "another site's signing key": (lambda here: play_foreign_key(here, "signing-key"), "rotate"),
     "another site's connection key": (lambda here: play_foreign_key(here, "node-key"), "rotate"),
     "a lost key": (play_lost_key, "rotate"),

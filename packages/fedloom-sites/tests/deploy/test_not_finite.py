@@ -30,7 +30,7 @@ from tests.deploy.sessions import SMALL, losing, secured
 from tests.flower.app import App
 from tests.flower.test_parity import CHOICES, local_of, net
 
-CLOSE = {"rtol": 0, "atol": 1e4 * 2.0**-integers.RESOLUTION_BITS}
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e4 * 2.0**-integers.RESOLUTION_BITS}
 ROUND, ROUNDS = 2, 3
 FEW, HALF, ALL = (1,), (0, 1, 3), (0, 1, 2, 3, 4)
 NONE_LEFT = f"round {ROUND}: 0 of 5 uploads were finite and within bounds"

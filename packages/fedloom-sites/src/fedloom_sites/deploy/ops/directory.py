@@ -29,14 +29,15 @@ from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import result_versions
 from fedloom_sites.deploy.ops.commands import (
+    FINAL_EXIT_CODE,
     OPS_FOLDER,
+    RESTART_VARIABLE,
     command_words,
     fill_template,
     flower_profile,
     process_environment,
 )
 from fedloom_sites.deploy.ops.plan import DeploymentPlan
-from fedloom_sites.deploy.ops.run import FINAL_EXIT_CODE, RESTART_VARIABLE
 from fedloom_sites.deploy.setting_files import (
     SERVER_FILE,
     SITE_FILE,

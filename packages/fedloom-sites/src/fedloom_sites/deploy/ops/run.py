@@ -15,14 +15,10 @@ from pathlib import Path
 
 from fedloom.errors import FedloomError, Stop
 from fedloom.rundir import SUMMARY_FILE
+from fedloom_sites.deploy.ops.commands import FINAL_EXIT_CODE, RESTART_VARIABLE
 from fedloom_sites.deploy.server.run import STOP_HINT, finished_hint, finished_reason, recorded_stop, stop_file
 from fedloom_sites.deploy.setting_files import read_server
 from fedloom_sites.deploy.settings import Server
-
-FINAL_EXIT_CODE = 3
-"""Exit code of a run that a further start does not continue. The unit lists it, so that systemd does not restart it."""
-RESTART_VARIABLE = "FEDLOOM_RESTARTS_ON_ANY_FAILURE"
-"""Environment variable that is set where every exit code except 0 leads to a restart, as in a container."""
 
 
 def main(words: Sequence[str]) -> int:
