@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedloom
-from fedloom.errors import DataError
+from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom_sites.deploy.ops import check, keys
@@ -23,6 +23,7 @@ from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.protocol.identity import public_key_line
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, write_checked
 from fedloom_sites.deploy.setting_files import read_site, settings_text
+from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 from tests.deploy.sessions import secured
 
@@ -155,6 +156,16 @@ def test_a_key_of_another_site_is_refused_with_its_name(ready):
     shutil.copy(homes["site-0"] / "node-key", alone / "node-key")
     [sentence] = refused(read_site(alone / "site.toml"))
     assert "is not the private key of node-key.pub, so it is not the agreed key of site-1" in sentence
+    shutil.copy(homes["site-1"] / "node-key", alone / "node-key")
+    own = (alone / "signing-key").read_bytes()
+    shutil.copy(homes["site-0"] / "signing-key", alone / "signing-key")
+    [sentence] = refused(read_site(alone / "site.toml"))
+    assert f"{alone / 'signing-key'} is not the private key of signing-key.pub" in sentence
+    with pytest.raises(ConfigError, match="signing-key is not the private key of signing-key.pub. Restore this site's"):
+        Client(read_site(alone / "site.toml"))
+    (alone / "signing-key").write_bytes(own)  # the cure
+    assert not refused(read_site(alone / "site.toml"))
+    Client(read_site(alone / "site.toml"))
     (homes["site-1"] / "node-key").write_bytes(keys.make_key_pair("connection").private)
     [sentence] = refused(read_site(homes["site-1"] / "site.toml"))
     assert f"{homes['site-1'] / 'node-key'} is not the key that was agreed on for site-1" in sentence

@@ -313,6 +313,7 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
         assert once["ProtectSystem"] == "strict"
         assert once["NoNewPrivileges"] == "yes"
         assert once["Restart"] == ("on-failure" if name == "run" else "always")
+        assert once.get("RestartPreventExitStatus") == (str(service.FINAL_EXIT_CODE) if name == "run" else None)
         assert once["IPAddressDeny"] == "any"
         side = "site" if name == "site" else "server"
         assert all(path.startswith(f"/srv/fl/{side}/") for path in once["ReadWritePaths"].split())
@@ -346,8 +347,10 @@ def test_deployments_of_a_site_can_share_its_memory(planned, tmp_path):
     assert unit["ReadWritePaths"].split() == ["/srv/fl/site/state", "/srv/fl/site/flower", "/srv/memory"]
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     assert services["site"]["volumes"] == ["./:/srv/fl/site", "/srv/memory:/srv/memory"]
-    server = yaml.safe_load((tmp_path / "new" / "server" / "compose.yaml").read_text())["services"]["superlink"]
-    assert server["volumes"] == ["./:/srv/fl/server"]
+    server = yaml.safe_load((tmp_path / "new" / "server" / "compose.yaml").read_text())["services"]
+    assert server["superlink"]["volumes"] == ["./:/srv/fl/server"]
+    with_any = [name for name, one in server.items() if service.RESTART_VARIABLE in one["environment"]]
+    assert with_any == [name for name, one in server.items() if one["restart"] == "on-failure"] == ["run"]
 
 
 def test_a_site_starts_with_what_its_file_says_then(ready, monkeypatch):
@@ -497,7 +500,8 @@ def test_containers_run_the_commands_of_the_units(written):
         side = "site" if name == "site" else "server"
         given = settings(texts[f"fedloom-srv-fl-{name}"])
         assert container["command"] == shlex.split(dict(given)["ExecStart"].replace("$$", "$"))
-        assert {f"{k}={v}" for k, v in container["environment"].items()} == {
+        environment = {k: v for k, v in container["environment"].items() if k != service.RESTART_VARIABLE}
+        assert {f"{k}={v}" for k, v in environment.items()} == {
             value.strip('"') for key, value in given if key == "Environment"
         }
         assert container["image"] == f"fedloom:{server.version}"

@@ -202,7 +202,7 @@ def test_the_command(tmp_path):
     found = json.loads(CliRunner().invoke(app, ["deploy", "status", str(tmp_path), "--json"]).output)
     assert found == json.loads(json.dumps(status_of(here.server))) | {"disk": found["disk"]}
     missing = CliRunner().invoke(app, ["deploy", "status", str(tmp_path / "nothing")])
-    assert (missing.exit_code, "no server.toml" in missing.output) == (2, True)
+    assert (missing.exit_code, "nothing does not exist. Pass" in missing.output) == (2, True)
 
 
 def test_metrics_are_served_while_it_runs_and_not_after(tmp_path):
@@ -286,17 +286,19 @@ def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
 
 
 def test_a_failed_run_is_called_failed_at_every_further_start(tmp_path, monkeypatch, capsys):
-    """It is complete, so nothing is left to do, but it is no success, neither here nor in Flower's list of runs."""
+    """It is no success, neither for systemd, which does not start it again, nor in Flower's list of runs."""
     here = scene(tmp_path, "fedavg", **SMALL | {"local": {"lr": 1e-30, "epochs": 1, "batch_size": 200}})
     assert here.serve() is Stop.UNCHANGED
     said = []
     assert serve_run(here.grid(), here.server, said.append) is Stop.UNCHANGED
     file = tmp_path / "server.toml"
     file.write_text(settings_text(here.server))
-    assert service.main([str(file), "flwr", "run"]) == 0
+    assert service.main([str(file), "flwr", "run"]) == service.FINAL_EXIT_CODE
+    monkeypatch.setenv(service.RESTART_VARIABLE, "1")
+    assert service.main([str(file), "flwr", "run"]) == 0  # containers restart after every other code
     for text in (*said, capsys.readouterr().out):
-        assert text.strip() == f"fedloom: {finished_hint(Stop.UNCHANGED)}"
-        assert "the run has failed: nothing was trained" in text
+        assert {*text.splitlines()} == {f"fedloom: {finished_hint(Stop.UNCHANGED)}"}
+        assert "the run has ended: nothing was trained" in text
     with pytest.raises(RunStopped, match=Stop.UNCHANGED.value):
         apps.server_app(here.grid(), SimpleNamespace(run_config={"server": str(file)}))
 
@@ -311,3 +313,23 @@ def test_the_service_runs_until_all_rounds_are_done(tmp_path, monkeypatch):
     assert here.serve() is Stop.DONE
     assert service.main([str(tmp_path / "server.toml"), "flwr", "run"]) == 0
     assert ran == [["flwr", "run"]]
+
+
+@pytest.mark.parametrize("stop", Stop)
+def test_the_service_starts_again_only_after_ends_that_a_start_can_change(stop, tmp_path, monkeypatch):
+    """A run of which a person must remove a reason does not start every minute, and no failure looks like a success."""
+    here = scene(tmp_path, "fedavg", **SMALL | {"rounds": 1})
+    (tmp_path / "server.toml").write_text(settings_text(here.server))
+    assert here.serve() is Stop.DONE
+    path = here.server.results / "summary.json"
+    ended = path.read_text()
+    path.unlink()
+
+    def ends(_words, **_):
+        path.write_text(ended.replace('"DONE"', f'"{stop.name}"'))
+
+    monkeypatch.setattr(service.subprocess, "run", ends)
+    monkeypatch.setattr(service, "finished_reason", lambda _: None if stop.resumable or not path.exists() else stop)
+    code = service.main([str(tmp_path / "server.toml"), "flwr", "run"])
+    again = {Stop.TOO_FEW, Stop.INTERRUPTED}
+    assert code == (0 if stop.status == "done" else 1 if stop in again else service.FINAL_EXIT_CODE)

@@ -852,8 +852,15 @@ def test_a_loss_that_is_a_sum_ends_the_run_at_once() -> None:
         strategy.start(App(summed, 3).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
 
 
-@pytest.mark.parametrize("lost", [None, "not finite"])
-def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None) -> None:
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        (None, "any reply in 3 rounds, so no model was trained. The"),
+        ("damaged", "any reply in 3 rounds, so no model was trained. The"),
+        ("not finite", "round 1: 0 of 3 uploads were finite and within bounds"),
+    ],
+)
+def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None, reason: str) -> None:
     def fault(node: int, message: Message, reply: Message) -> Message | None:
         if message.metadata.message_type == "train":
             if lost is None:
@@ -862,7 +869,7 @@ def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None) -> Non
         return reply
 
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
-    with pytest.raises(RunStopped, match="any reply in 3 rounds, so no model was trained. The"):
+    with pytest.raises(RunStopped, match=reason):
         strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
 
 

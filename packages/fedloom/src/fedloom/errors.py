@@ -519,6 +519,7 @@ class Stop(Enum):
     STOPPED = "stopped by a callback"
     INTERRUPTED = "interrupted. Run the same command again to continue"
     TOO_FEW = "too few clients returned a usable update"
+    NEUTRAL = "too few sites could train from the model"
     BUDGET = "the privacy budget is spent"
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     UNUSABLE = "too few uploads can be used"
@@ -541,6 +542,7 @@ _STOP_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]]
     Stop.STOPPED: "done",
     Stop.INTERRUPTED: "interrupted",
     Stop.TOO_FEW: "interrupted",
+    Stop.NEUTRAL: "interrupted",
     Stop.BUDGET: "interrupted",
     Stop.DIVERGED: "diverged",
     Stop.UNUSABLE: "failed",
@@ -635,6 +637,15 @@ def printable(text: object) -> str:
         lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )
+
+
+def escape_line(text: object) -> str:
+    r"""Return printable text without line breaks, so that text from another machine cannot add a line to a log.
+
+    >>> escape_line("a\nb")
+    'a\\nb'
+    """
+    return printable(text).replace("\n", r"\n")
 
 
 __dir__ = lister(__name__)

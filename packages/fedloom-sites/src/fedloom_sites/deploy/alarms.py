@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.errors import escape_line
 from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
@@ -117,7 +118,7 @@ def raise_alarm(log: Audit, reason: str) -> None:
     Raises:
         CheckpointError: the disk is full, or the line cannot be written.
     """
-    log.write(ALARM_ENTRY, reason=reason)
+    log.write(ALARM_ENTRY, reason=escape_line(reason))
 
 
 def _is_due(count: int, most: int) -> bool:

@@ -86,7 +86,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.
     """
-    return [entry for line in _read_log_bytes(path).splitlines() if (entry := entry_of(line)) is not None]
+    return [entry for line in complete_lines(_read_log_bytes(path)) if (entry := entry_of(line)) is not None]
 
 
 def verify_log(path: Path) -> LogEnd:

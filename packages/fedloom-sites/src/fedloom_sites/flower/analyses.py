@@ -38,7 +38,7 @@ from fedloom.analyses import (
 from fedloom.analyses.registry import name_of
 from fedloom.data import Federation
 from fedloom.data.survey.agreement import Agreement
-from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, sentence_of
+from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, escape_line, sentence_of
 from fedloom.rundir import place_of
 from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
@@ -148,7 +148,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
     except Exception as error:  # any error depends on the samples, so the server must not notice it
-        sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {sentence_of(error)}\n")
+        sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {escape_line(sentence_of(error))}\n")
         vector, silent = form.zeros, True
     sums = arrays_of({"sums": torch.from_numpy(vector.view(np.int64).copy())})
     return RecordDict({VALUES_RECORD: write_values(client=seat, silent=silent), "answer": sums})

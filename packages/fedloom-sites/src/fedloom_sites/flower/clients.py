@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import RemoteClients
 from fedloom.engine.job import Job
-from fedloom.errors import FedloomError, WireError
+from fedloom.errors import FedloomError, WireError, escape_line
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, log, messages_of, write_values
@@ -46,6 +46,7 @@ class FlowerClients(RemoteClients):
         scores: metrics of every client that answered the latest evaluation.
         refusals: reason why each client refused the latest request. Clients that did not answer, or that have lost
             their state, are not included.
+        uploaded: clients whose latest upload could be read. It may contain numbers that are not finite.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class FlowerClients(RemoteClients):
         self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
         self.scores: dict[int, dict[str, float]] = {}
         self.refusals: dict[int, str] = {}
+        self.uploaded = set[int]()
 
     def replace_sender(self, send: Send) -> FlowerClients:
         """Return a copy of these clients that uses a different function for sending messages."""
         other = copy.copy(self)
-        other._send, other.refusals = send, {}
+        other._send, other.refusals, other.uploaded = send, {}, set()
         return other
 
     def can_train(self, client: int) -> bool:
@@ -86,7 +88,9 @@ class FlowerClients(RemoteClients):
                 raise WireError("the answers in the reply must be finite numbers")
             return output_of(upload, _work_tensor(values))
 
-        return self._replies([*downloads], messages(), read)
+        outputs = self._replies([*downloads], messages(), read)
+        self.uploaded = {*outputs}
+        return outputs
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         model = [self._forms.write_model(request.model)]
@@ -129,7 +133,7 @@ class FlowerClients(RemoteClients):
             client = client if client in recipients else None
             if reply.has_error():
                 if client is not None and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                    self.refusals[client] = str(reply.error.reason)[:500]
+                    self.refusals[client] = escape_line(reply.error.reason)[:500]
                 log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
@@ -150,7 +154,7 @@ class FlowerClients(RemoteClients):
             if values.get("lost"):
                 self.accepted[client] = 0
             else:
-                self.refusals[client] = str(values["error"])[:500]
+                self.refusals[client] = escape_line(values["error"])[:500]
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
             raise WireError(f"the reply belongs to client {values['client']}, not to client {client}")

@@ -19,7 +19,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
-from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
+from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of, escape_line
 from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import name_tensors, to_device
 from fedloom.rundir import place_of
@@ -171,7 +171,7 @@ class _Node:
                     return Message(act(values, message, context), reply_to=message)
             except Exception as error:
                 sentence = str(error) if isinstance(error, FedloomError) else cause_of(error)
-                sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
+                sys.stderr.write(f"fedloom: node {context.node_id}: {escape_line(sentence)}\n")
                 reply = write_values(error=sentence, lost=isinstance(error, _LostState))
                 return Message(RecordDict({VALUES_RECORD: reply}), reply_to=message)
 

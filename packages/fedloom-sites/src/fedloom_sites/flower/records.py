@@ -12,7 +12,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor, nn
 
-from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.errors import ConfigError, Refused, WireError, escape_line
 from fedloom.trained.model import running_statistics
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
@@ -21,8 +21,14 @@ VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
 """Maximum difference between means and standard deviations at which untrained values are considered equal."""
-log = logging.getLogger("flwr").log
-"""Function that writes to Flower's log. Flower's releases export it from different modules."""
+
+
+def log(level: int, text: str, *values: object) -> None:
+    """Write one line to Flower's log, in which the texts of other machines cannot begin a new line.
+
+    Flower's releases export this log from different modules.
+    """
+    logging.getLogger("flwr").log(level, text, *(escape_line(v) if isinstance(v, str) else v for v in values))
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:

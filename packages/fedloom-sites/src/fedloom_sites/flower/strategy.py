@@ -131,8 +131,8 @@ class Strategy(FlowerStrategy):
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
-            RunStopped: every node refused a round, no reply was used in any round, or the global model is the initial
-                one, so nothing was trained.
+            RunStopped: every node refused a round, a round diverged, no reply was used in any round, or the global
+                model is the initial one, so nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
         self._unread = set[tuple[str, str]]()
@@ -238,7 +238,8 @@ class Strategy(FlowerStrategy):
             functions of a subclass). The round's counts are also returned, or None if there are too few replies.
 
         Raises:
-            RunStopped: every node in the cohort refused the round, and repeating the request would not change this.
+            RunStopped: every node in the cohort refused the round or sent an upload that is not finite, or the server's
+                state is not finite. Repeating the request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -254,6 +255,8 @@ class Strategy(FlowerStrategy):
                     f"round {before.round + 1}: all {self._asked} nodes rejected the request. Node "
                     f"{self._members[first]}: {reason}",
                 ) from error
+            if error.reason is Stop.DIVERGED and 0 < self._asked <= len(answering.uploaded):
+                raise
             none = f"round {before.round + 1}: none of its nodes answered"
             log(WARNING, "fedloom: nothing changes in %s", error.detail if arrived else none)
             self.state = before.with_(round=before.round + 1)

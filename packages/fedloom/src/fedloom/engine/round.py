@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.engine.clients.forging import forge
 from fedloom.engine.clients.regroup import recluster_if_due
-from fedloom.engine.clients.uploads import Uploads, weights_of
+from fedloom.engine.clients.uploads import Uploads, describe_usable, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import RunStopped, Stop, attribute_error
@@ -64,8 +64,7 @@ def update_server(
     events, accepted = uploads.events(t), job.ctx(t, torch.cat(uploads.ids))
     if accepted.m < max(1.0, job.setting.engine.quorum * len(cohort)):
         reason = Stop.DIVERGED if accepted.m == 0 else Stop.UNUSABLE
-        detail = f"round {t}: {accepted.m} of {len(cohort)} uploads were finite and within bounds"
-        raise RunStopped(reason, detail, events)
+        raise RunStopped(reason, describe_usable(t, accepted.m, len(cohort)), events)
     up, weigher, aggregator = uploads.aggregate(accepted, state.weigher, state.aggregator)
     with attribute_error("method", job.algorithm, f"round {t}"):
         server = job.algorithm.server(state.server, up, accepted)

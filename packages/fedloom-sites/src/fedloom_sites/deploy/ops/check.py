@@ -37,7 +37,7 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed_setting, noise_of_site, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
-from fedloom_sites.deploy.protocol.identity import public_key_line
+from fedloom_sites.deploy.protocol.identity import KEY_CURE, public_file_of, public_key_line
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, has_used_turns, read_checked
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
@@ -55,8 +55,8 @@ COMPARED_PACKAGES = (
 )
 """Packages whose versions `check_site` compares."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
-KEY_CURE = "Restore this site's own key, or ask the coordinator for new keys (fedloom deploy rotate)"
-"""Advice about a private key that a site cannot use."""
+RENEW_CURE = "Ask the coordinator to renew it: fedloom deploy renew"
+"""Advice about a certificate of the server that has expired."""
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
     10: "ask the coordinator to run 'fedloom deploy renew', or set the clock of this machine",
@@ -294,7 +294,7 @@ def _foreign_keys(site: Site) -> Iterator[str]:
         lists["signing_key"] = dict(zip(names, site.secure.keys, strict=True))
     for kind, known in lists.items():
         path: Path = getattr(site, kind)
-        line, public = public_key_line(content_of(path)), path.with_name(f"{path.name}.pub")
+        line, public = public_key_line(content_of(path)), public_file_of(path)
         owner = next((name for name, key in known.items() if key == line), None)
         if owner is not None and owner not in (site.site, str(site.client)):
             yield f"{path} is the key of {owner}, not of {site.site}"
@@ -338,15 +338,18 @@ def _check_authority(site: Site) -> Iterator[CheckFinding]:
             f"{site.ca} is not a certificate in PEM format. Get the file from the server's administrator again",
         )
         return
-    yield _check_certificate_dates("the authority's certificate", certificate)
+    yield _check_certificate_dates(
+        "the authority's certificate", certificate,
+        "No file replaces it. Ask the coordinator for a new deployment (fedloom deploy init)",
+    )  # fmt: skip
 
 
-def _check_certificate_dates(what: str, certificate: x509.Certificate) -> CheckFinding:
+def _check_certificate_dates(what: str, certificate: x509.Certificate, cure: str) -> CheckFinding:
     now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > end:
         return CheckFinding(
             "refused",
-            f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. Ask the server's administrator for a new certificate",
+            f"{what} expired on {end:%Y-%m-%d %H:%M} UTC. {cure}",
         )
     if now < start:
         here = f"the time here is {now:%Y-%m-%d %H:%M}. Set the clock"
@@ -446,7 +449,7 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[CheckFinding]:
         socket = connection.sock
         assert isinstance(socket, ssl.SSLSocket)
         certificate = x509.load_der_x509_certificate(socket.getpeercert(binary_form=True) or b"")
-        yield _check_certificate_dates(f"the certificate of {address}", certificate)
+        yield _check_certificate_dates(f"the certificate of {address}", certificate, RENEW_CURE)
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
     except ssl.SSLCertVerificationError as error:

@@ -25,6 +25,10 @@ ANSWER_SECONDS = 90.0
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
 """Folder with the programs of this Python environment."""
+FINAL_EXIT_CODE = 3
+"""Exit code of a run that a further start does not continue. The unit lists it, so that systemd does not restart it."""
+RESTART_VARIABLE = "FEDLOOM_RESTARTS_ON_ANY_FAILURE"
+"""Environment variable that is set where every exit code except 0 leads to a restart, as in a container."""
 
 
 def fill_template(template: str, **values: object) -> str:

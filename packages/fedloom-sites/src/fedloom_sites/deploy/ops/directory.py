@@ -29,7 +29,9 @@ from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import result_versions
 from fedloom_sites.deploy.ops.commands import (
+    FINAL_EXIT_CODE,
     OPS_FOLDER,
+    RESTART_VARIABLE,
     command_words,
     fill_template,
     flower_profile,
@@ -186,6 +188,11 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     host = _host_of(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
+    if left < 1:
+        raise ConfigError(
+            f"the certificate of the authority in {here} has expired or expires today, so sites would reject every "
+            "certificate that it signs. Create a new deployment, with a new authority: fedloom deploy init"
+        )
     if left < days:
         raise ConfigError(f"the certificate of the authority expires in {left} days, so --days must be at most {left}")
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
@@ -265,6 +272,7 @@ def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Loc
         "node-key": node.private,
         "node-key.pub": f"{node.public}\n",
         "signing-key": signing.private,
+        "signing-key.pub": f"{signing.public}\n",
         "compose.yaml": compose_file(site, place),
         **{f"{name}.service": text for name, text in systemd_units(site, place).items()},
     }
@@ -274,6 +282,7 @@ def compose_file(of: Server | Site, place: Location) -> str:
     """Return the ``docker compose`` file of the server or of a site, which corresponds to the systemd units."""
     folder, services = place.home / _side_name(of), []
     for name, words in _side_commands(of, place).items():
+        restarts = {RESTART_VARIABLE: "1"} if name == "run" else {}
         services.append(
             fill_template(
                 "service.yaml",
@@ -282,7 +291,7 @@ def compose_file(of: Server | Site, place: Location) -> str:
                 command=json.dumps([word.replace("$", "$$") for word in words]),
                 folder=folder,
                 volumes=json.dumps([f"./:{folder}", *(f"{shared}:{shared}" for shared in _shared_folders(of))]),
-                environment=json.dumps(_side_environment(of, name, place)),
+                environment=json.dumps(_side_environment(of, name, place) | restarts),
                 restart="on-failure" if name == "run" else "unless-stopped",
                 network="host" if name in ("superlink", "site") else "service:superlink",
             )
@@ -424,6 +433,7 @@ def _systemd_unit(name: str, what: str, of: Server | Site, place: Location, word
         command=" ".join(map(_quote_for_systemd, words)),
         restart="on-failure" if runs else "always",
         seconds=60 if runs else 5,
+        prevent=f"RestartPreventExitStatus={FINAL_EXIT_CODE}\n" if runs else "",
         after=f" {place.prefix}-superexec.service" if runs else "",
         memory=MEMORY_LIMITS[side],
         writes=" ".join(map(str, [*(folder / write for write in WRITABLE_FOLDERS[side]), *_shared_folders(of)])),

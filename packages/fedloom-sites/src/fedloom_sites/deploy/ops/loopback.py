@@ -62,7 +62,7 @@ class LoopbackDeployment:
         self._server_file = self.folder / "server" / "server.toml"
         if not self._server_file.exists():
             raise ConfigError(
-                f"{folder} contains no server/server.toml: it {describe_folder(folder)}. Pass the directory that "
+                f"{folder} {describe_folder(folder)}. Pass the directory that "
                 "'fedloom deploy init' wrote, which contains the folders of the server and of all sites"
             )
         agreed = read_server(self._server_file)

@@ -27,7 +27,7 @@ from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.directory import SECRET_FILES, Location, site_files, write_files, write_side
 from fedloom_sites.deploy.ops.plan import data_table_for_new_site
 from fedloom_sites.deploy.ops.status import server_file
-from fedloom_sites.deploy.protocol.identity import public_key_line
+from fedloom_sites.deploy.protocol.identity import public_file_of, public_key_line
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
@@ -218,6 +218,8 @@ def check_proposal(folder: Path, change: Path) -> AgreementProposal:
     }
     if new.fingerprint == site.fingerprint and new.clients == site.clients:
         files |= {name: content_of(change / name) for name in KEY_FILES if (change / name).exists()}
+        if "signing-key" in files:
+            files["signing-key.pub"] = f"{public_key_line(files['signing-key'])}\n".encode()
         rules |= _amendment_conditions(site, new, members, files.get("signing-key"))
     else:
         files |= {} if new.start is None else {INITIAL_MODEL_FILE: content_of(change / INITIAL_MODEL_FILE)}
@@ -261,7 +263,8 @@ def accept_agreement(folder: Path, change: Path, digest: str) -> Site:
         make_folder(later)
         write_atomic(later / LEDGER, content_of(ledger))
     for name in sorted(files, key=lambda name: name == "site.toml"):  # site.toml last, because it takes effect
-        path = {"node-key": before.node_key, "signing-key": before.signing_key}.get(name, folder / name)
+        private = {"node-key": before.node_key, "signing-key": before.signing_key}.get(name.removesuffix(".pub"))
+        path = folder / name if private is None else public_file_of(private) if name.endswith(".pub") else private
         write_atomic(path, files[name])
         if name in SECRET_FILES:
             path.chmod(0o600)

@@ -28,7 +28,7 @@ from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
-from fedloom_sites.deploy.setting_files import SERVER_FILE, describe_folder, read_server
+from fedloom_sites.deploy.setting_files import SERVER_FILE, SITE_FILE, describe_folder, read_server
 from fedloom_sites.deploy.settings import Server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
@@ -73,10 +73,10 @@ def server_file(folder: Path) -> Path:
     """
     files = [path for path in (folder / "server" / SERVER_FILE, folder / SERVER_FILE) if path.is_file()]
     if not files:
+        at_site = ". A site has neither, so ask the coordinator" if (folder / SITE_FILE).exists() else ""
         raise ConfigError(
-            f"{folder} contains no server.toml and no server/server.toml: it {describe_folder(folder)}. Pass "
-            "the directory that 'fedloom deploy init' wrote, or the server's folder. A site has neither, so ask the "
-            "coordinator"
+            f"{folder} {describe_folder(folder)}. Pass the directory that 'fedloom deploy init' wrote, or the server's "
+            f"folder{at_site}"
         )
     return files[0]
 

@@ -34,6 +34,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     REPLY_FIELDS,
     STATUS_FIELDS,
     UNABLE_STATUS,
+    UNUSABLE_STATUS,
     Envelope,
     Kind,
     PendingRequest,
@@ -43,7 +44,14 @@ from fedloom_sites.deploy.protocol.envelope import (
 )
 from fedloom_sites.deploy.protocol.identity import is_signed
 from fedloom_sites.deploy.protocol.lengths import upload_norms, values_out_of_range
-from fedloom_sites.deploy.protocol.rejected import GROWTH_HINT, LateReply, RejectedReply, UnableReply, make_printable
+from fedloom_sites.deploy.protocol.rejected import (
+    GROWTH_HINT,
+    LateReply,
+    RejectedReply,
+    UnableReply,
+    UnusableUpload,
+    make_printable,
+)
 from fedloom_sites.deploy.settings import Server, norm_bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
@@ -209,7 +217,8 @@ class ReplyChecks:
         if draft.head["status"] == UNABLE_STATUS:
             raise UnableReply(draft.head["reason"])
         if draft.head["status"] != "ok":
-            raise RejectedReply(2, f"the site rejected the message: {draft.head['reason']}")
+            rejected = UnusableUpload if draft.head["status"] == UNUSABLE_STATUS else RejectedReply
+            raise rejected(2, f"the site rejected the message: {draft.head['reason']}")
         return draft
 
     def _check_greeting(self, draft: _ReplyDraft) -> _ReplyDraft:
@@ -254,7 +263,7 @@ class ReplyChecks:
         if draft.is_round and value is not None:
             parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
             if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-                raise RejectedReply(8, "the arrays contain NaN or infinite numbers")
+                raise UnusableUpload(8, "the arrays contain NaN or infinite numbers")
         return draft
 
     def _check_counts(self, draft: _ReplyDraft) -> _ReplyDraft:
@@ -304,7 +313,7 @@ class ReplyChecks:
                     11, f"the norm of the difference in {name} is {norm:.4g}, but at most {bound:.4g} is allowed"
                 )
         if not bool(usable_uploads_mask((*up,), 1, job.setting.engine.norm_bound).all()):
-            raise RejectedReply(11, f"the norm of a field exceeds engine.norm_bound = {job.setting.engine.norm_bound}")
+            raise UnusableUpload(11, f"the norm of a field exceeds engine.norm_bound = {job.setting.engine.norm_bound}")
         if any(bool((weight < 0).any()) for weight in job.weights(up)):
             raise RejectedReply(11, "the client's model has a negative weight")
         self._check_ranges(up, pending)

@@ -103,6 +103,9 @@ STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 UNABLE_STATUS = "unable"
 """Status of a reply from a site that could not write to its disk, so that the server may send the message again."""
 
+UNUSABLE_STATUS = "unusable"
+"""Status of a reply from a site whose upload is not finite or exceeds a bound of the experiment."""
+
 MAX_REASON_CHARACTERS = 500
 """Maximum length of a reason, in characters."""
 

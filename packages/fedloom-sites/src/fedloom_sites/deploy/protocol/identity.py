@@ -23,16 +23,25 @@ NONCE_BYTES = 16
 """Length of a nonce in bytes."""
 
 
+KEY_CURE = "Restore this site's own key, or ask the coordinator for new keys (fedloom deploy rotate)"
+"""Advice about a private key that a site cannot use."""
+
+
 def new_nonce() -> bytes:
     """Return random bytes from the operating system."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def read_signing_key(path: Path) -> Ed25519PrivateKey:
+def read_signing_key(path: Path, agreed: str = "") -> Ed25519PrivateKey:
     """Read the private key of a site from its file.
 
+    Args:
+        path: file with the private key.
+        agreed: OpenSSH line with the site's public key in the agreement. If it is empty, the public key next to the
+            private key is used, provided that this file exists.
+
     Raises:
-        ConfigError: the file is missing, or is not an Ed25519 key in OpenSSH format.
+        ConfigError: the file is missing, is not an Ed25519 key in OpenSSH format, or is another site's key.
     """
     content = content_of(path, "the signing key")
     try:
@@ -41,7 +50,17 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
         raise ConfigError(f"{path} is not a private key in OpenSSH format: {error}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key. Replies must be signed with an Ed25519 key")
+    public, line = public_file_of(path), public_key_line(content)
+    if agreed and not agreed.startswith(line):
+        raise ConfigError(f"{path} is not the key that was agreed on for this site. {KEY_CURE}")
+    if not agreed and public.exists() and not content_of(public).decode(errors="replace").startswith(line):
+        raise ConfigError(f"{path} is not the private key of {public.name}. {KEY_CURE}")
     return key
+
+
+def public_file_of(path: Path) -> Path:
+    """Return the path of the public key that belongs to a file with a private key."""
+    return path.with_name(f"{path.name}.pub")
 
 
 def public_key_line(private: bytes) -> str:

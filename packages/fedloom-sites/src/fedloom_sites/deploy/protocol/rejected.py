@@ -38,6 +38,10 @@ class UnableReply(RejectedReply):
         super().__init__(2, f"the site cannot answer now: {reason}")
 
 
+class UnusableUpload(RejectedReply):
+    """Error: an upload is not finite, or exceeds a bound of the experiment."""
+
+
 def make_printable(text: str) -> str:
     """Return external text that has been made safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
+from fedloom_sites.deploy.groups import Cells
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
 from fedloom_sites.deploy.protocol.lengths import shorten_upload
@@ -213,12 +214,14 @@ class MaskedAnswers:
         weighs, bits = not terms.is_dominated("train", *agreed), int(self.figures or "0", 16)
         summed = terms.summed(*agreed, [part for part, _ in form.figures])
         summed = [is_summed and bool(bits >> k & 1) for k, is_summed in enumerate(summed)]
+        cells: Cells | None = {}
+        if with_groups:  # also without scores, because the time until the site answers would show that it has none
+            cells = self._groups.cells(job, models, terms.scored, scores, common=terms.common)
         if not form.is_whole(scores, sizes, summed, weighs=weighs):
             self._trainer.log_privately(f"round {terms.scored}: a score is missing, not finite, or too large for a sum")
             return nothing, SILENT_COUNTS
         vector = form.encode(scores, sizes, summed, weighs=weighs)
         if with_groups:
-            cells = self._groups.cells(job, models, terms.scored, scores, common=terms.common)
             are_summed = sums.summed(terms.bits(len(form.figures)), self._agreed.threshold)
             cells = {} if terms.is_dominated("test", *agreed) else cells
             of_groups = None if cells is None else sums.encode(cells, are_summed)

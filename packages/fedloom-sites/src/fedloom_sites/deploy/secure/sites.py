@@ -128,18 +128,23 @@ class MaskedSites(Sites):
         )
         if counts.answered < self._agreed.threshold:
             least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"
-            cure = "Remove the reasons, then run the command again to continue"
-            raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}. {cure}")
+            cure = f"Remove the reasons, then run the command again to continue with round {t + 1}"
+            raise RunStopped(Stop.NEUTRAL, f"{reason}; {least}. {cure}")
         self._transport.note("neutral uploads", t, clients, reason)
 
     def _give_up_scores(self, t: int, session: SessionSum) -> None:
         """Log that the sites do not open the scores of a round, because a site has no finite score."""
-        assert session.counts is not None
+        counts, n = session.counts, len(session.clients)
+        assert counts is not None
         self._tallied = t, {}
-        reason = (
-            f"round {t}: the sites decrypt no scores, because {session.counts.silent} of {len(session.clients)} sites "
-            "have no finite score, or one too large for a sum. The log of each of these sites states the reason"
+        why = (
+            f"{counts.silent} of {n} sites have no finite score, or one too large for a sum. The log of each of these "
+            "sites states the reason"
+            if counts.silent
+            else f"only {counts.answered} of {n} sites answered from their samples, but a sum needs "
+            f"{self._agreed.threshold}"
         )
+        reason = f"round {t}: the sites decrypt no scores, because {why}"
         self._transport.note("scores given up", t, session.clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, SiteRequest]]:

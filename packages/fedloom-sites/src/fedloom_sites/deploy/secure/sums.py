@@ -147,7 +147,8 @@ class SecureSums:
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
-            GivenUp: the sum was requested too many times, or a vector is wrong.
+            GivenUp: the sum was requested too many times, a vector is wrong, or too few sites answered when this round
+                was requested before the server stopped.
         """
         pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is not None and pending.sums == terms.sums and len(pending.total) != length:
@@ -163,10 +164,12 @@ class SecureSums:
             self._enter_change(terms, weights, pending.clients)
         counts = None
         if counted:
-            pending, counts = self._counted(pending)
+            was_shown, (pending, counts) = bool(pending.shown), self._counted(pending)
             try:
                 counters.check_enough(counts, self._agreed.threshold)
-            except ProtocolBroken:
+            except ProtocolBroken as error:
+                if was_shown and terms.trains and counts.answered < self._agreed.threshold:
+                    raise GivenUp(f"round {terms.round}: {error}", pending.clients) from None
                 return SessionSum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED_SHARE_BYTES

@@ -107,20 +107,24 @@ def finished_reason(settings: Server) -> Stop | None:
         CheckpointError: no checkpoint can be read.
         RunDirError: the checkpoints belong to a different experiment.
     """
-    newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
+    newest, stop = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16]), recorded_stop(settings)
+    if newest is None or stop is None or newest.meta["stop"] != stop.name or stop.resumable:
+        return None
+    return stop
+
+
+def recorded_stop(settings: Server) -> Stop | None:
+    """Return the reason in the summary why a run ended, or None if it has not ended or the summary is missing."""
     try:
-        recorded = json.loads((settings.results / SUMMARY_FILE).read_bytes())["stop"]
-        stop = Stop[recorded]
+        return Stop[json.loads((settings.results / SUMMARY_FILE).read_bytes())["stop"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    ended = newest is not None and newest.meta["stop"] == recorded and not stop.resumable
-    return stop if ended else None
 
 
 def finished_hint(stop: Stop) -> str:
     """Return a sentence on a run that has ended for this reason and cannot be resumed."""
-    if stop.status == "failed":
-        return f"the run has failed: {stop.value}. To train, deploy a corrected experiment"
+    if stop.status != "done":
+        return f"the run has ended: {stop.value}. To train, deploy a corrected experiment"
     return FINISHED_HINT
 
 

@@ -22,13 +22,14 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedloom.engine.clients.uploads import describe_usable
 from fedloom.engine.job import Job
 from fedloom.errors import RunStopped, Stop
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.protocol.checks import ReplyChecks
 from fedloom_sites.deploy.protocol.envelope import PendingRequest, SiteRequest, ValidReply, message_of
 from fedloom_sites.deploy.protocol.identity import read_verifying_key
-from fedloom_sites.deploy.protocol.rejected import LateReply, RejectedReply, UnableReply, make_printable
+from fedloom_sites.deploy.protocol.rejected import LateReply, RejectedReply, UnableReply, UnusableUpload, make_printable
 from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull_replies
 from fedloom_sites.deploy.server.presence import MIN_SLOW_SECONDS, NodePresence
 from fedloom_sites.deploy.settings import Server
@@ -69,7 +70,7 @@ class Transport:
         )
         self._overdue: dict[str, tuple[PendingRequest, float]] = {}
         self._posted: dict[str, tuple[PendingRequest, float]] = {}
-        self._unable = set[int]()
+        self._unable, self._unusable = set[int](), set[int]()
 
     def _known_clients(self) -> dict[int, int]:
         """Return the client of each node with a logged reply, so that a site has a name before it answers again."""
@@ -176,9 +177,12 @@ class Transport:
             need: minimum number of replies; with fewer replies, the run stops.
             wanted: clients that receive requests until the patience runs out, even if enough other clients have
                 answered.
+
+        Raises:
+            RunStopped: too few replies were accepted, or no site has a finite upload within the experiment's bounds.
         """
         end = time.monotonic() + self._settings.patience
-        self.presence.round = max(self.presence.round, round)
+        self.presence.round, self._unusable = max(self.presence.round, round), set()
         replies, rejected = dict[int, ValidReply](), set[int]()
         open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
@@ -205,6 +209,8 @@ class Transport:
         for c in open_:
             self._missed(round, c)
         wanted_count = sum(r.kind != "score" for r in requests.values())
+        if need and wanted_count == len(self._unusable):  # a further start would not change this
+            raise RunStopped(Stop.DIVERGED, describe_usable(round, 0, wanted_count))
         self.checks.quorum(round, _count_replies(replies), wanted_count, need, len(rejected))
         return replies
 
@@ -416,6 +422,8 @@ class Transport:
         self._audit.write("rejected", **facts, **self._facts(pending))
         if lost:
             self._mark_mute(pending, error.reason)
+        if isinstance(error, UnusableUpload) and not is_late and pending.client is not None:
+            self._unusable.add(pending.client)
         asked_again = isinstance(error, UnableReply) and not is_late
         self._unable |= {pending.client} if asked_again and pending.client is not None else set()
         return set() if pending.client is None or lost or is_late or asked_again else {pending.client}

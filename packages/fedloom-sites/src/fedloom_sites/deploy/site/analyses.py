@@ -140,13 +140,13 @@ class SiteAnalyses:
             may_answer = self._enter(one, terms, digest)
         try:
             may_answer &= self._are_apart(one, agreed)
-            if not may_answer:
+            rows = self._attach_models(terms, models) if models else self._rows
+            vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
+            if not may_answer:  # only now, so that the time until the site answers does not show it
                 raise Refused(
                     "the rows differ from the rows of the first step, or they differ from a "
                     "previously summed set of rows in too few subjects"
                 )
-            rows = self._attach_models(terms, models) if models else self._rows
-            vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
             if clipped and self._trainer.site.secure is not None:  # a masked sum does not show which sites clipped
                 raise Refused(f"{clipped} numbers in the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)

@@ -85,6 +85,12 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
     if site.snapshot is not None or not (remembers_answers or site.secure is not None or site.epsilon is not None):
         return  # `declare_snapshot` has checked the source of a snapshot
     folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
+    if site.memory is not None and not folder.is_dir():
+        raise Refused(
+            f"the folder memory of site {site.site}, {folder}, does not exist, so the site would forget the sums and "
+            "budgets of its data. Restore the folder from a copy or from the site's former machine. If the site has "
+            "never taken part in a deployment, create an empty folder"
+        )
     source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
     with lock_folder(folder):
         path = folder / NAMES_FILE

@@ -22,6 +22,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
     UNABLE_STATUS,
+    UNUSABLE_STATUS,
     Envelope,
     common_head,
     digest_of,
@@ -38,7 +39,7 @@ from fedloom_sites.deploy.site.asked import MODEL_MESSAGES, AskedModels
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
 from fedloom_sites.deploy.site.state import ServerRewound, SiteState
-from fedloom_sites.deploy.site.trainer import VALUE_FREE_ERRORS, Trainer
+from fedloom_sites.deploy.site.trainer import VALUE_FREE_ERRORS, Trainer, UnusableUpload
 from fedloom_sites.deploy.snapshots import check_snapshot
 
 
@@ -59,7 +60,8 @@ class Client:
     """
 
     def __init__(self, site: Site, fed: Federation | None = None) -> None:
-        self.site, self._key, self._has_named_data = site, read_signing_key(site.signing_key), False
+        agreed = "" if site.secure is None else site.secure.keys[site.client]
+        self.site, self._key, self._has_named_data = site, read_signing_key(site.signing_key, agreed), False
         self._memory = SiteState(site.state, site.fingerprint, site.client)
         self.trainer = Trainer(site, self._memory, fed)
         self._asked = AskedModels(site, self._memory, self.trainer)
@@ -123,6 +125,8 @@ class Client:
                 public = self.trainer.log_privately(reason)
             elif isinstance(cause, DiskError):
                 status = UNABLE_STATUS
+            elif isinstance(cause, UnusableUpload):
+                status = UNUSABLE_STATUS
             more, arrays, metrics = {"status": status, "reason": public[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()
         more["digest"] = digest_of(arrays)

@@ -24,7 +24,7 @@ from fedloom.errors import (
     Refused,
     RunDirError,
     WireError,
-    printable,
+    escape_line,
     sentence_of,
 )
 from fedloom.lab.experiment import Experiment
@@ -61,6 +61,10 @@ class TrainedRound(NamedTuple):
 
     output: ClientOutput
     is_neutral: bool = False
+
+
+class UnusableUpload(Refused):
+    """Error: an upload is not finite, or exceeds a bound of the experiment, so no server could use it."""
 
 
 Send = Callable[[Job, StateGeneration | None, TrainedRound, Any], dict[str, Tensor]]
@@ -232,9 +236,12 @@ class Trainer:
         Under masks or with noise at the site, no answer shows that the training failed.
 
         After a failure, the state is unchanged. With noise, the site then sends only noise. Under masks, the site sends
-        its neutral upload.
+        its neutral upload, which it computes in every round, because otherwise the time until it answers would show the
+        server which sites send one.
         """
-        site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
+        site, work, neutral = self.site, torch.zeros(1, 3, dtype=torch.long), self.forms.idle
+        if site.secure is not None and self.noise is None:
+            neutral = neutral_upload(self._blank, job, down, t, self.ids, self.forms.idle)
         try:
             output = self.node.train(job, down, t)
             work = output.work
@@ -251,8 +258,7 @@ class Trainer:
             self.log_privately(sentence_of(error))
             if self.noise is not None:
                 return TrainedRound(self._noise_alone(job, down))
-            upload = neutral_upload(self._blank, job, down, t, self.ids, self.forms.idle)
-            return TrainedRound(ClientOutput(upload, self._site_state(job), work), is_neutral=True)
+            return TrainedRound(ClientOutput(neutral, self._site_state(job), work), is_neutral=True)
         return TrainedRound(output)
 
     def _check_result(self, job: Job, output: ClientOutput, down: Any, t: int) -> None:
@@ -267,11 +273,13 @@ class Trainer:
         """
         secure, longest = self.site.secure, job.setting.engine.norm_bound
         if not bool(usable_uploads_mask((*output.upload, *output.state.rows), 1, None).all()):
-            raise Refused(f"round {t}: the result of the training is not finite")
-        if secure is None or self.noise is not None:
+            raise UnusableUpload(f"round {t}: the result of the training is not finite")
+        if self.noise is not None:
             return
         if not bool(usable_uploads_mask(tuple(output.state.rows), 1, longest).all()):
-            raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
+            raise UnusableUpload(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
+        if secure is None:
+            return  # the server checks the upload
         if not bool(usable_uploads_mask(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
             raise Refused(f"round {t}: the upload contains a negative weight")
         if isinstance(job.setting.aggregator, SharedMean):
@@ -369,7 +377,7 @@ class Trainer:
     def log_privately(self, reason: str) -> str:
         """Write a reason to the site's log, and return a message for the server that omits the reason."""
         sys.stderr.write(
-            f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
+            f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {escape_line(reason)}\n"
         )
         return f"site {self.site.site} could not answer. Its own log states the reason"
 

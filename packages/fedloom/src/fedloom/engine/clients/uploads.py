@@ -27,6 +27,11 @@ CONVERTED_ELEMENTS = 1 << 16
 """Number of elements converted at a time, so that they stay in the processor's cache until they are added."""
 
 
+def describe_usable(round: int, count: int, total: int) -> str:
+    """Return the sentence that states how many uploads of a round the server could use."""
+    return f"round {round}: {count} of {total} uploads were finite and within bounds"
+
+
 class RowsField:
     """Upload field of kind `fedloom.algorithms.Rows`: the rows ``[m, .]`` of accepted clients.
 
