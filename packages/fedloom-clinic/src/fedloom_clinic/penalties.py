@@ -97,7 +97,7 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
     Args:
         design: rows that the regression uses.
-        client: client to which the rows belong.
+        client: client of the rows.
         event: True for rows with the outcome, ``[N]``.
     """
     cells = np.hstack([design.x, design.y])
@@ -161,7 +161,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
     Args:
         at: function that returns the likelihood of some rows ``[N]`` at given coefficients.
         betas: coefficients of all fits, ``[K, q]``.
-        fold: fold to which each row belongs, or -1 for rows that are never held out, ``[N]``.
+        fold: fold of each row, or -1 for rows that are never held out, ``[N]``.
     """
     sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
     parts = [np.array([float(rows.sum()) for rows in sets])]

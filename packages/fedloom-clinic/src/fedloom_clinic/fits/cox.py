@@ -334,7 +334,7 @@ def newton(
         intercepts: number of leading columns that are intercepts.
         penalty: penalty that the likelihood contains. If there is a ridge, columns may depend on each other. With
             either penalty, the rows may be separated.
-        start: coefficients at which the steps start. If None, they start at 0.
+        start: initial coefficients. If None, they start at 0.
 
     Raises:
         DataError: no finite fit exists, columns depend on each other, or the steps do not converge.

@@ -199,7 +199,7 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
 
 
 def _find_separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
-    """Return a direction in which the likelihood has no maximum, or None if there is no such direction.
+    """Return a direction along which the likelihood has no maximum, or None if there is no such direction.
 
     See `fedloom_clinic.fits.separation`.
 

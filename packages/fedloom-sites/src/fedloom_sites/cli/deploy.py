@@ -305,8 +305,8 @@ def rehearse_attacks(
     """Attack a copy of a site to see what a server could learn.
 
     A simulated dishonest server tries all known attacks. The table shows what the server learned. The exit code is 1 if
-    the server learned something about this site that it should not have learned (OPEN). Nothing leaves the machine, and
-    no file of the site is changed.
+    the server learned something about this site that it should not learn (OPEN). Nothing leaves the machine, and no
+    file of the site is changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """

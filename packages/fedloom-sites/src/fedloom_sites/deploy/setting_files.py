@@ -106,7 +106,7 @@ def check_version(shared: SharedSettings) -> None:
 
 
 def resolve_paths(value: V, folder: Path) -> V:
-    """Return settings in which relative paths are resolved from ``folder``.
+    """Return settings with relative paths resolved from ``folder``.
 
     Raises:
         ConfigError: a path contains a NUL character.

@@ -141,7 +141,8 @@ class SecureSettings(Value):
         n = len(self.keys)
         if self.verify and self.scores != "masked":
             raise ValueError(
-                f"verify needs scores = 'masked', got {self.scores!r}, with which sites receive models outside the sums"
+                f"verify needs scores = 'masked', got {self.scores!r}, because sites then receive models outside the "
+                "sums"
             )
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
@@ -153,7 +154,7 @@ class SecureSettings(Value):
 
     @property
     def steady_sites(self) -> int:
-        """Number of sites in every sum that must never have left the sums over the same data."""
+        """Number of sites in every sum that have never left the sums over the same data."""
         return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
@@ -220,7 +221,7 @@ class SharedSettings(Value):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, by which people identify a run.
+        """SHA-256 of the complete agreement, which people use to identify a run.
 
         The value is the same on every machine.
         """
@@ -407,7 +408,7 @@ class Server(SharedSettings):
 
     @property
     def host(self) -> str:
-        """Host name or address to which sites connect."""
+        """Host name or address that sites connect to."""
         return self.public_address.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
-"""Maximum difference between means and standard deviations at which untrained values are considered equal."""
+"""Maximum difference between the means and standard deviations of equal untrained values."""
 log = logging.getLogger("flwr").log
 """Function that writes to Flower's log. Flower's releases export it from different modules."""
 

@@ -77,7 +77,7 @@ class Strategy(FlowerStrategy):
 
     Attributes:
         state: state of the run after the latest round (`fedloom.engine.state.State`). None before the first round.
-        client_metrics: metrics of every client, keyed by the round in which they were evaluated.
+        client_metrics: metrics of every client, keyed by evaluated round.
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.

@@ -59,7 +59,7 @@ class CellRecord:
         space: search space given for the method's settings.
         status: "done", "failed" (a run diverged), "not applicable" or "reused".
         reason: reason why the cell has no result, or why it is reused.
-        metric: metric to which the values belong. Higher values are better.
+        metric: metric of the values. Higher values are better.
         model: kind of model that a client would use: hybrid if the method has both a global and a personal model,
             otherwise its only model.
         chosen: settings of the best trial, keyed by name.

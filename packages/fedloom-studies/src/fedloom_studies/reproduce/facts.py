@@ -66,7 +66,7 @@ def published_recipes(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
 
 
 def fact_holds(fact: Fact, recipe: Recipe) -> bool:
-    """Return True if all experiments of a recipe have the options by which a fact can be recognized."""
+    """Return True if all experiments of a recipe have the options that identify a fact."""
     documents = recipe.make_documents("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option_at(document, key) == value for document in documents for key, value in fact.holds.items())
 

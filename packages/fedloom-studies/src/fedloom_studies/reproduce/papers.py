@@ -1,4 +1,4 @@
-"""Page about all papers, in which each paper has a row with its headline claims, as published and in a fair test.
+"""Page about all papers. Each paper has a row with its headline claims, as published and in a fair test.
 
 The file ``papers.toml`` lists the headline claims. For each of them, it contains the first words of the corresponding
 claim in the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into the papers'
@@ -112,7 +112,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def read_paper_sections() -> tuple[PaperSection, ...]:
-    """Return the papers in the order in which the page lists them."""
+    """Return the papers in the order of the page."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(PaperSection(**one) for one in document["paper"])
 

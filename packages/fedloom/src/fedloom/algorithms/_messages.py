@@ -101,7 +101,7 @@ class Sent:
     field without this annotation is sent as a dense vector.
 
     Attributes:
-        encoding: shortest encoding in which the field can be sent, given its content.
+        encoding: shortest possible encoding of the field, given its content.
         prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the encoding that the
             prox ``makes`` is used instead of ``encoding``.
         ranks: name of the field in the server's state that contains the ranks of the matrices in the download,

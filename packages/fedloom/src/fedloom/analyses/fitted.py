@@ -113,7 +113,7 @@ def run_setting(
 
 
 class FittedModel(NamedTuple):
-    """Linear model that an analysis has fitted.
+    """Linear model fitted by an analysis.
 
     Attributes:
         weights: float64 weights by name, for the outputs that models of the task have.

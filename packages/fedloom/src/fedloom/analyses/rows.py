@@ -19,7 +19,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns, levels and ranges on which all clients have agreed.
+    """Columns, levels and ranges that all clients have agreed on.
 
     Args:
         name: name of the data set.

@@ -177,7 +177,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        """Device on which the samples are stored."""
+        """Device that stores the samples."""
         return self.data.x.device
 
     def _split(self, part: str) -> Split:
@@ -203,7 +203,7 @@ class Federation:
         return index[first + torch.arange(len(first), device=first.device)], sizes
 
     def owner(self, part: str) -> Tensor:
-        """Return the client to which each entry of ``parts[part].index`` belongs, [total] (int64)."""
+        """Return the client of each entry in ``parts[part].index``, [total] (int64)."""
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:

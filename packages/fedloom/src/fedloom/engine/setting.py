@@ -31,7 +31,7 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """Options that determine when, on which parts and for which models scores are computed.
+    """Options that determine when scores are computed, on which parts of the data, and for which models.
 
     These options do not affect training.
     """
@@ -255,7 +255,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return a copy of the setting in which some choices are changed. If a choice is None, it remains unchanged.
+        """Return a copy of the setting with some choices changed. If a choice is None, it remains unchanged.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -273,9 +273,8 @@ class Setting(Value):
         Args:
             mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
                 names or tables. None keeps a default.
-            where: name of the file or call, which is used in messages.
-            places: other keys that are allowed, and the way in which keys are written. None if the mapping was created
-                in Python.
+            where: name of the file or call in messages.
+            places: other allowed keys, and their notation. None if the mapping was created in Python.
             base: setting that provides all choices that are missing from the mapping. None means that the defaults are
                 used.
 

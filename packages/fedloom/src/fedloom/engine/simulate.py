@@ -83,7 +83,7 @@ def simulate(
         callbacks: functions that are called after every round. If one of them returns a sentence, the run ends, and if
             one raises an error, a warning is logged (see `fedloom.callbacks`).
         advance: False to only read the content of the folder, without running any further rounds.
-        pause: round after which the run is evaluated and interrupted. To resume the run, repeat the call with a later
+        pause: last round before the run is evaluated and interrupted. To resume the run, repeat the call with a later
             round or without this argument.
         ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
             are then available only at rank 0.

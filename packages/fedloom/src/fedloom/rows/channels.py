@@ -27,7 +27,7 @@ class Channel(Value, ABC):
     """Transformation of rows [m, D] that processes each row separately."""
 
     encoding: ClassVar[fields.Kind] = "dense"
-    """Encoding in which the output of the channel is sent."""
+    """Encoding of the channel's output."""
     remembers: ClassVar[bool] = False
     """True if the channel supports error feedback, which is switched on by its option `error_feedback`."""
 

@@ -64,7 +64,7 @@ the machine."""
 DEFAULT_HOME = Path("/srv/fedloom")
 """Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Number of days for which the authority is valid. It should remain valid longer than the server's certificate, because
+"""Validity of the authority in days. It should remain valid longer than the server's certificate, because
 the sites have the authority's certificate."""
 
 Files = dict[str, str | bytes]
@@ -111,7 +111,7 @@ class Location(Value):
 
     @property
     def proxy(self) -> str:
-        """Address to which sites connect, as host:port."""
+        """Address that sites connect to, as host:port."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.proxy_port}"
 
 
@@ -158,9 +158,9 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
     Args:
         folder: the directory.
-        host: name or address at which sites reach the server. If None, the host in the deployment's server.toml is
+        host: name or address of the server for the sites. If None, the host in the deployment's server.toml is
             used.
-        days: number of days for which the certificate is valid.
+        days: validity of the certificate in days.
 
     Returns:
         The path of the certificate, and True if an earlier call was killed (in this case, its files are removed).

@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix of the line in which a Flower program reports why it ends. Details follow in the lines below."""
+"""Prefix of the line that explains why a Flower program ends. Details follow in the lines below."""
 
 
 _RETURNED_PORTS = set[int]()

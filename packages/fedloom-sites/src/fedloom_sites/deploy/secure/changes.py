@@ -27,7 +27,7 @@ The number is small because every change reveals a difference between uploads of
 meant to hide. If a site is absent more often, the run has to wait for it.
 """
 EXPERIMENTS_REMEMBERED = 32
-"""Number of recent experiments for which a site stores the summed models and states.
+"""Number of recent experiments whose summed models and states a site stores.
 
 The sites in the latest sum are remembered across all experiments.
 """
@@ -42,10 +42,10 @@ Weights = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class AnswerStates(NamedTuple):
-    """States from which the sites in a sum answer.
+    """States used by the sites for their answers in a sum.
 
     Attributes:
-        experiment: name of the experiment, in which rounds are counted.
+        experiment: name of the experiment that the rounds belong to.
         trained: round whose uploads are summed. None if the sum is not a sum of uploads.
         bases: last accepted round of each site, keyed by name.
     """

@@ -1,8 +1,8 @@
 """A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
 
 If approval is required, the site does not train before it is given. The sender of an agreement names the data, and this
-name determines which of its records a site uses for them. A site therefore continues to use the name under which it
-first used each source of samples.
+name determines which of its records a site uses for them. A site therefore keeps the name that it first used for each
+source of samples.
 """
 
 from __future__ import annotations

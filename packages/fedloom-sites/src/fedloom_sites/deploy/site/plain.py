@@ -45,7 +45,7 @@ class PlainAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Cells of analyses in which the site has enough subjects, as a bit field in hexadecimal digits."""
+        """Cells of analyses with enough subjects at the site, as a bit field in hexadecimal digits."""
         return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:

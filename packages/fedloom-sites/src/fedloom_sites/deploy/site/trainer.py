@@ -156,7 +156,7 @@ class Trainer:
         return torch.tensor([self.site.client])
 
     def weighed(self, share: float) -> Job:
-        """Return the run with the share of the objective that the server has assigned to the site."""
+        """Return the run with the weight in the objective that the server assigned to the site."""
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, StateGeneration | None]:
@@ -180,7 +180,7 @@ class Trainer:
             t: round.
             download: message from the server.
             send: function that encodes the upload, and those of its rows that the site stores.
-            weights: further numbers on which the upload depends.
+            weights: further numbers that affect the upload.
             stays_neutral: True to send the neutral upload, regardless of the result of the training.
 
         Raises:

@@ -165,7 +165,7 @@ class SizedSampler(Sampler, ABC):
 
 
 Masses = Literal["samples", "uniform"]
-"""Probability p_i with which a client is drawn, n_i / n or 1 / n."""
+"""Probability p_i of drawing a client, n_i / n or 1 / n."""
 
 
 def masses(ctx: Ctx, by: Masses) -> Tensor:

@@ -33,7 +33,7 @@ def offsets_of(sizes: Ints) -> Ints:
 
 
 def owners(dealt: Dealt) -> Ints:
-    """Return the client to which each entry of ``dealt.index`` belongs."""
+    """Return the client of each entry in ``dealt.index``."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 

@@ -42,7 +42,7 @@ TEXT_FIELD_INDEX = 4
 class Texts(FileSource):
     """Texts in a CSV or Parquet table, each with a class.
 
-    A column may contain the client to which each text belongs.
+    A column may contain the client of each text.
     """
 
     text: str = Field(description="name of the text column")

@@ -35,18 +35,18 @@ MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
 """Maximum and minimum number of rows in the sample. The maximum is sufficient to measure a value with three digits, and
 the minimum is sufficient to recognize a perfect value."""
 CHANCE_MULTIPLE = 10
-"""Minimum ratio of the number of identical rows to the number expected by chance at which a note is issued.
+"""Minimum ratio of the number of identical rows to the number expected by chance for a note.
 
 It is larger than 1, because columns that depend on each other lead to a larger number of identical rows.
 """
 MIN_COPIES = 3
-"""Minimum number of identical rows for which a note is issued."""
+"""Minimum number of identical rows for a note."""
 MAX_TIED_SHARE = 0.05
 """Maximum share of rows with the same number in a column whose distances are used to find noisy copies."""
 MIN_NAMING_SHARE = 0.9
-"""Minimum number of different texts per row at which a text column is considered to identify rows."""
+"""A text column identifies rows if it contains at least this many different texts per row."""
 MIN_DISTINCT_SHARE = 0.2
-"""Minimum number of distinct values per row at which a column is considered to identify rows."""
+"""A column identifies rows if it contains at least this many distinct values per row."""
 MIN_UNIT_ROWS, MIN_UNIT_SHARE, MIN_UNIT_LEVELS = 10, 0.05, 8
 """Minimum number and share of rows in each of two units, and minimum number of different values in each unit."""
 MAX_UNIT_SPREAD = 2.0
@@ -64,7 +64,7 @@ ROW_NAMES = ("numbers the rows", "names the rows")
 """Reasons to omit a column that identifies rows. All other reasons describe what a column contains."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
-"""Number up to which all integers can be represented exactly in double precision."""
+"""Double precision represents every integer up to this number exactly."""
 NEGATIVE_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
 """Common names, in lower case, for a class that consists of the rows without the outcome."""
 

@@ -30,7 +30,7 @@ computation would need more."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
-    """Return a mask ``[n]`` of the clients for which the hybrid model is the global model.
+    """Return a mask ``[n]`` of the clients whose hybrid model is the global model.
 
     A client uses its personal model unless the global model is strictly better on the client's part ``select_on``. If
     this part is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal

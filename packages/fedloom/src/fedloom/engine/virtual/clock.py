@@ -45,7 +45,7 @@ client was busy, and its `ReplyOutcome`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
-"""Event in which a client replies or its task is abandoned. It consists of its time, the serial number of the dispatch,
+"""Event of a client's reply or of its abandoned task. It consists of its time, the serial number of the dispatch,
 the client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in
 seconds, and True if the task has been abandoned. Events are sorted by time and then by serial number."""
 
@@ -223,7 +223,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Read a clock from tensors that `tensors` has returned."""
+        """Read a clock from the tensors returned by `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")

@@ -159,7 +159,7 @@ class ObservedClients:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """Return the time at which all queried clients have answered, and the log rows of their answers."""
+        """Return the time of the last answer from the queried clients, and the log rows of their answers."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

@@ -41,7 +41,7 @@ def convert_stale_uploads(
         t: number of the round.
         ids: ids of the clients ``[m]``.
         upload: uploads as the clients sent them.
-        received: downloads from which the clients started.
+        received: downloads that the clients started from.
         staleness: number of server steps since the dispatch of each client ``[m]``.
     """
     schedule, fields = job.setting.schedule, find_discountable_fields(type(job.algorithm))

@@ -210,7 +210,7 @@ class RunDirectory:
 
     @cached_property
     def new_data(self) -> NewData:
-        """Options with which the models of the run read new data."""
+        """Options for reading new data with the models of the run."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
@@ -242,8 +242,8 @@ class RunDirectory:
             seed: seed of the run. If None, the first seed is used.
             client: client whose model makes the predictions for all rows. If None, each row uses the model of its site,
                 and rows without a site use the global model.
-            kind: "global", "personal" or "hybrid", or the path of an adapted model, with which predictions are then
-                made for all rows. If None, the best kind for each client is used.
+            kind: "global", "personal" or "hybrid", or the path of an adapted model, which then makes the predictions
+                for all rows. If None, the best kind for each client is used.
             data_dir: folder of data sets.
             id_columns: columns of the table that are copied to the table of predictions.
 
@@ -329,7 +329,7 @@ class RunDirectory:
         The metric is averaged over clients and seeds.
 
         Args:
-            seed: seed of the run. If None, the first seed for which the method has finished is used.
+            seed: seed of the run. If None, the first finished seed of the method is used.
             personal: True to compare the personal models of methods that have them. False to compare only global
                 models.
             shared: True if the method must produce a global model.

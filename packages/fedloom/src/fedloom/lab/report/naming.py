@@ -30,7 +30,7 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page in which metrics of the whole federation are shown, keyed by metric. All other metrics of the
+"""Sections of the page that show metrics of the whole federation, keyed by metric. All other metrics of the
 federation are shown in the section "others"."""
 
 
@@ -65,7 +65,7 @@ STATISTIC_TITLES = {
     "validation": "At the best validation round",
     "common": "Common test set",
 }
-"""Titles of statistics over clients, and of the other data on which a metric was measured."""
+"""Titles of statistics over clients, and titles of the other data of a metric."""
 
 
 def is_ratio(name: str) -> bool:

@@ -18,7 +18,7 @@ TICK_FORMAT = (
 )
 """Expression that formats axis ticks, as in 0.5, 20, 1.5k, 3M and 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""Minimum factor by which a result exceeds the better results if it is excluded from the range of the axis."""
+"""A result is excluded from the range of the axis if it exceeds the better results by at least this factor."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 INTERVAL_FILTER = {"filter": "isValid(datum.low)"}
