@@ -398,7 +398,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Return the sums contained in the total of the answers to "risk" or "tilted-risk"."""
+    """Decode the total of the answers to "risk" or "tilted-risk" into its sums."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])

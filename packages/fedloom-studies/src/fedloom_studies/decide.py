@@ -44,7 +44,7 @@ class Decision(Value):
     )
     how: str = Field(description="what the experiment adds")
     scale: Literal["points", "ratio", "gradients", "bytes", "as printed"] = Field(description="scale of the test")
-    looks: tuple[int, ...] = Field(description="numbers of seeds at which the claims are tested")
+    looks: tuple[int, ...] = Field(description="numbers of seeds for testing the claims")
     claims: tuple[str, ...] = Field(min_length=1)
 
     @property

@@ -52,10 +52,8 @@ MIN_COLUMN_WIDTH = 1e-140
 """Minimum span of a column, and the inverse of its maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
 MAX_STALLED_DECREMENT = 1e-9
-"""Newton decrement, relative to the likelihood, below which a step that does not raise the likelihood is the last one.
-
-The rounding of sums then hides the gain, so further steps would only repeat it.
-"""
+"""The fit ends if a step does not raise the likelihood and the Newton decrement, relative to the likelihood, is below
+this limit. Rounding errors of sums then hide the gain, so further steps would not help."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 

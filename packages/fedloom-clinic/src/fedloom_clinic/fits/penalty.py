@@ -38,7 +38,7 @@ CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
 """Maximum total number of steps of a cross-validation's fits, and gain below which a step is a fit's last."""
 MAX_REFUSALS = 3
-"""How often the steps are halved before the weakest strength is dropped."""
+"""Number of times that the steps are halved before the weakest strength is dropped."""
 
 
 class Likelihood(NamedTuple):

@@ -42,12 +42,12 @@ MIN_LIKELIHOOD_RISE = 1e-6
 """Increase of the log-likelihood in one step below which the likelihood is regarded as close to its limit. No test of a
 coefficient detects such a small increase."""
 MIN_STEP_RATIO = 0.5
-"""If rows are separated, the last step is at least this fraction of the length of the step before it. In this case, the
+"""If rows are separated, the last step is at least this fraction as long as the step before it. In this case, the
 distance of the likelihood from its limit decreases as exp(-length), and all steps of Newton's method have the same
 length. If rows are not separated, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson
 regressions, the linear program found 61 to be separated. The three conditions of `find_recession_direction` identified
-58 of these, left 3 as not converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or
-contained a single cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
+58 of these, left 3 as not converged, and flagged no regression with a finite fit. Columns were normal, skewed, rare, or
+contained one outlier of up to 1e6 standard deviations, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
 """Gain that the linear program must reach in some row, and maximum loss in any row, both relative to the row's largest
 entry."""

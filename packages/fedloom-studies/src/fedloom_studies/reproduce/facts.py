@@ -59,7 +59,7 @@ def read_facts() -> tuple[Fact, ...]:
 def published_recipes(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
     """Return the recipes of a paper that repeat it as published.
 
-    Each recipe must be listed for every fact about the paper.
+    Every fact about the paper must mention each of these recipes.
     """
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]

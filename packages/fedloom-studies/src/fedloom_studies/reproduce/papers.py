@@ -92,17 +92,17 @@ class PaperSection(Value):
     name: str
     title: str
     claims: str = Field("", description="the paper's idea, in one line of plain words")
-    number: str = Field("", description="first words of the headline claim whose number is most telling")
-    why: str = Field("", description="reason for the results, with placeholders in braces for measured differences")
+    number: str = Field("", description="first words of the headline claim with the most informative number")
+    why: str = Field("", description="explanation of the results, with placeholders in braces for measured differences")
     objection: str = Field(
         "", description="objection that the authors might raise, with placeholders in braces for measured numbers"
     )
-    beside: str = Field("", description="other places that report measurements of the paper's methods, as Markdown")
+    beside: str = Field("", description="other pages with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes that were made after a table of results was first seen")
     anchor: tuple[str, ...] = Field((), description="columns that show how much a run deviates from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict,
-        description="for each recipe without printed results to compare with: the nearest recipe that has them",
+        description="for each recipe without printed results: the most similar recipe with printed results",
     )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[CorrectedVerdict, ...] = ()

@@ -92,20 +92,18 @@ class Claim(Value):
         min_length=1, description="references or numbers that the claim compares with"
     )
     margin: float = Field(
-        0.0, ge=0, description="largest disadvantage at which the claim still holds, in the figure's unit"
+        0.0, ge=0, description="largest disadvantage that does not refute the claim, in the figure's unit"
     )
-    equivalent: bool = Field(False, description="whether the claimed absolute difference is at most the margin")
+    equivalent: bool = Field(False, description="true if the paper claims an absolute difference of at most the margin")
     most: bool = Field(
-        False, description="whether the claim is about more than half of the references instead of every reference"
+        False, description="true if the claim covers more than half of the references instead of every reference"
     )
-    each: bool = Field(False, description="whether the claim is about each variant instead of the mean of all variants")
-    spread: bool = Field(
-        False, description="whether the claim is about standard deviations over seeds instead of means"
-    )
+    each: bool = Field(False, description="true if the claim covers each variant instead of the mean of all variants")
+    spread: bool = Field(False, description="true if the claim covers standard deviations over seeds instead of means")
     construction: bool = Field(
-        False, description="whether the claim is true by construction, regardless of the methods' results"
+        False, description="true if the claim holds by construction, regardless of the methods' results"
     )
-    variants: tuple[str, ...] = Field((), description="variants to which the claim applies (empty: all)")
+    variants: tuple[str, ...] = Field((), description="variants covered by the claim (empty: all)")
 
     @model_validator(mode="after")
     def _one_side(self) -> Claim:
@@ -159,14 +157,14 @@ class Paper(Value):
         default_factory=dict, description="for a table by other authors: the cause of a larger difference, by column"
     )
     nearest: str = Field(
-        "", description="name of a recipe that is closer to the protocol and to which this recipe's results belong"
+        "", description="name of a recipe that is closer to the protocol and includes this recipe's results"
     )
     rivals: str = Field(
         "", description="name of a recipe of the same experiment, whose record contains the other methods of the claims"
     )
     figure: str = Field("accuracy", description="figure that is meant if a reference does not name one")
     percent: bool = Field(False, description="whether the paper prints its values in percent")
-    seeds: int = Field(1, ge=1, description="number of repetitions from which a printed value is computed")
+    seeds: int = Field(1, ge=1, description="number of repetitions behind a printed value")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
     cells: dict[str, tuple[Cell, ...]] = Field(
         default_factory=dict,
@@ -175,7 +173,7 @@ class Paper(Value):
     claims: tuple[Claim, ...] = ()
     unknown: tuple[UnstatedDetail, ...] = ()
     fixed: dict[str, str] = Field(
-        default_factory=dict, description="options that are not tuned in a fair recipe, by method, with the reason"
+        default_factory=dict, description="options that a fair recipe does not tune, by method, with the reason"
     )
     stated: tuple[str, ...] = Field(
         (), description="details that the base recipe leaves open and this recipe specifies"

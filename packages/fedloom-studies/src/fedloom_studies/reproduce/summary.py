@@ -38,7 +38,7 @@ WRITE_INTERVAL_SECONDS = 5.0
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
-"""File that states what recipes need that have neither a summary nor a laptop scale. The file is located in the same
+"""File with the requirements of recipes that have neither a summary nor a laptop scale. The file is located in the same
 folder as the summaries."""
 
 

@@ -88,9 +88,9 @@ class AnalysisResult:
 
     Attributes:
         analysis: the analysis.
-        table: table that is the result.
+        table: resulting table.
         log: all questions with their sums.
-        notes: sentences about the data and about parts that are omitted.
+        notes: notes on the data and on omitted parts.
         model: predictor, if the analysis computes one.
     """
 

@@ -45,12 +45,12 @@ class Evaluate(Value):
     every: int = Field(5, ge=1, description="number of rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
         "validation",
-        description="data part on which the hybrid model is selected. 'test' is FLAME's protocol, which the "
-        "report then mentions",
+        description="data part used to select the hybrid model. 'test' follows FLAME's protocol, and the report says "
+        "so",
     )
     parts: tuple[Part, ...] = Field(
         ("train", "validation", "test"),
-        description="parts of each client's data on which models are scored",
+        description="parts of each client's data used to score models",
         min_length=1,
     )
     clients: int | None = Field(
@@ -220,10 +220,11 @@ class Setting(Value):
     client_weights: Shares = Field(
         "samples",
         description=(
-            "shares alpha_i of the clients in the objective, used in every mean and local problem: by training "
-            "samples; uniform (1/n); by groups (equal weights for planted groups, or for the levels of a column with "
-            "'groups by region'); by clusters found from activations before round 1 ('clusters-3', or 'clusters' to "
-            "estimate their number) and, with 'clusters-3 every 10', again every 10 rounds; or one number per client"
+            "weight alpha_i of each client in the objective, in every mean and local problem. samples: in proportion "
+            "to training samples. uniform: 1/n. groups: equal weights for planted groups, or for the levels of a "
+            "column with 'groups by region'. clusters-3: equal weights for three clusters of activations, found "
+            "before round 1 ('clusters' estimates their number) and, with 'clusters-3 every 10', again every 10 "
+            "rounds. A list: one number per client"
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(

@@ -44,7 +44,7 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Folder for checkpoints of the run that repeats the rounds up to the best one. It lies inside the run's own folder."""
+"""Checkpoint folder of the run that repeats the rounds up to the best round. It is inside the run's own folder."""
 Progress = Callable[[State], object]
 """Function that is called after every round with the state after this round. If it returns a sentence, the run ends
 (see `fedloom.callbacks`)."""

@@ -87,7 +87,7 @@ class GaussianNoise(Channel):
     clip: float = Field(1.0, gt=0, description="maximum norm of an upload before noise is added")
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the noise, in units of clip")
     delta: float | None = Field(
-        None, gt=0, lt=1, description="delta for which epsilon is recorded (requires the extra 'privacy')"
+        None, gt=0, lt=1, description="delta of the recorded epsilon (requires the extra 'privacy')"
     )
     neighbours: Literal["replace", "zero"] = Field(
         "replace",

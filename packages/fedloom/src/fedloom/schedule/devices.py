@@ -195,7 +195,9 @@ class Trace(Devices):
     kind: ClassVar[str] = "trace"
     file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up and down")
     period: float | None = Field(
-        None, gt=0, description="number of seconds after which the availability intervals repeat (default: never)"
+        None,
+        gt=0,
+        description="length in seconds of the period after which the availability intervals repeat (default: never)",
     )
     draw: bool = Field(
         False,

@@ -66,7 +66,7 @@ class Survival(TaskKind):
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return, for each row, the loss of all rows together, so that the mean over rows is the loss of the batch."""
+        """Return the loss of the batch, repeated for every row, so that the mean over rows is the loss of the batch."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Location(Value):
     host: str = Field(
         "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
     )
-    proxy_port: int = Field(8443, ge=1, le=65535, description="port on which the reverse proxy listens for sites")
+    proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy for sites")
     port: int = Field(18000, ge=1, le=65535, description="loopback port of the server, behind the reverse proxy")
     home: Folder = Field(DEFAULT_HOME, description="folder on each machine for server/ or site/")
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder on each machine for fedloom's programs")

@@ -85,7 +85,7 @@ class SessionTerms(Value):
     accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of every requested site")
     download: str = Field(
         "",
-        description="SHA-256 of the message from which every site of the cohort trains. If sites verify the sums, the "
+        description="SHA-256 of the message that every site of the cohort trains from. If sites verify the sums, the "
         "newest link of their chain (see `fedloom_sites.deploy.relay`), also in `models`",
     )
     scored: int = Field(-1, ge=-1, description="round whose models are scored (-1: none)")

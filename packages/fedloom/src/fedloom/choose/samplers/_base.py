@@ -45,7 +45,7 @@ class Sampler(Value, ABC):
 
     @property
     def by_samples(self) -> bool:
-        """True if clients are drawn in proportion to their samples, so that all clients in a cohort weigh the same."""
+        """True if clients are drawn in proportion to their samples, so that clients in a cohort have equal weights."""
         return False
 
     def adapted(self, n: int) -> Self:

@@ -38,7 +38,7 @@ class Synthetic(Source):
         "(the paper's text)",
     )
     clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx: 30, pFedMe: 100)")
-    factor: int = Field(default=1, ge=1, description="factor by which every client's size is multiplied (pFedMe: 5)")
+    factor: int = Field(default=1, ge=1, description="factor for every client's number of samples (pFedMe: 5)")
     test: float = Field(
         default=0.1,
         gt=0,

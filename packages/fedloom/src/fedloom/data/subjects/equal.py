@@ -81,7 +81,7 @@ def _mix_digests(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDAr
 
 
 def note_equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on samples that are identical in two parts, if there are more of them than expected by chance.
+    """Return a note if two parts (such as training and test) share more identical samples than expected by chance.
 
     Args:
         data: data set as it was read.

@@ -21,7 +21,7 @@ MIN_PRESENT_SHARE = 0.8
 """A column can be part of a formula only if at least this share of its rows contains a number."""
 FORMULA_TOLERANCE = 5e-3
 """Maximum standard deviation, relative to that of the target, of its difference from a formula. Formulas of rounded
-numbers reach it, whereas a measurement error of a part in a hundred does not."""
+numbers reach it, whereas a measurement error of one percent does not."""
 MAX_FACTOR_ERROR = 0.1
 """Maximum error of factors in a formula for a rounded target, which must be simple."""
 MAX_DIGITS, ROUNDING_MARGIN, MAX_ROUNDING_ERROR = 7, 1.1, 0.15

@@ -337,7 +337,7 @@ def names_rows(name: str) -> bool:
 
 
 def is_row_number(name: str, values: NDArray[np.float64]) -> bool:
-    """Return True if a column only numbers the rows, so that all a model could learn from it is the order of the rows.
+    """Return True if a column only numbers the rows, so that a model could learn only the order of the rows from it.
 
     Both the name and the numbers of the column must suggest this. For example, a year that increases by one is not a
     row number.

@@ -177,7 +177,7 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} differs in every row and has the name of a row number. Add it to drop"
     elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
         yield (
-            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels identify rows. "
+            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so each level is rare. "
             "Add it to drop, or group its levels"
         )
 
@@ -239,7 +239,7 @@ def _note_mixed_units(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield notes on a class that may represent a missing label, and on two classes whose second is not the outcome."""
+    """Yield notes on a class that may mean "missing", and on two classes whose second class is not the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:
@@ -266,8 +266,8 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iter
 
     Args:
         columns: compared columns, keyed by name.
-        where: text for the note if the columns do not include the outcome. Such rows are only noted if a column has
-            many different numbers, since rows of a few levels may have different outcomes.
+        where: text for the note if the columns do not include the outcome. Such rows are noted only if a column has
+            many different numbers. Equal rows of a few levels may well have different outcomes.
     """
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)

@@ -43,7 +43,7 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="minimum probability at which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="minimum probability for predicting the second class (default: 0.5)"),
 ]
 SetThresholdOption = Annotated[
     float | None,

@@ -164,9 +164,7 @@ def compare(
     check_type("compare: join", join, bool)
     check_type("compare: progress_bar", progress_bar, bool)
     if join and folder is None:
-        raise ConfigError(
-            "compare: `join` needs a shared folder. Name a folder that all processes can use"
-        )
+        raise ConfigError("compare: `join` needs a shared folder. Name a folder that all processes can use")
     callbacks = list_functions(callbacks, "compare: callbacks must be a list of functions of an event")
     if track is not None:
         check_tracker(track)

@@ -186,7 +186,7 @@ class RunDirectory:
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings. If the table does not name a model, the user's model is inserted."""
+        """Return a table of settings. If the table does not name a model, it gets the user's model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 

@@ -29,7 +29,7 @@ class PrivateMean(Aggregator):
         1.0, ge=0, description="noise multiplier: standard deviation of the noise in the sum, in units of clip"
     )
     delta: float | None = Field(
-        None, gt=0, lt=1, description="delta for which epsilon is recorded (requires the extra 'privacy')"
+        None, gt=0, lt=1, description="delta of the recorded epsilon (requires the extra 'privacy')"
     )
     neighbours: Literal["replace", "zero"] = Field(
         "zero",

@@ -61,7 +61,7 @@ class DesignOptions(FileSource):
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates by which rows are ordered. Earlier rows are training rows, later "
+        description="column of numbers or dates that orders the rows. Earlier rows are training rows, later "
         "rows are test rows. The column is not a feature",
     )
     strata: tuple[str, ...] = Field(

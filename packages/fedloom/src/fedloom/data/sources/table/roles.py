@@ -46,10 +46,10 @@ class TableRoles(DesignOptions):
         default=None, description="column that identifies the client of each row. It is not a feature"
     )
     columns: tuple[str, ...] = Field(
-        default=(), description="columns by which a partition may split. They can be features too"
+        default=(), description="columns that a partition may split by. They can be features too"
     )
     group_columns: tuple[str, ...] = Field(
-        default=(), description="columns by which scores are grouped. They can be features too, unless drop names them"
+        default=(), description="columns to group scores by. They can be features too, unless drop names them"
     )
     missing: tuple[str, ...] = Field(
         default=(),

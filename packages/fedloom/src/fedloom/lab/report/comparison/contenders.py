@@ -30,7 +30,7 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
-"""Which rows of a method to compare. ``best-on-validation`` is the model that a client would use. ``personal`` is the
+"""Rows of a method to compare. ``best-on-validation`` is the model that a client would use. ``personal`` is the
 personal model that the papers report. If there is none, it is the global model. ``all`` means every model."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
