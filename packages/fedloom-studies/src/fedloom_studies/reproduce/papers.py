@@ -385,7 +385,7 @@ def _verdict_sentence(recipe: Recipe, summary: RecipeSummary | None) -> str:
     verdicts = [one for one in judge.judge_claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.words for one in verdicts]
     possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
-    shown = ", ".join(marks.count_claims(words.count(w), w) for w in possible if w in words)
+    shown = marks.join_counts([marks.count_claims(words.count(w), w) for w in possible if w in words])
     several = "s" if len(words) > 1 else ""
     return f". Of {len(words)} claim{several}, {shown}" if shown else ""
 

@@ -162,7 +162,7 @@ class Paper(Value):
     rivals: str = Field(
         "", description="name of a recipe of the same experiment, whose record contains the other methods of the claims"
     )
-    figure: str = Field("accuracy", description="figure that is meant if a reference does not name one")
+    figure: str = Field("accuracy", description="figure of a reference that does not name one")
     percent: bool = Field(False, description="whether the paper prints its values in percent")
     seeds: int = Field(1, ge=1, description="number of repetitions behind a printed value")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")

@@ -68,7 +68,7 @@ THEOREM_TABLE = {
         ("sampler",),
     ),
     "fedavg": Theorem(
-        "the expected objective converges to its minimum at the rate 1/rounds (X. Li et al., ICLR 2020)",
+        "the expected objective converges to its minimum at the rate 1/rounds (Li et al., ICLR 2020)",
         "strongly convex smooth losses, bounded gradients, equal steps, step sizes that decrease at the rate 1/rounds,"
         " and either all clients, cohorts of sampler 'size-weighted', or uniform cohorts and equal shares",
         "No `local.schedule` decreases at the rate 1/rounds. With a constant step size and several local steps, the"

@@ -49,8 +49,8 @@ class FeatureNoise(Sized):
         default="per-sample",
         description=(
             "how often noise is drawn. per-sample: once per sample. per-batch: once per batch in "
-            "each step, as in FLAME's code. Validation and test samples then have fixed noise, and "
-            "passes over a whole training part have none"
+            "each step, as in FLAME's code. Validation and test samples then have fixed noise, and passes over a "
+            "whole training part use no noise"
         ),
     )
     base: dict[str, Any] = Field(
