@@ -1,4 +1,4 @@
-"""Display of a value's options in Python: a signature, and lines in `help` on each option's type, range and default."""
+"""Display of a value's options in Python: signatures, and `help` with each option's type, range and default."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def init(
     home: Annotated[Path, typer.Option(help="folder on each machine for server/ or site/")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder on each machine for the programs")] = Path("/opt/fedloom/bin"),
     memory: Memory = None,
-    days: Annotated[int, typer.Option(help="how long certificates are valid, in days")] = 365,
+    days: Annotated[int, typer.Option(help="validity of the certificates, in days")] = 365,
     own_data: OwnData = False,
     fixed_data: Annotated[
         bool,

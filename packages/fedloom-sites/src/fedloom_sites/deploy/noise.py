@@ -110,7 +110,8 @@ class SharedMean(PrivateMean):
     """`PrivateMean` under secure aggregation: the sites clip their rows and add noise, and the server sums the rows."""
 
     survivors: int = Field(
-        ge=1, description="minimum number of sites in a sum. Together, their noise adds up to the noise of the mean"
+        ge=1,
+        description="minimum number of sites in a sum. The noise of this many sites adds up to the noise of the mean",
     )
 
     @property

@@ -108,8 +108,7 @@ class SecureSettings(Value):
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked",
         description=(
-            "which scores the server receives. masked: sums of scores. per-site: every site's own "
-            "scores. off: no scores"
+            "scores that the server receives. masked: sums of scores. per-site: every site's own scores. off: no scores"
         ),
     )
     names: tuple[Name, ...] = Field(
@@ -241,7 +240,7 @@ class Site(SharedSettings):
     share: Literal["all", "partition"] = Field(
         "all",
         description=(
-            "which part of the source is the site's data. all: the source contains only this site's "
+            "part of the source that contains the site's data. all: the source contains only this site's "
             "samples. partition: the site takes the part of its client"
         ),
     )

@@ -82,7 +82,7 @@ class CorrectedVerdict(Value):
 
     text: str = Field(description="the claim")
     was: str = Field(description="verdict that the page stated before")
-    why: str = Field(description="what was wrong with the earlier verdict")
+    why: str = Field(description="error in the earlier verdict")
     recipe: str = Field("", description="recipe that now judges the claim. It may still be waiting to run")
 
 

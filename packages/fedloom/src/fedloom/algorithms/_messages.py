@@ -95,7 +95,7 @@ class Rows(Kind):
 class Sent:
     """Encoding of a download or upload field.
 
-    A field is sent as a dense vector if this is not longer (`fedloom.rows.encodings`).
+    A field is sent as a dense vector if that form is not longer (`fedloom.rows.encodings`).
 
     The encoding is given as a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. A
     field without this annotation is sent as a dense vector.

@@ -101,7 +101,7 @@ class Engine(Value):
     gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
         "auto",
         description=(
-            "how gradients are computed: compiled loops for linear layers, torch.func.vmap over "
+            "method for computing gradients: compiled loops for linear layers, torch.func.vmap over "
             "clients, or one client after the other. auto: the first of these that supports the model"
         ),
     )
@@ -195,12 +195,11 @@ class Setting(Value):
         default_factory=LocalSGD, description="settings of the clients' local training"
     )
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
-        default_factory=Uniform, description="how the clients that take part in a round are selected"
+        default_factory=Uniform, description="selection of the clients that take part in a round"
     )
     aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="how client uploads are weighted in the cohort's mean: by the clients' shares, or by weights "
-        "from a rule",
+        description="weights of the client uploads in the cohort's mean: the clients' shares, or weights from a rule",
     )
     personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="mixture of the clients' last models that each client receives (None: the server's model)"
@@ -235,7 +234,7 @@ class Setting(Value):
         description="rule for how many uploads the server waits for before each step, in simulated time",
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
-        default_factory=Evaluate, description="which rounds, models and parts of the data are scored"
+        default_factory=Evaluate, description="rounds, models and parts of the data to score"
     )
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
         default_factory=Engine, description="settings of the computation, such as processes and devices"

@@ -1,4 +1,4 @@
-"""Reading of the parts of a setting from values, names and tables: methods, and fields that are tables."""
+"""Functions that read a setting's methods and tables from values, names and tables of options."""
 
 from __future__ import annotations
 

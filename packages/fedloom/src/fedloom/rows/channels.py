@@ -91,7 +91,7 @@ class GaussianNoise(Channel):
     )
     neighbours: Literal["replace", "zero"] = Field(
         "replace",
-        description="what epsilon protects: the replacement of one upload by another (sensitivity 2 * clip), or "
+        description="change that epsilon hides: the replacement of one upload by another (sensitivity 2 * clip), or "
         "the presence or absence of an upload (sensitivity clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(

@@ -98,7 +98,7 @@ class LogNormal(Stated):
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of the clients' speeds")
     slow: Slow = Field(
-        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+        "drawn", description="clients with slow devices: drawn at random, or the clients with the rarest labels"
     )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
@@ -140,7 +140,7 @@ class Classes(Devices):
         min_length=1, description="kinds of devices, each in a table [devices.classes.NAME]"
     )
     slow: Slow = Field(
-        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+        "drawn", description="clients with slow devices: drawn at random, or the clients with the rarest labels"
     )
 
     @field_validator("classes")

@@ -141,7 +141,9 @@ def dropped_is_not_sampled(s: Subject) -> None:
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
     got = play(s.algorithm, scene.fed, scene.state, scene.ids, **options)
     for what, old, new in (("rows", scene.state.rows, got.rows), ("kept row", scene.state.kept, got.kept)):
-        agree(take_rows(new, lost), take_rows(old, lost), f"the {what} of a client whose upload was lost changed")
+        agree(
+            take_rows(new, lost), take_rows(old, lost), f"the {what} of a client changed although its upload was lost"
+        )
     fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options),

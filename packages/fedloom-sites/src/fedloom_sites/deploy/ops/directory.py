@@ -98,7 +98,7 @@ class Location(Value):
         description="folder on each site's machine for its record of its data, the same for all deployments of the "
         "site (default: the site's folder state)",
     )
-    days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid, in days")
+    days: int = Field(365, ge=1, le=3650, description="validity of the certificates, in days")
     quorum: int | None = Field(
         None, ge=1, description="number of accepted replies that a round needs (default: more than half of the sites)"
     )

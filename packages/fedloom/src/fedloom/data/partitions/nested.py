@@ -48,7 +48,7 @@ class FeatureNoise(Sized):
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "how often noise is drawn. per-sample: once per sample. per-batch: once per batch in "
+            "frequency of the noise draws. per-sample: once per sample. per-batch: once per batch in "
             "each step, as in FLAME's code. Validation and test samples then have fixed noise, and passes over a "
             "whole training part use no noise"
         ),

@@ -29,8 +29,12 @@ class Synthetic(Source):
     users = 100, factor = 5, test = 0.25.
     """
 
-    alpha: float = Field(default=0.0, ge=0, description="how much the clients' models differ (FedProx: 0, 0.5, 1)")
-    beta: float = Field(default=0.0, ge=0, description="how much the clients' features differ (FedProx: 0, 0.5, 1)")
+    alpha: float = Field(
+        default=0.0, ge=0, description="size of the differences between the clients' models (FedProx: 0, 0.5, 1)"
+    )
+    beta: float = Field(
+        default=0.0, ge=0, description="size of the differences between the clients' features (FedProx: 0, 0.5, 1)"
+    )
     iid: bool = Field(default=False, description="use the same model and the same feature distribution for all clients")
     spread_unit: Literal["std", "variance"] = Field(
         default="std",

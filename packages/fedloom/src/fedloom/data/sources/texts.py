@@ -244,8 +244,7 @@ class Docstrings(Source):
     )
     modules: Literal["all", "even", "odd"] = Field(
         default="all",
-        description="which modules to use, by their position in the list sorted by name. The vocabulary covers "
-        "all modules",
+        description="modules to use, by their position in the list sorted by name. The vocabulary covers all modules",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

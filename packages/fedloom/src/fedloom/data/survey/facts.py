@@ -48,7 +48,7 @@ MAX_ZERO_SHARE = 0.6
 """Maximum fraction of zeros or codes in a column if they may represent missing values. If codes are more frequent, they
 are treated as regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Questionnaire codes that mean that no answer was given."""
+"""Questionnaire codes for "no answer"."""
 MIN_CODE_DISTANCE = 3
 """Minimum distance between such a code and the last regular answer."""
 MAX_ANSWER_CODES = 7

@@ -93,7 +93,7 @@ class Head(Value):
         (0,), min_length=1, description="random seeds. Every method runs once per seed"
     )
     defaults: Constants = Field(
-        "default", description="which default values to use for the methods' options: default, paper or released"
+        "default", description="default values of the methods' options: default, paper or released"
     )
 
     @field_validator("seeds")
@@ -109,7 +109,7 @@ class MethodKeys(Value):
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field(
-        "default", description="which default values to use for this method's options, if the file does not set them"
+        "default", description="default values of this method's options that the file does not set"
     )
 
 

@@ -33,7 +33,7 @@ class PrivateMean(Aggregator):
     )
     neighbours: Literal["replace", "zero"] = Field(
         "zero",
-        description="what epsilon protects: the presence or absence of an upload (sensitivity clip), or the "
+        description="change that epsilon hides: the presence or absence of an upload (sensitivity clip), or the "
         "replacement of one upload by another (sensitivity 2 * clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(

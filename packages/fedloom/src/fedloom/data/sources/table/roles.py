@@ -63,7 +63,7 @@ class TableRoles(DesignOptions):
     unlabelled: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
         description=(
-            "what to do with rows that have no target or client: raise an error, or leave the rows "
+            "handling of rows without a target or client: raise an error, or leave the rows "
             "out. In a multilabel task, 'keep' leaves out only rows without a client or without any known label"
         ),
     )
