@@ -47,7 +47,7 @@ class MergedCells(NamedTuple):
         return len(self.names) - (self.names[-1] in BLANK_LEVELS)
 
     def reached(self, flags: Tensor) -> Tensor:
-        """Return which of the cells contain rows, as bool ``[cells]``.
+        """Return a mask ``[cells]`` of the cells that contain rows.
 
         If no client counts a cell for missing values, the cell contains no rows.
 

@@ -171,7 +171,7 @@ def _all_ranges(schema: Schema) -> tuple[Floats, Floats]:
 
 
 def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
-    """Return which of a client's rows a regression uses, with the columns that it uses."""
+    """Return a client's rows in a regression, with the regression's columns."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = _all_ranges(terms.schema)

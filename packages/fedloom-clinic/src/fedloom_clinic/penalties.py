@@ -112,7 +112,7 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
 
 def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Floats], Mask], least: int) -> Tensor:
-    """Return flags ``[1 + p]`` for a cross-validation: whether every fold has enough subjects, in total and per column.
+    """Return flags ``[1 + p]`` for a cross-validation: 1 if every fold has enough subjects, in total and per column.
 
     Args:
         client: client whose rows are divided into folds.
@@ -132,7 +132,9 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 
 
 def find_divided_clients(terms: AnalysisTerms) -> list[bool]:
-    """Return for each client whether its rows are divided into folds. The rows of all other clients are never held out.
+    """Return a flag for each client: True if its rows are divided into folds.
+
+    The rows of all other clients are never held out.
 
     A client's rows are divided if each of its folds reaches the minimum counts in every cell.
 

@@ -161,7 +161,7 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
-    """Return which rows ``[N]`` of each site belong to each fold.
+    """Return masks ``[N]`` of each site's rows, one for each fold.
 
     Each fold contains about the same number of a site's rows.
     """

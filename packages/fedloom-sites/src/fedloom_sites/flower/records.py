@@ -117,7 +117,7 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
 
 
 def shapes_of(module: nn.Module) -> str:
-    """Return as text the shapes of a module's parameters, and shapes, means and spreads of untrained values.
+    """Return a text with the shapes of a module's parameters, and with shapes, means and spreads of untrained values.
 
     Statistics of normalization layers are omitted, since a node computes them from its own samples.
     """

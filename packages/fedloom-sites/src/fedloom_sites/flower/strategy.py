@@ -131,7 +131,7 @@ class Strategy(FlowerStrategy):
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
-            RunStopped: every node refused a round, no reply was used in any round, or the global model is the initial
+            RunStopped: every node rejected a round, no reply was used in any round, or the global model is the initial
                 one, so nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
@@ -238,7 +238,7 @@ class Strategy(FlowerStrategy):
             functions of a subclass). The round's counts are also returned, or None if there are too few replies.
 
         Raises:
-            RunStopped: every node in the cohort refused the round, and repeating the request would not change this.
+            RunStopped: every node in the cohort rejected the round, and repeating the request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)

@@ -52,8 +52,7 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: what the runs have in common with FedAvg's runs: either the number of rounds or the number of
-            gradients.
+        protocol: quantity that the runs share with FedAvg's runs: the number of rounds or the number of gradients.
         digest: digest of the inputs (see `Cell.digest`).
         source: digest of the code that was run (see `Cell.source`).
         space: search space given for the method's settings.

@@ -1,4 +1,4 @@
-"""Setups and cells: what the map measures, as declared in ``setups.toml``.
+"""Setups and cells of the map, as declared in ``setups.toml``.
 
 A cell is a method in a setup. Settings of the method are searched by `fedloom.lab.tune` on validation data. Every
 method has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then

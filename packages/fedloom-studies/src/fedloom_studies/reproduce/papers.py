@@ -282,7 +282,7 @@ def _regime_sentence(recipes: Mapping[str, Recipe], summaries: Summaries, sheet:
 def _anchor_distances(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, *cells: ClaimCell
 ) -> str:
-    """Return how far the anchors are from the paper's values, for the recipes that provide the verdicts."""
+    """Return the distances of the anchors from the paper's values, for the recipes that provide the verdicts."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _paper_anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []

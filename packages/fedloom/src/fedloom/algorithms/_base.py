@@ -256,7 +256,7 @@ class Algorithm(Value, ABC):
         """Run a round of the clients, and return their uploads and their new states."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
-        """Return how many local steps ``[m, 1]`` clients take if a deadline limits them to ``samples [m, 1]``.
+        """Return the number of local steps ``[m, 1]`` if a deadline limits clients to ``samples [m, 1]``.
 
         By default, this is the number of batches into which these samples can be divided, but at most the number of
         steps in the round.

@@ -297,7 +297,7 @@ class Federation:
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
-        """Return how rare each client's labels are ``[n]``: the mean of -log p, where p is the frequency of a label.
+        """Return the rarity of each client's labels ``[n]``: the mean of -log p, where p is the frequency of a label.
 
         The result is 0 for clients without samples, and for all clients if there are no classes.
         """

@@ -58,7 +58,7 @@ PROCESSES_PER_CORE = 2
 
 
 def useful_processes(wanted: int, units: int) -> int:
-    """Return how many processes are useful: at most `PROCESSES_PER_CORE` per core, and at most one per unit of work."""
+    """Return the useful number of processes: at most `PROCESSES_PER_CORE` per core and one per unit of work."""
     return max(1, min(wanted, units, PROCESSES_PER_CORE * usable_cores()))
 
 

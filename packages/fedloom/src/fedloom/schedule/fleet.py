@@ -79,7 +79,7 @@ class Fleet:
         return np.array([self.presence.end(i, start, b) for i, b in zip(ids.tolist(), busy.tolist(), strict=True)])
 
     def presence_seconds(self, client: int, start: float, end: float) -> float:
-        """Return how many seconds a client is available between two times."""
+        """Return the number of seconds that a client is available between two times."""
         if self.presence is None:
             return end - start
         return self.presence.presence_seconds(client, end) - self.presence.presence_seconds(client, start)
@@ -89,7 +89,7 @@ class Fleet:
         return time if self.presence is None else self.presence.next(client, time)
 
     def absent(self, time: float) -> Tensor:
-        """Return how many seconds ``[n]`` between 0 and ``time`` each client is unavailable."""
+        """Return the number of seconds ``[n]`` that each client is unavailable between 0 and ``time``."""
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
         return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)

@@ -44,7 +44,7 @@ class Presence:
             self._starts[client], self._done[client] = [start for start, _ in ordered], done
 
     def presence_seconds(self, client: int, time: float) -> float:
-        """Return how many seconds a client is available between 0 and a time."""
+        """Return the number of seconds that a client is available between 0 and a time."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

@@ -260,7 +260,7 @@ class ModelEvaluation:
     Attributes:
         about: facts about the run.
         kind: kind of model to evaluate.
-        scaling: how the columns of a table are scaled, as `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
+        scaling: scaling of a table's columns: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
         choice: assignment of rows to models.
         rows: rows in the representation that the models accept.
         data: the same samples, as their source provides them.

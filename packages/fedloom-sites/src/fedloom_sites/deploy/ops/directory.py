@@ -202,7 +202,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
 
 def _authority_cure(folder: Path) -> str:
-    """Return how to renew the server's certificate if a folder does not contain the authority."""
+    """Return instructions for renewing the server's certificate if a folder does not contain the authority."""
     if (folder / SITE_FILE).exists():
         return "A site cannot renew the server's certificate and needs no new file. Ask the coordinator to renew it"
     if (folder / SERVER_FILE).exists():

@@ -165,7 +165,7 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
 
 
 def protection_of_upload(site: RehearsedSite) -> str:
-    """Return what protects a site's upload: masks, noise, or nothing."""
+    """Return the protection of a site's upload: masks, noise, or nothing."""
     trainer = site.copy().trainer
     if noise_of_site(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"

@@ -72,7 +72,7 @@ def draw_counters(sites: int, flags: Sequence[bool]) -> Integers:
 
     Args:
         sites: number of sites in the session.
-        flags: whether the site has samples but did not answer from them, and whether it is silent.
+        flags: True if the site has samples but did not answer from them, and True if it is silent.
     """
     tokens = [1 + randbelow(TOKEN_PRIME - 1) for _ in flags]  # also unused ones, so that all sites take the same time
     powers = [[pow(token, k, TOKEN_PRIME) for k in range(1, 2 * sites)] for token in tokens]
@@ -119,7 +119,7 @@ def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey], sites: int,
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """Return how many sites answered, and the sites whose shares are wrong.
+    """Return the number of sites that answered, and the sites whose shares are wrong.
 
     Args:
         session: agreed session.

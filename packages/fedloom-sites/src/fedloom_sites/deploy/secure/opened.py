@@ -227,7 +227,7 @@ class OpenedSums:
         self, what: str, bases: Mapping[str, int], question: str,
         weights: Mapping[str, Mapping[str, Sequence[float]]] | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return what the record of opened sums contains about a sum, except for its models.
+        """Return the entry of a sum in the record of opened sums, without its models.
 
         The other sums of the session do not matter: a round's uploads may be summed again without scores.
         """

@@ -476,7 +476,7 @@ class SecureSums:
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> tuple[Integers, dict[int, dict[int, bytes]]]:
-        """Request the shares that unmask a sum. Return the sum without masks, and the right shares of each site.
+        """Request the shares that unmask a sum. Return the sum without masks, and the correct shares of each site.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.

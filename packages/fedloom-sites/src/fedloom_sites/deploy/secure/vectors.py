@@ -277,7 +277,7 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> bool:  # fmt: skip
-        """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
+        """Return True if a site has scores, and all summed scores are finite and within the range of a sum.
 
         The arguments are the same as for `encode`. If a model could make a score constant, or not finite, at individual
         sites, the sum would reveal the score of the other sites.

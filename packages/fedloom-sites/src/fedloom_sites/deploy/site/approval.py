@@ -120,6 +120,6 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
 
 
 def count_experiments(site: Site) -> int:
-    """Return how many other experiments on the same data a site remembers."""
+    """Return the number of other experiments on the same data that a site remembers."""
     record = read_checked(site.memory_folder / OPENED_FILE) or {}
     return len({*record.get("experiments", {})} - {site.folder.name})

@@ -76,7 +76,7 @@ class PlainAnswers:
         return samples, [], message_metrics(scores) | self._groups.sums.as_metrics(cells)
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return how many numbers in an answer's arrays come from models or samples, i.e. from an upload or from sums.
+        """Return the number of values in an answer's arrays that come from models or samples (an upload or sums).
 
         Args:
             kind: kind of the message.

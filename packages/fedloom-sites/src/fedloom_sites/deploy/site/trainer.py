@@ -258,8 +258,8 @@ class Trainer:
     def _check_result(self, job: Job, output: ClientOutput, down: Any, t: int) -> None:
         """Raise an error if a result is unusable.
 
-        Under masks, an upload beyond its bounds is unusable as well. If it were scaled down, a model that makes the
-        uploads of all sites but one too long would leave little in the sum but the upload of that site.
+        Under masks, an upload beyond its bounds is unusable as well. If it were scaled down, a crafted model could make
+        the uploads of all other sites too long, and the sum would then be almost exactly the upload of one site.
 
         Raises:
             ConfigError: the result is not finite, or (under masks) the norm of the upload or of a row of the site's

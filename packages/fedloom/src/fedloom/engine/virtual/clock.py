@@ -302,7 +302,7 @@ class TimeUse(NamedTuple):
 
 
 def divide_client_time(clock: Clock, fleet: Fleet) -> TimeUse:
-    """Return how each client has spent its time, according to the log and to the clients that are under way."""
+    """Return each client's busy, absent and idle time, from the log and from the clients that are still under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

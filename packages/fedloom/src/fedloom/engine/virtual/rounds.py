@@ -117,7 +117,7 @@ def _cohort_positions(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
 
 
 def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return how many local steps ``[m]`` fit into the time that remains after receiving and sending a model."""
+    """Return the number of local steps ``[m]`` that fit into the time left after receiving and sending a model."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64

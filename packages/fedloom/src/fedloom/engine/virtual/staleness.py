@@ -1,4 +1,4 @@
-"""Staleness: how the server uses an upload that was computed from an older model.
+"""Staleness: rules for uploads that were computed from an older model.
 
 A change from the received model is multiplied by a factor that depends on its staleness, and added to the current
 model. An absolute model is first converted to such a change. Values that the server accumulates or stores for each

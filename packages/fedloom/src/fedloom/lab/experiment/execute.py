@@ -223,7 +223,7 @@ class Plan:
     def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
         """Let an executor perform the runs that are missing.
 
-        Return whether the user stopped it, and the failures keyed by run.
+        Return True if the user stopped it, and the failures keyed by run.
         """
         folders = [(run, self._directory.folder(CHECKPOINTS_FOLDER, *run)) for run in self.runs]
         missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]

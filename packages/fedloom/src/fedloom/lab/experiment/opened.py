@@ -358,7 +358,7 @@ class RunDirectory:
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
     def low_rank(self, method: str) -> bool:
-        """Return whether the server of a method sends a low-rank model."""
+        """Return True if the server of a method sends a low-rank model."""
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:

@@ -35,7 +35,7 @@ federation are shown in the section "others"."""
 
 
 def describe_figure(name: str) -> Metric:
-    """Return how a value named ``metric``, ``metric/statistic`` or ``metric@place``, or a total of costs, is shown.
+    """Return the display of a value named ``metric``, ``metric/statistic`` or ``metric@place``, or of a total of costs.
 
     >>> describe_figure("accuracy/worst10").title, describe_figure("accuracy/jain").unit
     ('Worst 10 %', '')

@@ -166,7 +166,7 @@ class Goal(NamedTuple):
         seeds: seeds to average the score of a trial over.
         models: kinds of models to average the score over.
         higher: True if higher values of the metric are better.
-        statistic: how the clients' values are averaged: "mean", or "weighted" by their numbers of samples.
+        statistic: type of mean over the clients: "mean", or "weighted" by their numbers of samples.
         time: virtual time limit of a trial with one seed, in seconds. If None, the trial runs all of its rounds.
     """
 

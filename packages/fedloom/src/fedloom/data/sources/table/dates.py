@@ -80,7 +80,10 @@ def replace_dates(
 
 
 def _has_zone(cells: Cells) -> set[bool]:
-    """Return whether the times in a column have a time zone. Dates without a time do not count."""
+    """Return a set: True if some times in a column have a time zone, False if some have none.
+
+    Plain dates do not count.
+    """
     texts = (str(cell).strip() for cell in cells if cell is not None)
     times = (text for text in texts if ":" in text and not MIDNIGHT_PATTERN.search(text))
     return {ZONE_PATTERN.search(text) is not None for text in times}

@@ -84,7 +84,7 @@ def _last_end_seconds(seconds: Sequence[float], places: int) -> float:
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> ProcessShare:
-    """Decide how the processes of an experiment are divided among its runs.
+    """Divide the processes of an experiment among its runs.
 
     If every cohort is a single chunk, each run uses only one process. If cohorts have several chunks, rounds with a few
     clients are measured, and the division with the shortest estimated total time is chosen.

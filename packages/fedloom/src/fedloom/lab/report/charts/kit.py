@@ -42,7 +42,7 @@ class Figure:
         tab: title of the tab that contains the chart, if several charts have the same ``group``.
         chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
         data: data sets, keyed by name. The main data set is called ``rows``.
-        layout: how the page adapts the chart to the available width. ``facet`` changes the number of columns.
+        layout: adaptation of the chart to the available width. ``facet`` changes the number of columns.
             ``square`` does the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside``
             changes the width of the first of two charts.
         canvas: True if the page draws the chart as a bitmap because it contains a very large number of marks.
