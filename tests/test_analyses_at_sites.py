@@ -463,7 +463,7 @@ def test_time_bins_are_the_agreed_ones_and_not_those_of_a_message(tmp_path: Path
     client = Client(deployed(tmp_path, "survival", choice, masked=False).sites[0])
     beta = numbers(0, 0, 0, 0)
     for ends in (numbers(40, 80, 120.001, 160), numbers(160), numbers()):
-        with pytest.raises(PublicReason, match="agreed on and merged"):
+        with pytest.raises(PublicReason, match="agreed bins after merging"):
             asked(client, Question("step", {"beta": beta, "ends": ends}))
     ends = numbers(40, 80, 120, 160)
     assert asked(client, Question("step", {"beta": beta, "ends": ends})).counters == ANSWERED_COUNTS

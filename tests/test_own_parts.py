@@ -574,7 +574,7 @@ def test_a_user_s_partition_may_share_and_repeat_samples(options: dict[str, Any]
         parts = [{*fed.indices(part, client).tolist()} for part in ("train", "validation", "test")]
         assert sum(map(len, parts)) == len(set.union(*parts))
         assert len(fed.indices("train", client)) <= options.get("max_train_per_client", 60)
-    assert any(note.startswith("clients have samples several times: ") for note in fed.notes)
+    assert any(note.startswith("clients have duplicate samples: ") for note in fed.notes)
     if not options:
         tested = OtherSites()(data).parts["test"].index.tolist()
         assert sorted(tested) == sorted([*range(100)] * 3)

@@ -173,7 +173,7 @@ COPIED: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
     "copies with a number of their own": (
         lambda f: with_number(pd.concat([f, f[:60]], ignore_index=True)), "60 of 300 rows are exact copies"),
     "two copies with noise": (three_times, "of 720 rows have a neighbor"),
-    "a text per row": (lambda f: f.assign(key=[f"k{7 * k:x}" for k in range(len(f))]), "identify rows. Add it"),
+    "a text per row": (lambda f: f.assign(key=[f"k{7 * k:x}" for k in range(len(f))]), "each level is rare. Add it"),
 }  # fmt: skip
 
 

@@ -138,33 +138,33 @@ def _rows() -> list[Row]:
         Row("Adam in SCAFFOLD", "method-optimizer", "scaffold", {"local": {**LOCAL, "optimizer": "adam"}}),
         Row("Adam in FedNova", "method-optimizer", "fednova", {"local": {**LOCAL, "optimizer": "adam"}}),
         Row("clipping of full gradients", "full-gradients", "fedadmm-inexact", {"local": {**LOCAL, "clip": 1.0}}),
-        Row("no epoch", "no-local-step", choices={"local": {**LOCAL, "epochs": 0}}),
+        Row("zero epochs", "no-local-step", choices={"local": {**LOCAL, "epochs": 0}}),
         Row(
-            "no step",
+            "zero steps",
             "no-local-step",
             choices={"local": {**LOCAL, "steps": 0}},
             not_at={"scikit-learn": "epochs is an argument of the estimator"},
         ),
         Row("a step size of 1e-50", "step-size-zero", choices={"local": {**LOCAL, "lr": 1e-50}}),
         Row(
-            "a cosine that ends before the run",
+            "a cosine schedule that ends before the run",
             "step-size-vanishes",
             choices={"local": {**LOCAL, "schedule": "cosine", "decay_rounds": 2}, "rounds": 3},
         ),
-        Row("FedBN without normalisation", "method-fedbn", "fedbn"),
+        Row("FedBN without normalization layers", "method-fedbn", "fedbn"),
         # weighers, aggregators, channels, mixers
-        Row("a weigher in FedDyn", "weigher-without-effect", "feddyn", {"aggregation_weights": equitable}),
-        Row("a weigher in local training", "weigher-without-effect", "local", {"aggregation_weights": equitable}),
+        Row("weights in FedDyn", "weigher-without-effect", "feddyn", {"aggregation_weights": equitable}),
+        Row("weights in local training", "weigher-without-effect", "local", {"aggregation_weights": equitable}),
         Row("a median in local training", "aggregator-without-upload", "local", {"aggregator": {"kind": "median"}}),
         Row("a channel in local training", "channel-without-upload", "local", {"upload_transform": {"kind": "sign"}}),
-        Row("central noise on sums", "noise-adds-up", "feddyn", {"aggregator": private}),
-        Row("a median where models are mixed", "aggregator-on-mixing", "fedfomo", {"aggregator": {"kind": "median"}}),
+        Row("central noise on accumulated sums", "noise-adds-up", "feddyn", {"aggregator": private}),
+        Row("a median of mixed models", "aggregator-on-mixing", "fedfomo", {"aggregator": {"kind": "median"}}),
         Row("a median in CFL", "aggregator-on-single-models", "cfl", {"aggregator": {"kind": "median"}}),
-        Row("signs of FedProto", "channel-on-exact-sums", "fedproto", {"upload_transform": {"kind": "sign"}}),
+        Row("signs in FedProto", "channel-on-exact-sums", "fedproto", {"upload_transform": {"kind": "sign"}}),
         Row("a mixer in local training", "mixer-without-upload", "local", {"personalized_aggregation": mixer}),
         Row("a mixer in FedAMP", "mixer-on-mixing", "fedamp", {"personalized_aggregation": mixer}),
         Row(
-            "a mixer under central noise", "mixer-under-central-noise",
+            "a mixer with central noise", "mixer-under-central-noise",
             choices={"personalized_aggregation": mixer, "aggregator": private},
         ),
         Row("a mixer in IFCA", "mixer-on-clusters", "ifca", {"personalized_aggregation": mixer}),
@@ -177,18 +177,18 @@ def _rows() -> list[Row]:
         Row(
             "noise on absolute values", "noise-needs-differences", "feddr", {"aggregator": private},
         ),
-        Row("noise beside single uploads", "noise-misses-single-uploads", "fedpac", {"aggregator": private}),
+        Row("noise on a mean beside single uploads", "noise-misses-single-uploads", "fedpac", {"aggregator": private}),
         # samplers
-        Row("a sampler that learns from no upload", "sampler-without-upload", "local", {"sampler": clustered}),
-        Row("a sampler that asks about no model", "sampler-needs-a-global-model", "fedrep", {"sampler": asking}),
-        Row("more clients than there are", "sampler-clients", choices={"sampler": {"kind": "uniform", "clients": 9}}),
+        Row("a sampler that needs uploads", "sampler-without-upload", "local", {"sampler": clustered}),
+        Row("a sampler that needs a global model", "sampler-needs-a-global-model", "fedrep", {"sampler": asking}),
+        Row("too many clients per round", "sampler-clients", choices={"sampler": {"kind": "uniform", "clients": 9}}),
         Row(
-            "a table of other clients",
+            "a table with a different number of clients",
             "sampler-table",
             choices={"sampler": {"kind": "availability", "table": [[1, 0]]}},
         ),
         Row(
-            "a round without a client",
+            "a round without clients",
             "sampler-empty-round",
             choices={"sampler": {"kind": "availability", "table": [[1] * 6, [0] * 6]}},
         ),
@@ -198,14 +198,14 @@ def _rows() -> list[Row]:
             choices={"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 9}},
         ),
         # robust rules
-        Row("krum with f = 2 of 6", "cohort-too-small", choices={"aggregator": krum}),
+        Row("Krum with f = 2 and 6 clients", "cohort-too-small", choices={"aggregator": krum}),
         Row(
-            "trimmed mean of half the clients",
+            "a trimmed mean that drops half of the clients",
             "cohort-too-small",
             choices={"aggregator": {"kind": "trimmed-mean", "f": 2}, "sampler": {"kind": "uniform", "fraction": 0.5}},
         ),
         Row(
-            "trimmed mean of random cohorts",
+            "a trimmed mean with random cohort sizes",
             "cohort-too-small",
             choices={
                 "aggregator": {"kind": "trimmed-mean", "f": 1},
@@ -214,115 +214,115 @@ def _rows() -> list[Row]:
             },
         ),
         Row(
-            "krum of clients drawn twice",
+            "Krum with clients that are drawn twice",
             "cohort-too-small",
             choices={"aggregator": {"kind": "krum", "f": 1}, "sampler": {"kind": "size-weighted"}, "rounds": 40},
         ),
         Row("more models than clients", "cohort-too-small", choices={"aggregator": {"kind": "multi-krum", "k": 9}}),
-        Row("nearest neighbours of none", "cohort-too-small", choices={
+        Row("nearest neighbors without neighbors", "cohort-too-small", choices={
             "aggregator": {"kind": "mean", "pre": [{"kind": "nnm", "f": 6}]}
         }),
-        Row("a trusted client who is not there", "trusted-client-missing", choices={
+        Row("a trusted client that does not exist", "trusted-client-missing", choices={
             "aggregator": {"kind": "fltrust", "root": 9}
         }),
-        Row("a trusted client who is not always there", "trusted-client-absent", choices={
+        Row("a trusted client that misses rounds", "trusted-client-absent", choices={
             "aggregator": {"kind": "fltrust"}, "sampler": {"kind": "uniform", "fraction": 0.5}, "rounds": 40
         }),
         # virtual time
         Row("a deadline without devices", "schedule-needs-devices", choices={
             "schedule": {"kind": "deadline", "seconds": 9.0}
         }),
-        Row("partial work of FedAvg", "partial-work", choices={
+        Row("partial work with FedAvg", "partial-work", choices={
             "schedule": {"kind": "deadline", "seconds": 9.0, "partial": True}, **timed
         }),
-        Row("a deadline that nobody meets", "deadline-unmet", choices={
+        Row("a deadline that no client meets", "deadline-unmet", choices={
             "schedule": {"kind": "deadline", "seconds": 0.01}, **timed
         }),
-        Row("a timeout that nobody meets", "deadline-unmet", choices={
+        Row("a timeout that no client meets", "deadline-unmet", choices={
             "schedule": {"kind": "buffered", "buffer": 2, "timeout": 0.01}, **timed
         }),
-        Row("a stream that asks candidates", "stream-asks-candidates", choices={
+        Row("power-of-choice with asynchronous training", "stream-asks-candidates", choices={
             "schedule": {"kind": "buffered", "buffer": 2}, "sampler": asking, **timed
         }),
-        Row("a stream that mixes a round", "stream-mixes-a-round", "fedamp", {
+        Row("FedAMP with asynchronous training", "stream-mixes-a-round", "fedamp", {
             "schedule": {"kind": "buffered", "buffer": 2}, **timed
         }),
-        Row("a stream of random cohorts", "stream-concurrency", choices={
+        Row("random cohort sizes with asynchronous training", "stream-concurrency", choices={
             "schedule": {"kind": "buffered", "buffer": 2}, "sampler": {"kind": "bernoulli"}, **timed
         }),
-        Row("a buffer beyond the clients", "schedule-buffer", choices={
+        Row("a buffer larger than the number of clients", "schedule-buffer", choices={
             "schedule": {"kind": "buffered", "buffer": 9}, **timed
         }),
-        Row("more clients at a time than there are", "schedule-concurrency", choices={
+        Row("more clients at a time than in total", "schedule-concurrency", choices={
             "schedule": {"kind": "buffered", "buffer": 2, "concurrency": 9}, **timed
         }),
-        Row("an attack on the honest of a round", "stream-attack-on-a-round", choices={
+        Row("an attack that reads honest uploads, with asynchronous training", "stream-attack-on-a-round", choices={
             "schedule": {"kind": "buffered", "buffer": 2}, "attack": {"kind": "alie", "fraction": 0.2}, **timed
         }),
         # shares and attacks
         Row("clusters without a global model", "clusters-need-a-global-model", "fedrep", {
             "client_weights": "clusters-2 every 1"
         }),
-        Row("clusters in a stream", "clusters-need-rounds", choices={
+        Row("repeated clustering with asynchronous training", "clusters-need-rounds", choices={
             "client_weights": "clusters-2 every 1", "schedule": {"kind": "buffered", "buffer": 2}, **timed
         }),
-        Row("shares of groups that are not there", "shares-need-groups", choices={"client_weights": "groups"}),
-        Row("shares of other clients", "shares-of-other-clients", choices={"client_weights": [1.0, 2.0]}),
-        Row("a round of clients without weight", "cohort-without-weight", choices={
+        Row("group weights without groups", "shares-need-groups", choices={"client_weights": "groups"}),
+        Row("too few client weights", "shares-of-other-clients", choices={"client_weights": [1.0, 2.0]}),
+        Row("a round in which all clients have weight 0", "cohort-without-weight", choices={
             "client_weights": [0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
             "sampler": {"kind": "availability", "table": [[1, 0, 0, 0, 0, 0]]},
         }),
-        Row("forged activations that nobody reads", "attack-without-target", choices={
+        Row("forged activations without clusters", "attack-without-target", choices={
             "attack": {"kind": "forged-activations", "fraction": 0.2}
         }),
-        Row("flipped labels of numbers", "attack-needs-classes", choices={
+        Row("flipped labels in a regression", "attack-needs-classes", choices={
             "attack": {"kind": "flipped-labels", "fraction": 0.2}
         }, data="numbers", model="softmax"),
         # models, losses, tasks
-        Row("DBE on one layer", "head-missing", "dbe", model="make_bare"),
-        Row("MOON on one layer", "head-missing", "moon", model="make_bare"),
-        Row("FedPAC on one layer", "head-missing", "fedpac", model="make_bare"),
+        Row("DBE with a single layer", "head-missing", "dbe", model="make_bare"),
+        Row("MOON with a single layer", "head-missing", "moon", model="make_bare"),
+        Row("FedPAC with a single layer", "head-missing", "fedpac", model="make_bare"),
         Row("FedProto without a representation", "representation-missing", "fedproto", model="make_flat"),
-        Row("a loss that is a sum", "loss-is-a-sum", choices={"task": {"loss": f"{HERE}:summed"}}),
-        Row("a loss of log probabilities", "loss-is-unbounded", choices={"task": {"loss": f"{HERE}:likelihood"}}),
-        Row("a loss of single samples", "loss-per-sample", choices={"task": {"loss": f"{HERE}:single"}}),
-        Row("class weights of numbers", "class-weights-need-classes", choices={"task": {"class_weights": "balanced"}},
+        Row("a loss that sums over the batch", "loss-is-a-sum", choices={"task": {"loss": f"{HERE}:summed"}}),
+        Row("a loss for log probabilities", "loss-is-unbounded", choices={"task": {"loss": f"{HERE}:likelihood"}}),
+        Row("a loss per sample", "loss-per-sample", choices={"task": {"loss": f"{HERE}:single"}}),
+        Row("weights in a regression", "class-weights-need-classes", choices={"task": {"class_weights": "balanced"}},
             data="numbers", model="softmax"),
-        Row("class weights of two classes of three", "class-weights-of-other-classes", choices={
+        Row("two class weights for three classes", "class-weights-of-other-classes", choices={
             "task": {"class_weights": [1.0, 2.0]}
         }),
-        Row("recalibration of three classes", "calibrate-needs-two-classes", choices={"task": {"calibrate": True}}),
-        Row("a horizon without times", "horizon-needs-survival", choices={"task": {"horizon": 5.0}}),
-        Row("AUROC of three classes", "metric-undefined", choices={"task": {"metrics": ["auroc"]}}),
-        Row("a backdoor in a table", "backdoor-without-columns", choices={
+        Row("recalibration with three classes", "calibrate-needs-two-classes", choices={"task": {"calibrate": True}}),
+        Row("a horizon without survival times", "horizon-needs-survival", choices={"task": {"horizon": 5.0}}),
+        Row("AUROC with three classes", "metric-undefined", choices={"task": {"metrics": ["auroc"]}}),
+        Row("a backdoor in a table without columns", "backdoor-without-columns", choices={
             "attack": {"kind": "backdoor", "fraction": 0.2}
         }, not_at={"scikit-learn": "its columns have other names"}),
-        Row("early stopping by a part without scores", "early-stop-part", choices={
+        Row("early stopping on a part that is not evaluated", "early-stop-part", choices={
             "early_stop": {"patience": 2}, "evaluate": {"parts": ["test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
-        Row("early stopping by a model that FedAvg does not have", "early-stop-model", choices={
+        Row("early stopping on a personal model of FedAvg", "early-stop-model", choices={
             "early_stop": {"part": "train", "model": "personal"}, "evaluate": {"parts": ["train", "test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
-        Row("early stopping by the AUROC of three classes", "early-stop-metric", choices={
+        Row("early stopping on the AUROC of three classes", "early-stop-metric", choices={
             "early_stop": {"part": "train", "metric": "auroc"}, "evaluate": {"parts": ["train", "test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
-        Row("times without an event", "nothing-to-learn", data="censored", model="mlp"),
-        Row("events after which no row is at risk", "nothing-to-learn", data="late", model="mlp"),
+        Row("survival times without events", "nothing-to-learn", data="censored", model="mlp"),
+        Row("events when no other row is at risk", "nothing-to-learn", data="late", model="mlp"),
         Row("an infinite parameter", "initial-model-not-finite", model="make_infinite"),
-        Row("random crops of rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
+        Row("random crops of table rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
         # how it is computed
-        Row("a GPU that is not there", "device-missing", choices={"engine": {"device": "cuda:7"}},
+        Row("a missing GPU", "device-missing", choices={"engine": {"device": "cuda:7"}},
             not_at={"Flower": "a node names its own device"}),
-        Row("fused loops of a branching model", "oracle-fused", choices={"engine": {"gradient_engine": "compiled"}},
+        Row("compiled loops for a branching model", "oracle-fused", choices={"engine": {"gradient_engine": "compiled"}},
             model="Branching"),
-        Row("a model that vmap rejects", "oracle-stacked", choices={"engine": {"gradient_engine": "vmap"}},
+        Row("a model that vmap does not support", "oracle-stacked", choices={"engine": {"gradient_engine": "vmap"}},
             model="Branching"),
         Row("TF32 without a GPU", "precision-missing", choices={"engine": {"precision": "tf32", "dtype": "float32"}}),
         # privacy
-        Row("epsilon beside exact counts", "epsilon-misses-fields", "ifca", {
+        Row("epsilon with exact counts", "epsilon-misses-fields", "ifca", {
             "upload_transform": {"kind": "gaussian-noise", "delta": 1e-5}
         }),
-        Row("epsilon beside answers", "epsilon-misses-answers", choices={
+        Row("epsilon with answers to queries", "epsilon-misses-answers", choices={
             "upload_transform": {"kind": "gaussian-noise", "delta": 1e-5}, "aggregation_weights": equitable
         }),
     ]  # fmt: skip

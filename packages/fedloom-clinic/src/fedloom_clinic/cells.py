@@ -1,6 +1,6 @@
 """Cells of frequency tables, which are groups and the levels of coded columns.
 
-Cells in which too few clients have enough rows are merged before anything is summed.
+If too few clients have enough rows in a cell, the cell is merged before anything is summed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
 """Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Word with which a user makes each client its own group."""
+"""Value that makes each client its own group."""
 RANGE_GROWTH = 5
-"""Factor between the widths of nested ranges of bins, in which clients state whether they have enough rows."""
+"""Factor between the widths of nested ranges of bins. For each range, clients state whether they have enough rows."""
 
 
 class MergedCells(NamedTuple):
@@ -29,7 +29,7 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: names of the cells.
-        of: index of the merged cell to which each original cell belongs, ``[L]``. An original cell that has been merged
+        of: index of the merged cell for each original cell, ``[L]``. An original cell that has been merged
             belongs to the cell "other".
     """
 
@@ -47,7 +47,7 @@ class MergedCells(NamedTuple):
         return len(self.names) - (self.names[-1] in BLANK_LEVELS)
 
     def reached(self, flags: Tensor) -> Tensor:
-        """Return which of the cells contain rows, as bool ``[cells]``.
+        """Return a mask ``[cells]`` of the cells that contain rows.
 
         If no client counts a cell for missing values, the cell contains no rows.
 
@@ -66,7 +66,7 @@ def unmerged_cells(names: Sequence[str]) -> MergedCells:
 def groups_of(schema: Schema, group: str | None, clients: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the groups of rows.
 
-    If the groups are the levels of a feature, the last group contains the rows in which the feature is missing.
+    If the groups are the levels of a feature, the last group contains the rows without a value of the feature.
 
     Raises:
         ConfigError: the table has no column with this name, or the column has no levels.
@@ -85,7 +85,7 @@ def groups_of(schema: Schema, group: str | None, clients: Sequence[str]) -> tupl
 
 
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
-    """Return the index of the group to which each row belongs, ``[N]``.
+    """Return the index of each row's group, ``[N]``.
 
     If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Rows in these
     cells are added to the client's most frequent group instead.
@@ -115,8 +115,8 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
     """Return the number of subjects ``[cells]`` that have a row in each cell.
 
     Args:
-        codes: cell that each row belongs to ``[N]``.
-        subjects: subject to which each row belongs ``[N]``.
+        codes: cell of each row ``[N]``.
+        subjects: subject of each row ``[N]``.
         cells: number of cells.
     """
     pairs = torch.stack([codes, subjects], 1).unique(dim=0)
@@ -129,11 +129,11 @@ def forbids_small_cells(rules: Rules) -> bool:
 
 
 def merge_small_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells after those in which too few clients have enough rows are merged into "other".
+    """Return the cells after merging small cells (too few clients have enough rows) into "other".
 
-    One cell in which enough clients have enough rows is also merged, so that no sum reveals the content of the merged
-    cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it, because
-    clients then do not count it (see `group_codes`).
+    One larger cell is also merged, so that no sum reveals the content of the merged cells. The cell for missing values,
+    which comes last, is not merged if no client has enough rows in it, because clients then do not count it (see
+    `group_codes`).
 
     Args:
         names: names of the cells.
@@ -186,7 +186,7 @@ def merge_bins(
         fix: agreement that makes the error disappear, other than a smaller minimum count.
 
     Raises:
-        Refused: there is no range in which enough clients have rows in every group.
+        Refused: no range contains rows of enough clients in every group.
     """
     if not forbids_small_cells(rules):
         return torch.arange(bins)

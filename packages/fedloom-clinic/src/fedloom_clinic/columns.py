@@ -95,7 +95,7 @@ def names_of(schema: Schema) -> list[str]:
 
 
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
-    """Return flags ``[p]`` of the columns in which enough subjects have a value that is not the most frequent one.
+    """Return a mask ``[p]`` of the columns where enough subjects have a value other than the most frequent one.
 
     In a column with two values, each value must occur in enough subjects. Therefore, a level that few subjects have
     does not get its own column. These flags are the last of the numbers that a client publishes for an analysis.
@@ -117,7 +117,7 @@ def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Float
 
 
 def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
-    """Return flags ``[p]`` of the columns that enough clients have flagged.
+    """Return a mask ``[p]`` of the columns that enough clients flagged.
 
     All other columns are omitted, which merges an omitted level into the first level.
 
@@ -148,7 +148,7 @@ def columns_of(terms: AnalysisTerms, *, flagged: bool = True) -> list[str]:
 
 
 def list_omitted_columns(terms: AnalysisTerms) -> str:
-    """Return the names of the columns that too few clients have flagged, separated by commas."""
+    """Return the names of the columns that too few clients flagged, separated by commas."""
     kept = select_columns(terms)
     return ", ".join(name for name, one in zip(names_of(terms.schema), kept, strict=True) if not one)
 
@@ -171,7 +171,7 @@ def _all_ranges(schema: Schema) -> tuple[Floats, Floats]:
 
 
 def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
-    """Return which of a client's rows a regression uses, with the columns that it uses."""
+    """Return a client's rows in a regression, with the regression's columns."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = _all_ranges(terms.schema)

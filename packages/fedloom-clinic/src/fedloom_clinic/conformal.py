@@ -3,7 +3,7 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-Bins in which too few clients have enough subjects are merged. The first question counts the clients with enough
+If too few clients have enough subjects in a bin, the bin is merged. The first question counts the clients with enough
 subjects in the range that covers all bins, in each of its halves, in each half of these halves, and so on. Beginning
 with the largest scores, neighboring ranges are merged until they contain a range that enough clients reach in this way.
 All parties derive the same bins from this number.
@@ -239,7 +239,7 @@ class Conformal(Analysis):
         return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
 
     def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
-        """Return the end of the bin in which the score of the required rank lies.
+        """Return the end of the bin that contains the score with the required rank.
 
         If there are too few rows, return a threshold that is higher than all scores. Scores that exceed the range of
         residuals fall in the last bin, which has no upper end.
@@ -320,11 +320,11 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
-    """Return flags ``[B]``: 1 for each range of bins in which a client has enough subjects, otherwise 0.
+    """Return flags ``[B]``: 1 for each range of bins where a client has enough subjects, otherwise 0.
 
     Args:
-        bin_of: bin that each row belongs to, ``[N]``.
-        subjects: subject to which each row belongs, ``[N]``.
+        bin_of: bin of each row, ``[N]``.
+        subjects: subject of each row, ``[N]``.
         ranges: ranges of bins.
         least: minimum number of subjects.
     """
@@ -335,7 +335,7 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
     """Return the ends of the merged bins, which lie between 0 and the number of bins.
 
-    Each merged bin covers a range of bins in which enough clients have enough subjects.
+    In each merged bin, enough clients have enough subjects.
 
     Args:
         reached: number of clients that have enough subjects in each range, ``[B]``.

@@ -72,10 +72,10 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""Minimum standard deviation, relative to the agreed range, at which a column is considered to vary. A constant column
+"""A column varies if its standard deviation, relative to the agreed range, is at least this large. A constant column
 has a smaller standard deviation than this, even with rounding errors."""
 MAX_EXPONENT = 700.0
-"""Largest exponent for which a bound is within the range of float64."""
+"""Largest exponent with a bound in the range of float64."""
 
 
 class Cox(Penalized):
@@ -167,7 +167,7 @@ class Cox(Penalized):
         shapes = {"beta": (columns,), "betas": (FIT_COUNT, columns), "metric": (columns, columns)}
         require_shapes(question, shapes)
         if "ends" in question.values and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
-            raise Refused("the time bins of a question must be the bins that the sites have agreed on and merged")
+            raise Refused("the time bins of a question must be the agreed bins after merging")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         design = design_of(client, terms, flagged=not self.shows_rows)
@@ -398,7 +398,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Return the sums contained in the total of the answers to "risk" or "tilted-risk"."""
+    """Decode the total of the answers to "risk" or "tilted-risk" into its sums."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])

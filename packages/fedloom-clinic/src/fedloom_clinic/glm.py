@@ -66,12 +66,11 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""Minimum standard deviation, relative to the agreed range, at which a column is considered to vary."""
+"""A column varies if its standard deviation, relative to the agreed range, is at least this large."""
 ANSWER_STEP = 2.0**-36
 """Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
-"""Largest linear predictor for which a bound is computed. For larger linear predictors, exp exceeds the range of
-float64."""
+"""Largest linear predictor with a bound. For larger linear predictors, exp exceeds the range of float64."""
 
 
 class Glm(Penalized):

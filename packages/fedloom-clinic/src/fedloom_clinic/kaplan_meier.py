@@ -5,7 +5,7 @@ References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926
 
 A time is treated as if it were the end of its bin, so the curve and the test apply to the binned times. In the curve
 for the exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c) and 1
-- d / n, regardless of the order in which they occur. These limits determine the maximum error of each curve and each
+- d / n, regardless of their order. These limits determine the maximum error of each curve and each
 mean.
 """
 

@@ -25,7 +25,7 @@ from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES_FIGURE = "samples"
-"""Name under which the number of samples of the omitted client is recorded."""
+"""Recorded name of the number of samples of the omitted client."""
 MIN_CLIENTS = 3
 """Minimum number of clients in a federation for this analysis."""
 

@@ -97,7 +97,7 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
     Args:
         design: rows that the regression uses.
-        client: client to which the rows belong.
+        client: client of the rows.
         event: True for rows with the outcome, ``[N]``.
     """
     cells = np.hstack([design.x, design.y])
@@ -112,7 +112,7 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
 
 def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Floats], Mask], least: int) -> Tensor:
-    """Return flags ``[1 + p]`` for a cross-validation: whether every fold has enough subjects, in total and per column.
+    """Return flags ``[1 + p]`` for a cross-validation: 1 if every fold has enough subjects, in total and per column.
 
     Args:
         client: client whose rows are divided into folds.
@@ -132,7 +132,9 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 
 
 def find_divided_clients(terms: AnalysisTerms) -> list[bool]:
-    """Return for each client whether its rows are divided into folds. The rows of all other clients are never held out.
+    """Return a flag for each client: True if its rows are divided into folds.
+
+    The rows of all other clients are never held out.
 
     A client's rows are divided if each of its folds reaches the minimum counts in every cell.
 
@@ -161,7 +163,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
     Args:
         at: function that returns the likelihood of some rows ``[N]`` at given coefficients.
         betas: coefficients of all fits, ``[K, q]``.
-        fold: fold to which each row belongs, or -1 for rows that are never held out, ``[N]``.
+        fold: fold of each row, or -1 for rows that are never held out, ``[N]``.
     """
     sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
     parts = [np.array([float(rows.sum()) for rows in sets])]

@@ -214,7 +214,7 @@ def input_names(schema: Schema) -> list[str]:
 
 
 def raw_inputs(x: Tensor, schema: Schema) -> Tensor:
-    """Return inputs ``[N, p]`` computed from the raw columns of rows that no federation has prepared. Gaps stay NaN."""
+    """Return inputs ``[N, p]`` computed from raw columns that were not prepared by a federation. Gaps stay NaN."""
     blocks = list[Tensor]()
     for column, values in zip(schema.columns, x.T, strict=True):
         levels = torch.arange(column.levels or 1).double()

@@ -27,7 +27,7 @@ UNIT_FACTORS = {
 }  # fmt: skip
 """Ratios between two units of the same quantity. These are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which the ratio of two clients' medians counts as the ratio of two units."""
+"""Relative tolerance between the ratio of two clients' medians and the ratio of two units."""
 MIN_NOTED_DISTANCE = 1.0
 """Distance of a client's mean from the others' mean that causes a note, in the others' standard deviations.
 
@@ -54,7 +54,7 @@ class SummaryColumn:
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None if the column is coded.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
-        of: merged bin to which each agreed bin belongs, ``[bins]``.
+        of: merged bin of each agreed bin, ``[bins]``.
     """
 
     name: str
@@ -80,7 +80,7 @@ class SummaryColumn:
 
     @property
     def flags(self) -> int:
-        """Number of cells of the column in which a client states whether it has enough subjects."""
+        """Number of the column's cells. For each cell, a client states whether it has enough subjects."""
         bins = len(self.of)
         return len(self.cells.names) if self.edges is None else sum(-(-bins // width) for width in range_widths(bins))
 

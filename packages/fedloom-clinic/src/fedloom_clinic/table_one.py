@@ -54,7 +54,7 @@ HOMOGENEITY_STEP = 2.0**-3
 """Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
 statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Minimum number of clients over which statistics are computed if small cells are merged.
+"""Minimum number of clients in a statistic if small cells are merged.
 
 A statistic over three or four clients, together with the totals, would leave only a few possible counts for each
 client.
@@ -95,7 +95,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance on [-1, 1] by which a statistic is divided: the variance within an agreed bin."""
+        """Smallest variance on [-1, 1] that may divide a statistic: the variance within an agreed bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -259,7 +259,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _merged_cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups, and the columns with only those cells in which enough clients have enough rows."""
+        """Return the groups, and the columns restricted to cells where enough clients have enough rows."""
         names, columns = groups_of(terms.schema, self.group, terms.client_names), self._agreed_columns(terms.schema)
         flags = torch.stack(terms.published)
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)

@@ -49,7 +49,7 @@ if not TYPE_CHECKING:
 
 
 def encode_records(records: RecordDict) -> bytes:
-    """Encode records as bytes, in the format in which Flower sends them."""
+    """Encode records as bytes, in Flower's message format."""
     from flwr.common.serde import recorddict_to_proto
 
     message: bytes = recorddict_to_proto(records).SerializeToString()
@@ -57,7 +57,7 @@ def encode_records(records: RecordDict) -> bytes:
 
 
 def decode_records(message: bytes) -> RecordDict:
-    """Decode records that `encode_records` has encoded."""
+    """Decode records encoded by `encode_records`."""
     from flwr.common.serde import recorddict_from_proto
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
@@ -72,7 +72,7 @@ def task_program() -> ModuleType:
 
 
 def set_message_id(message: Message, id_: str) -> None:
-    """Set the ID by which Flower identifies a message."""
+    """Set Flower's ID of a message."""
     message.metadata.__dict__["_message_id"] = id_
 
 

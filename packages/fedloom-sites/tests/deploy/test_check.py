@@ -200,7 +200,7 @@ def test_port_in_use(site):
     with serving(site) as (port, _):
         (sentence,) = refused(changed(site, port=port))
     assert f"port {port}" in sentence
-    assert "If this site is running, the port is its own" in sentence
+    assert "If this site is running, it uses the port itself" in sentence
 
 
 # --------------------------------------------------------------------------------------- with a server

@@ -182,7 +182,7 @@ def test_the_model_too_and_what_is_no_path_is_none(folder, monkeypatch):
     )
     assert sorted(found.files) == FILES
     monkeypatch.setattr(code, "MAX_CODE_BYTES", 100)
-    with pytest.raises(ConfigError, match="folder of its own, or install it"):
+    with pytest.raises(ConfigError, match="its own folder, or install it"):
         code_of({"method": [{"algorithm": "method_of_mine:Mine"}]})
     assert code_of({"data": {"source": "hub:owner/name"}}) == code.Code({}, {})
     with pytest.raises(ConfigError, match="cannot be found"):

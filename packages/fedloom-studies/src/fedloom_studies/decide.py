@@ -44,7 +44,7 @@ class Decision(Value):
     )
     how: str = Field(description="what the experiment adds")
     scale: Literal["points", "ratio", "gradients", "bytes", "as printed"] = Field(description="scale of the test")
-    looks: tuple[int, ...] = Field(description="numbers of seeds at which the claims are tested")
+    looks: tuple[int, ...] = Field(description="numbers of seeds for testing the claims")
     claims: tuple[str, ...] = Field(min_length=1)
 
     @property
@@ -69,7 +69,7 @@ def read_decisions() -> tuple[tuple[Decision, ...], tuple[OpenClaims, ...]]:
 
 
 def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
-    """Return the seeds, up to a total number of seeds, for which the summary lacks a value that the recipe needs."""
+    """Return the seeds, up to a total number of seeds, that lack a value needed by the recipe in the summary."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
     for variant, document in recipe.make_documents(summary.scale).items():
@@ -90,7 +90,7 @@ def add_seeds(
     Return None if the time limit was reached.
 
     Args:
-        recipe: recipe to which the summary belongs.
+        recipe: recipe of the summary.
         summary: summary to extend.
         seeds: seeds to run.
         out: folder for the run directories. A second call with the same folder resumes the runs.

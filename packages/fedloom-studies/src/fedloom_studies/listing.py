@@ -25,9 +25,8 @@ def read_listing(name: str, question: object, rows: Callable[[], Sequence[Any]],
         name: name of the listing.
         question: question that the rows answer. It is compared with other questions as text.
         rows: function that computes the rows, which consist of values that JSON supports.
-        places: folders with records and data on which the rows depend, in addition to the code and the data folder of
-            the environment. Only the files in a folder and in its subfolders matter, so that a large folder is not
-            walked.
+        places: folders with records and data that affect the rows, in addition to the code and the data folder of the
+            environment. Only the files in a folder and in its subfolders matter, so that a large folder is not walked.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (data, *places) if place is not None]

@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 # writes the same key in its own terms.
 
 Entrance = Literal["python", "file", "command", "estimator", "flower"]
-"""Entry points through which users call fedloom: `simulate` and `compare`, a deployment file, ``fedloom run`` and
+"""Entry points of fedloom: `simulate` and `compare`, a deployment file, ``fedloom run`` and
 ``tune``, scikit-learn, Flower."""
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
-"""Pattern of an ordinary word with which a message may begin, as opposed to a key, an option or code."""
+"""Pattern of an ordinary word at the start of a message, as opposed to a key, an option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that do not belong to any table."""
@@ -90,7 +90,7 @@ def entered(entrance: Entrance) -> Iterator[bool]:
 
 
 def worded(text: str) -> str:
-    """Return text in which the keys in braces are written in the notation of the current entry point.
+    """Return text with the keys in braces rewritten in the notation of the current entry point.
 
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'
@@ -142,7 +142,7 @@ _SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " doe
 
 
 def write_singular(text: str) -> str:
-    """Return a sentence in which nouns and verbs agree with the number 1, except in quoted text, names and paths.
+    """Return a sentence with singular nouns and verbs after the number 1, except in quoted text, names and paths.
 
     >>> write_singular("1 clients have no test part, 1 training samples, 1 classes"), write_singular("21 rows")
     ('1 client has no test part, 1 training sample, 1 class', '21 rows')
@@ -627,7 +627,7 @@ def direction_in(*names: object, hidden: bool = False) -> str:
 
 
 def printable(text: object) -> str:
-    r"""Return text in which control characters are escaped, because they could move a terminal's cursor or hide words.
+    r"""Return text with escaped control characters, which could otherwise move a terminal's cursor or hide words.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'

@@ -161,7 +161,7 @@ def shorten_list(names: Sequence[str], most: int) -> str:
 
 
 def fold_repeated_notes(notes: Iterable[str]) -> list[str]:
-    """Return notes in the order in which they first occur, each of them once.
+    """Return each note once, in the order of first occurrence.
 
     Notes that differ only in a round number are merged.
 

@@ -45,7 +45,7 @@ MAIN_MODULE = "__main__"
 
 
 def import_object(path: str, what: str, where: str = "") -> Any:
-    """Return the object to which an import path refers. The module may be in the current directory.
+    """Return the object at an import path. The module may be in the current directory.
 
     Args:
         path: ``package.module:Name``.
@@ -91,7 +91,7 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
 
 
 def find_class(path: str, what: str, base: type, where: str = "") -> Any:
-    """Return the class to which an import path refers.
+    """Return the class at an import path.
 
     Raises:
         ConfigError: the class does not exist, is not a subclass of ``base``, or does not define some of the required

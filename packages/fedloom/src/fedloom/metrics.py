@@ -27,7 +27,7 @@ class Metric(NamedTuple):
     Attributes:
         title: title that is shown to people.
         unit: unit of the displayed value.
-        scale: factor by which the displayed value is multiplied.
+        scale: factor of the displayed value.
         higher: True if larger values are better than smaller ones.
         bounds: smallest and largest value that the metric can have.
         rated: True if either higher or lower values are better.
@@ -112,22 +112,22 @@ COST_FIGURES = {
     "seconds": Metric("Seconds", higher=False),
     "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
-"""Cost metrics by which methods are compared at equal work."""
+"""Cost metrics for comparing methods at equal work."""
 
 
 USER_METRICS: dict[str, Metric] = {}
-"""Metrics that users have declared in this process (`declare`). The better direction of these metrics is stored in runs
-and their files."""
+"""Metrics declared by users in this process (`declare`). Runs and their files record whether larger or smaller values
+of these metrics are better."""
 
 
 class Roles(NamedTuple):
-    """Metrics on which decisions are based for a task.
+    """Metrics that decisions for a task use.
 
     Attributes:
         page: metric shown first in tables and reports.
-        settings: metric by which `fedloom tune` compares settings. The metric is averaged over the clients for which it
-            is defined. AUROC is defined only if both classes occur.
-        client: metric by which the hybrid model chooses the better of the two models for each client. For
+        settings: metric that `fedloom tune` uses to compare settings. The metric is averaged over the clients with a
+            defined value. AUROC is defined only if both classes occur.
+        client: metric that decides, for each client, which of the two models is the hybrid model. For
             classification, this is the accuracy, as in FLAME's model selection. If some classes may be rare, the loss
             is used as the metric, because accuracies are then often tied.
     """
@@ -146,8 +146,10 @@ TASK_ROLES = {
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""Metrics used for decisions, keyed by task ("imbalanced": several classes, evaluated by balanced accuracy). If the
-metric on which a decision is based was not measured, the loss is used instead."""
+"""Metrics used for decisions, keyed by task ("imbalanced": several classes, evaluated by balanced accuracy).
+
+If the metric of a decision was not measured, the loss is used instead.
+"""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
@@ -172,7 +174,7 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
 
 
 def class_metric_name(name: str, label: str) -> str:
-    """Return the name under which a metric of an individual class is recorded.
+    """Return the recorded name of a metric for an individual class.
 
     >>> class_metric_name("recall", "ill"), metric("recall[ill]").title
     ('recall[ill]', 'Recall of ill')

@@ -1,4 +1,4 @@
-"""Display of a value's options in Python: a signature, and lines in `help` on each option's type, range and default."""
+"""Display of a value's options in Python: signatures, and `help` with each option's type, range and default."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Face(ModelMetaclass):
 
     @property
     def __doc__(cls) -> str | None:
-        """Docstring of the class, to which one line per option is added."""
+        """Docstring of the class, plus one line per option."""
         text = cls.__dict__.get("__doc__")
         options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
         if not options or (isinstance(text, str) and f"\n{ARGS_HEADING}" in text):

@@ -53,11 +53,11 @@ NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
 REPAIR_HINT = "Run the experiment again, or put the file back"
 """Advice that is shown for a damaged file."""
 FEDERATION_CLIENT = -1
-"""Client number under which values of the whole federation are recorded."""
+"""Client number of values for the whole federation."""
 UPLOADS_FIGURE = "heard"
-"""Name under which the number of a client's used uploads is recorded."""
+"""Recorded name of the number of a client's used uploads."""
 SAMPLES_FIGURE = "samples"
-"""Name under which the number of samples in a group is recorded."""
+"""Recorded name of the number of samples in a group."""
 MAX_CLIENTS = 2**31
 """Upper limit on client numbers (exclusive)."""
 MAX_LABEL_CHARACTERS = 150
@@ -155,7 +155,7 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
 
 
 def analysis_file(kind: str) -> str:
-    """Return the name of the file in which the table of an analysis is stored.
+    """Return the file name of an analysis's table.
 
     >>> analysis_file("left-out"), analysis_file("my_parts:Pulled")
     ('left_out.parquet', 'Pulled.parquet')

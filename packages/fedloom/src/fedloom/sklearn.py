@@ -176,7 +176,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         epochs: number of passes over a client's rows in each round.
         batch_size: number of rows in each step. If None, each step uses all rows of a client.
         model: name or value of `fedloom.models`, an `nn.Module`, or a function that returns a module.
-        clients: number of clients to which rows are assigned at random if no groups are given.
+        clients: number of clients, used to assign rows at random if no groups are given.
         random_state: an int, or a generator from which an int is drawn. This number determines all random choices.
         settings: other options of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
             or value for ``local``, ``evaluate`` or ``engine`` changes only those options that it sets.
@@ -202,9 +202,9 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             X: array of numbers ``[N, p]`` without missing values.
             y: classes ``[N]``, given as numbers or text, or several labels of each row ``[N, k]``, each of which is 1
                 if it is present and 0 if it is absent.
-            groups: group to which each row belongs ``[N]``. The groups are the clients of the federation. If None, rows
+            groups: group of each row ``[N]``. The groups are the clients of the federation. If None, rows
                 are randomly assigned to `clients` groups.
-            subjects: patient, or similar unit, to which each row belongs ``[N]``. All rows of a subject are assigned to
+            subjects: patient, or similar unit, of each row ``[N]``. All rows of a subject are assigned to
                 the same client. For cross-validation, pass the subjects to the splitter: ``cross_val_score(...,
                 groups=subjects, cv=GroupKFold())``.
 
@@ -238,7 +238,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
         Args:
             X: array of numbers ``[N, p]``.
-            groups: group to which each row belongs ``[N]``. If the method trains one model per group, the model of a
+            groups: group of each row ``[N]``. If the method trains one model per group, the model of a
                 row's group predicts the row. Rows of unknown groups, and all rows if no groups are given, are predicted
                 by the global model.
         """

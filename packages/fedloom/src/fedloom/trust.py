@@ -28,7 +28,7 @@ OWN_PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
 TEXT_ONLY_KEYS = ("name", "label")
 """Keys of an experiment file whose values never refer to code."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-"""Folders in which Python installs packages."""
+"""Python's folders for installed packages."""
 
 _vouched: set[str] = set()
 
@@ -82,7 +82,7 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
 
     Args:
         document: content of an experiment file or of a run directory.
-        file: file from which the document was read.
+        file: source file of the document.
         trust: True to vouch for the import paths in the document instead of raising an error.
 
     Raises:
@@ -104,7 +104,7 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
 
 
 def check_module(path: str, what: str) -> None:
-    """Raise an error if the module to which an import path refers must not be imported.
+    """Raise an error if the module of an import path must not be imported.
 
     Args:
         path: ``package.module:Name``.

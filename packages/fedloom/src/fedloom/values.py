@@ -39,8 +39,10 @@ FACTOR_PATTERN = r"(\d+\.?\d*|\.\d+)x"
 VALIDATOR_PATTERN = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
 """Pattern of the parts of an error's location that are not keys."""
 IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys_schema")
-"""Keys of a pydantic schema under which there are no schemas of values. ``keys_schema`` is one of them, because keys
-are text in every file."""
+"""Keys of a pydantic schema that do not contain schemas of values.
+
+``keys_schema`` is one of them, because keys are text in every file.
+"""
 
 
 class Value(BaseModel, metaclass=Face):
@@ -149,7 +151,7 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
         registry: entries, keyed by name.
         name: key in the registry, or ``package.module:Class`` if a base class is given.
         where: file and table that contain the name, which are named in the message.
-        base: base class from which a user-defined class must be derived. If None, only names in the registry are
+        base: required base class of a user-defined class. If None, only names in the registry are
             allowed.
 
     Raises:
@@ -282,7 +284,7 @@ def note_idle_fields(value: Value, tables: Mapping[str, Value] = {}) -> list[str
 
 
 def kind_of(value: Value) -> str:
-    """Return the name by which files refer to the class of a value."""
+    """Return the name of a value's class in files."""
     return str(getattr(value, "kind", type(value).__name__))
 
 
@@ -334,7 +336,7 @@ def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> 
 
 
 def _disable_conversions(schema: object, owner: type) -> Any:
-    """Return the schema of ``owner`` in which conversions between text, booleans and numbers are disabled."""
+    """Return the schema of ``owner`` without conversions between text, booleans and numbers."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_disable_conversions(item, owner) for item in schema)
     if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:

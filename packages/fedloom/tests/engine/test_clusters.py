@@ -371,7 +371,7 @@ class Adds(FedADMM):
         ("local", {}, "has no global model"),
         (Adds(), {}, "adds up uploads, each weighted by the shares of its round"),
         (FedADMM(server_lr=1.0), {}, "adds up uploads, each weighted by the shares"),
-        (FedDyn(), {"aggregator": "median"}, "sums the results of that rule, in which clients have no shares"),
+        (FedDyn(), {"aggregator": "median"}, "sums the results of that rule, which does not use client shares"),
         (
             "fedavg",
             {"devices": {"kind": "lognormal"}, "schedule": {"kind": "deadline", "seconds": 1.0}},

@@ -265,7 +265,7 @@ def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
     here = compare(tmp_path / "here")
     assert together.results.keys() == here.results.keys()
     assert contents(tmp_path / "shared") == contents(tmp_path / "here")
-    with pytest.raises(ConfigError, match="share their runs. Name a folder that all processes can use"):
+    with pytest.raises(ConfigError, match="needs a shared folder"):
         compare(None, join=True)  # type: ignore[arg-type]
 
 

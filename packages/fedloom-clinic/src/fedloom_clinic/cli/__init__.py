@@ -1,4 +1,4 @@
-"""Commands with which this package extends the command ``fedloom``."""
+"""Commands that this package adds to ``fedloom``."""
 
 from fedloom_clinic.cli import cox, glm, init
 

@@ -107,7 +107,7 @@ class TableSurvey:
         """Return the columns that identify a row's site, and the columns that may identify it.
 
         Args:
-            excluded: the target and its event column, neither of which can be the site column.
+            excluded: the target and its event column, which cannot be the site column.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -145,7 +145,7 @@ class TableSurvey:
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of columns with equal cells, in which each later column is paired with the first one."""
+        """Yield pairs of columns with equal cells. Each later column is paired with the first one."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()

@@ -1,4 +1,4 @@
-"""Text of a drafted experiment file, in which each choice has a comment."""
+"""Text of a drafted experiment file, with a comment on each choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUESTIONS_NOTE = (
     "questions."
 )
 MAX_LIST_CHARACTERS = 120
-"""Minimum number of characters for which a list is split into several lines."""
+"""Minimum number of characters before a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):
@@ -164,7 +164,7 @@ def _data_table(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
 def _data_comments(roles: ColumnRoles) -> dict[str, str]:
     """Return the comments on the keys of the ``[data]`` table."""
     return {
-        "source": "from the folder in which you run fedloom",
+        "source": "from the current folder",
         "target": "what is predicted",
         "event": "1 if the time ended with an event, 0 if it is censored",
         "agreement": "meaning of the columns at every site",
@@ -206,7 +206,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text in which a space replaces every character that a comment must not contain."""
+    """Return a text with a space in place of every character that is not allowed in a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -401,7 +401,7 @@ class ExperimentDraft:
 
     @staticmethod
     def _clashing_numbers(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
-        """Return numbers that mean missing in some columns, each with the columns in which it is an ordinary number."""
+        """Return numbers that mark missing cells in some columns, with the columns where they are regular numbers."""
         marks = {level for c in numbers for level in c.extremes}
         return {
             mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks

@@ -56,20 +56,22 @@ EVENT_PATTERN = re.compile(
 or events, so the user must state the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
-"""Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
+"""Pattern of names that, by convention in survival data, use 1 for an event and 0 for censored. The name
 ``censored`` may have the opposite meaning."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Minimum probability at which the convention is considered confirmed. This is the probability that a censored time is
+"""Minimum probability that confirms the convention. This is the probability that a censored time is
 longer than the time of an event.
 
 In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
 this high. In none of these tables is it so low that 0 and 1 would be confused (the lowest value is 0.31).
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
-"""Pattern of names that mean the time at which observation starts."""
+"""Pattern of names for the start of observation."""
 MIN_ENTRY_SHARE = 0.99
-"""Minimum fraction of rows in which the start must precede the end, and a time must not be negative. This fraction is
-below 1 because real tables contain typing errors."""
+"""Minimum fraction of rows whose start precedes the end and whose times are not negative.
+
+The fraction is below 1, because real tables contain typing errors.
+"""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
@@ -123,8 +125,7 @@ the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's
 position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
 `TARGET_WORDS`."""
 MIN_SURE_POINTS = 3
-"""Minimum number of points at which the first candidate is chosen if it leads the second by at least
-`MIN_LEAD_POINTS`."""
+"""Minimum number of points of the chosen candidate, which must also lead the second by at least `MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate over the second, in points.
 
@@ -137,7 +138,7 @@ MAX_SHOWN_CANDIDATES = 6
 
 
 class TableOutcome(NamedTuple):
-    """The outcome for which an experiment is drafted.
+    """Outcome of the drafted experiment.
 
     Attributes:
         target: column to be predicted. If None, the draft asks the user for the target.
@@ -185,7 +186,7 @@ def is_count(column: ColumnProfile) -> bool:
 
 
 def choose_outcome(survey: TableSurvey, target: str | None, event: str | None) -> TableOutcome:
-    """Return the outcome for which an experiment is drafted: the requested one if given, otherwise the clearest one.
+    """Return the outcome of the drafted experiment: the requested outcome if given, otherwise the most obvious one.
 
     Args:
         survey: survey of the table.

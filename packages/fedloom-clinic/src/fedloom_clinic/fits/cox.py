@@ -53,10 +53,8 @@ MIN_COLUMN_WIDTH = 1e-140
 """Minimum span of a column, and the inverse of its maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
 MAX_STALLED_DECREMENT = 1e-9
-"""Newton decrement, relative to the likelihood, below which a step that does not raise the likelihood is the last one.
-
-The rounding of sums then hides the gain, so further steps would only repeat it.
-"""
+"""The fit ends if a step does not raise the likelihood and the Newton decrement, relative to the likelihood, is below
+this limit. Rounding errors of sums then hide the gain, so further steps would not help."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 RATIO_ERRORS = 4
 """Error of a mean over the rows at risk, in errors of a sum divided by their weight: with ties, both sums of the ratio
@@ -364,7 +362,7 @@ def newton(
         intercepts: number of leading columns that are intercepts.
         penalty: penalty that the likelihood contains. If there is a ridge, columns may depend on each other. With
             either penalty, the rows may be separated.
-        start: coefficients at which the steps start. If None, they start at 0.
+        start: initial coefficients. If None, they start at 0.
 
     Raises:
         DataError: no finite fit exists, or columns depend on each other.

@@ -1,6 +1,6 @@
 """Vectors that sites send in a Cox regression: sums in agreed time bins, encoded as integers so that masks cancel.
 
-Minimum counts protect small groups: a site sends nothing for a bin in which it has too few events. Bins are merged
+Minimum counts protect small groups: a site sends nothing for a bin with too few of its events. Bins are merged
 until each one contains events of enough sites. The rows of fewer sites are then never the only difference between two
 sums.
 """
@@ -30,7 +30,7 @@ VECTOR_COUNTS = 6
 
 
 class CoxAgreement(NamedTuple):
-    """Terms on which all sites agree before any of them sends a sum.
+    """Terms that all sites agree on before any site sends a sum.
 
     Attributes:
         ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin.
@@ -78,7 +78,7 @@ class BinningLoss(NamedTuple):
         rows: number of rows at all sites.
         events: number of events at all sites.
         uncovered: number of events after the last bin, or at times when a site has too few rows at risk.
-        rare: number of events in bins in which a site has too few events, or at sites with too few events if the fit is
+        rare: number of events in bins where a site has too few events, or at sites with too few events if the fit is
             stratified.
         left_out: number of rows that were excluded because of a missing cell or a number outside the agreed range.
     """
@@ -129,7 +129,7 @@ def bin_ends(width: float, last: float) -> Floats:
 def bin_site(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
     """Return the rows of a site with times moved to the ends of their bins, and with rare events treated as censored.
 
-    Rows after the last bin in which the site has `least` rows at risk are treated as censored in this bin. If a site
+    Rows after the site's last bin with `least` rows at risk are treated as censored in this bin. If a site
     has no such bin, it keeps no rows.
     """
     place = np.searchsorted(terms.ends, site.time)
@@ -156,7 +156,7 @@ def select_stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSit
 
 
 def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
-    """Return flags ``[J]`` of the bins in which a site has events that it may send.
+    """Return flags ``[J]`` of the bins whose events a site may send.
 
     In a stratified fit, return a single flag ``[1]``, which is True if the site has enough events.
     """
@@ -167,7 +167,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 
 
 def merge_bin_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
-    """Return wider bins in which `fewest` sites have events, even if any `missing` sites are absent.
+    """Return wider bins with events from `fewest` sites, even if any `missing` sites are absent.
 
     Every site computes the same bins. The bins that follow the last wider bin are added to it.
 
@@ -178,7 +178,7 @@ def merge_bin_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int,
         fewest: minimum number of sites in a sum.
 
     Raises:
-        ConfigError: there is no bin in which enough sites have events.
+        ConfigError: no bin contains events from enough sites.
     """
     ends, inside = [], np.zeros(len(filled), bool)
     for place in range(filled.shape[1]):
@@ -204,11 +204,11 @@ class SiteVectors:
     Args:
         site: the site's rows that are within the agreed ranges.
         terms: agreed terms.
-        left_out: number of rows that the site has excluded.
+        left_out: number of rows excluded by the site.
 
     Attributes:
         losses: the site's losses (see `BinningLoss`).
-        rows: number of rows with which the site participates in the fit.
+        rows: number of the site's rows in the fit.
     """
 
     def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
@@ -292,7 +292,7 @@ class OpenedCoxSums(NamedTuple):
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no
             ridge.
-        slope: gradient ``[p]`` of Firth's penalty for the metric with which the vectors were computed. None if this
+        slope: gradient ``[p]`` of Firth's penalty for the metric used to compute the vectors. None if this
             penalty is not used.
     """
 
@@ -312,7 +312,7 @@ def open_sum(
     Args:
         vector: sum of the vectors modulo 2^64.
         terms: agreed terms.
-        beta: coefficients at which the vectors were computed, ``[p]``.
+        beta: coefficients used to compute the vectors, ``[p]``.
         sites: number of sites in the sum.
         metric: metric of Firth's penalty, ``[p, p]``. None if this penalty is not used.
 

@@ -88,7 +88,7 @@ class GlmFit(Wald):
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
-    """Return what a site contributes to a step: log-likelihood (up to a constant), gradient and information."""
+    """Return a site's contribution to a step: log-likelihood (up to a constant), gradient and information."""
     cumulant, mean, variance, _ = GLM_FAMILIES[family]
     eta = site.x @ beta
     value = float((site.y * eta - cumulant(eta)).sum())
@@ -96,7 +96,7 @@ def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
 
 
 def firth_slope(site: GlmSite, beta: Floats, family: str, metric: Floats) -> Floats:
-    """Return what a site contributes to Firth's penalty: tr(V dI / d beta_r) ``[q]``, where V is the metric."""
+    """Return a site's contribution to Firth's penalty: tr(V dI / d beta_r) ``[q]``, where V is the metric."""
     lengths = ((site.x @ metric) * site.x).sum(1)
     slope: Floats = site.x.T @ (GLM_FAMILIES[family][3](site.x @ beta) * lengths)
     return slope
@@ -199,7 +199,7 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
 
 
 def _find_separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
-    """Return a direction in which the likelihood has no maximum, or None if there is no such direction.
+    """Return a direction along which the likelihood has no maximum, or None if there is no such direction.
 
     See `fedloom_clinic.fits.separation`.
 

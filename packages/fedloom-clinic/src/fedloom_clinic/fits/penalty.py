@@ -38,7 +38,7 @@ CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
 """Maximum total number of steps of a cross-validation's fits, and gain below which a step is a fit's last."""
 MAX_REFUSALS = 3
-"""How often the steps are halved before the weakest strength is dropped."""
+"""Number of times that the steps are halved before the weakest strength is dropped."""
 
 
 class Likelihood(NamedTuple):
@@ -64,7 +64,7 @@ class Ridge(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Text that describes the ridge and the way in which its strength was chosen."""
+        """Text that describes the ridge and how its strength was chosen."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -161,7 +161,7 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
-    """Return which rows ``[N]`` of each site belong to each fold.
+    """Return masks ``[N]`` of each site's rows, one for each fold.
 
     Each fold contains about the same number of a site's rows.
     """
@@ -178,12 +178,12 @@ def find_ridge(
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 
-    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
-    coefficients were fitted. For a partial likelihood, this is the definition of Verweij and van Houwelingen. For a
-    regression, it equals the likelihood of the held-out rows.
+    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the fitted rows. For a
+    partial likelihood, this is the definition of Verweij and van Houwelingen. For a regression, it equals the
+    likelihood of the held-out rows.
 
     Args:
-        strength: a number, or "cv" or None, for which the strength is chosen.
+        strength: a number, or "cv" or None to choose the strength.
         part: function that returns the likelihood of some of each site's rows ``[N]``.
         sizes: number of rows at each site.
         weights: 1 for columns and 0 for intercepts, ``[p]``.

@@ -40,7 +40,7 @@ from fedloom_clinic.fits.penalty import (
 from fedloom_clinic.fits.separation import MIN_SUPPORT_SHARE, no_finite_fit_error
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
-"""Function that receives one vector per site and returns the sum of the vectors modulo 2^64, in which masks cancel."""
+"""Function that receives one vector per site and returns the sum of the vectors modulo 2^64, so that masks cancel."""
 
 
 MAX_LOSS_SHARE = 0.3
@@ -82,7 +82,7 @@ def fit_secure_cox(
 
     Args:
         sites: rows of every site.
-        terms: terms on which the sites agree.
+        terms: agreed terms.
         names: names of the columns, which are used in messages.
         total: function that computes the secure sum.
 
@@ -131,7 +131,7 @@ def fit_of_sums(
         total: function that takes the coefficients ``[p]`` (for columns scaled to [-1, 1]) and a metric for Firth's
             penalty. The function returns the sum of the vectors, or None if sites cannot answer, which must not happen
             if all coefficients are 0. If the result is None, Newton's step is halved.
-        terms: terms on which the sites agree.
+        terms: agreed terms.
         names: names of the columns, which are used in messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
@@ -261,10 +261,10 @@ def _coefficient_error_bound(
 
     Each sum is assumed to differ from the exact sum by at most `error`.
 
-    Let g be the gradient and I the information that exact sums have at the fit. If rows are in [-1, 1]^p, two of them
-    are at most R = 2 sqrt(p) apart. The distance of the exact fit is then at most -log(1 - R |g| / lambda) / R, where
-    lambda is the smallest eigenvalue of I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes to g
-    and I, and its third derivative is 0.
+    Let g be the gradient and I the information at the fit, both computed from exact sums. If rows are in [-1, 1]^p, two
+    of them are at most R = 2 sqrt(p) apart. The distance of the exact fit is then at most -log(1 - R |g| / lambda) / R,
+    where lambda is the smallest eigenvalue of I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes
+    to g and I, and its third derivative is 0.
     """
     value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
     columns = len(value)

@@ -25,8 +25,10 @@ from fedloom.errors import DataError
 Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
-"""Condition number of the information above which columns are regarded as dependent. This condition number corresponds
-to a correlation above 1 - 1e-12, at which double precision retains no correct digit."""
+"""Columns are dependent if the condition number of the information is above this limit.
+
+The limit corresponds to a correlation above 1 - 1e-12, where double precision retains no correct digit.
+"""
 MIN_LOADING = 1e-4
 """Minimum weight of a column in a dependence. A column with a smaller weight is not considered part of the dependence.
 
@@ -40,21 +42,22 @@ MIN_LIKELIHOOD_RISE = 1e-6
 """Increase of the log-likelihood in one step below which the likelihood is regarded as close to its limit. No test of a
 coefficient detects such a small increase."""
 MIN_STEP_RATIO = 0.5
-"""If rows are separated, the last step is at least this fraction of the length of the step before it. In this case, the
+"""If rows are separated, the last step is at least this fraction as long as the step before it. In this case, the
 distance of the likelihood from its limit decreases as exp(-length), and all steps of Newton's method have the same
 length. If rows are not separated, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson
 regressions, the linear program found 61 to be separated. The three conditions of `find_recession_direction` identified
-58 of these, left 3 as not converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or
-contained a single cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
+58 of these, left 3 as not converged, and flagged no regression with a finite fit. Columns were normal, skewed, rare, or
+contained one outlier of up to 1e6 standard deviations, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
 """Gain that the linear program must reach in some row, and maximum loss in any row, both relative to the row's largest
 entry."""
 ROUNDING_SHARE = 1e-9
 """Fraction of a row below which its component in the remaining directions is considered a rounding error."""
 MAX_PROGRAM_ROWS = 2000
-"""Number of rows with which the linear program starts, and maximum number of violated rows that are added at a time."""
+"""Initial number of rows in the linear program, and maximum number of violated rows to add at a time."""
 MIN_SUPPORT_SHARE = 0.1
-"""Minimum fraction of the largest entry for which a column is named in a direction that is known only from sums."""
+"""If a direction is known only from sums, a message names the columns whose entry is at least this fraction of the
+largest entry."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
@@ -108,11 +111,13 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 def find_recession_direction(
     first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float
 ) -> Floats | None:
-    """Return a direction in which the likelihood rises without information, from sums alone, or None if none is found.
+    """Search, from sums alone, for a direction along which the likelihood rises without information.
+
+    Return None if there is none.
 
     In such a direction, the likelihood still rises although its information has vanished.
 
-    A direction is returned only if three conditions hold. First, there is a direction in which less than the fraction
+    A direction is returned only if three conditions hold. First, along some direction, less than the fraction
     `COLLAPSED_SHARE` of the information at 0 remains. Second, the likelihood has nearly reached its limit: the last
     step raised it by less than `MIN_LIKELIHOOD_RISE`. Third, the last step of Newton's method was still at least
     `MIN_STEP_RATIO` times as long as the step before it, measured with the information at 0.

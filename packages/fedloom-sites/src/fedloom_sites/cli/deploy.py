@@ -98,7 +98,7 @@ def init(
     home: Annotated[Path, typer.Option(help="folder on each machine for server/ or site/")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder on each machine for the programs")] = Path("/opt/fedloom/bin"),
     memory: Memory = None,
-    days: Annotated[int, typer.Option(help="how long certificates are valid, in days")] = 365,
+    days: Annotated[int, typer.Option(help="validity of the certificates, in days")] = 365,
     own_data: OwnData = False,
     fixed_data: Annotated[
         bool,
@@ -305,8 +305,8 @@ def rehearse_attacks(
     """Attack a copy of a site to see what a server could learn.
 
     A simulated dishonest server tries all known attacks. The table shows what the server learned. The exit code is 1 if
-    the server learned something about this site that it should not have learned (OPEN). Nothing leaves the machine, and
-    no file of the site is changed.
+    the server learned something about this site that it should not learn (OPEN). Nothing leaves the machine, and no
+    file of the site is changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """

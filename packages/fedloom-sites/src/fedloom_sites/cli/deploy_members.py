@@ -18,7 +18,7 @@ def renew(
         str | None,
         typer.Option(help="host name or address that sites use to reach the server (default: as in server.toml)"),
     ] = None,
-    days: Annotated[int, typer.Option(help="how long the certificate is valid, in days")] = 365,
+    days: Annotated[int, typer.Option(help="validity of the certificate, in days")] = 365,
 ) -> None:
     """Create a new certificate for the server.
 

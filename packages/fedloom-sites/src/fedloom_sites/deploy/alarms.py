@@ -29,7 +29,7 @@ ALARM_ENTRY = "alarm"
 
 
 class Alarms:
-    """Counts of the messages that a site has answered or rejected in one experiment, restored from its log.
+    """Counts of the messages that a site answered or rejected in one experiment, restored from its log.
 
     Args:
         folder: folder with the site's state in this experiment.

@@ -52,7 +52,7 @@ LIMB_BITS, MAX_LIMBS = 40, 4
 """Number of bits per limb, and maximum number of limbs per number. The sums of 100 limbs, and of 100 signed last limbs,
 fit into 63 bits."""
 SUM_BITS = 62
-"""Maximum number of bits, including the sign, for which a sum over all sites fits into a single limb."""
+"""A sum over all sites fits into a single limb if each number has at most this number of bits, including the sign."""
 FACT_COUNT = 2
 """Number of integers at the end of an answer: the count of clipped numbers, and the number of the site's rows."""
 DEFAULT_MIN_SUBJECTS = 5
@@ -61,11 +61,11 @@ rules."""
 
 
 EXAMPLE_ROWS = 1000
-"""Number of rows of each site with which the order of an analysis' questions is checked before an agreement."""
+"""Number of rows per site for checking the order of an analysis' questions before an agreement."""
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
-"""Minimum number of subjects by which two sets must differ, regardless of the agreed minimum."""
+"""Minimum difference between two sets in subjects, regardless of the agreed minimum."""
 SUBJECT_BYTES = 8
 """Number of bytes in the digest of a subject."""
 
@@ -84,7 +84,7 @@ class AgreedAnalysis:
         schema: columns and their agreed ranges.
         clients: number of sites.
         threshold: minimum number of sites in a sum. None without masks.
-        first: position at which the analysis's flags begin in a site's bit field.
+        first: position of the analysis's first flag in a site's bit field.
     """
 
     name: str
@@ -115,7 +115,7 @@ class AgreedAnalysis:
 
     @cached_property
     def preliminary_terms(self) -> AnalysisTerms:
-        """Terms from which a site computes its flags, without the sizes of the other sites, which are not known yet."""
+        """Terms for a site's flags, without the sizes of the other sites, which are not known yet."""
         return AnalysisTerms(self.schema, torch.zeros(self.clients, dtype=torch.long), self.rules)
 
     @cached_property
@@ -153,7 +153,7 @@ class AgreedAnalysis:
         return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
 
     def check_order(self) -> None:
-        """Raise an error if the analysis asks its questions in an order in which no site answers them.
+        """Raise an error if the analysis asks its questions in an order that sites do not accept.
 
         Raises:
             CodeError: see `Analysis.check_step`.
@@ -389,7 +389,7 @@ def judge_row_sets(
         sets: sets of rows that the analysis sums (see `Analysis.row_sets`).
         columns: digest of the columns of these rows.
         salt: secret key of the digests, which only the site knows.
-        least: minimum number of subjects by which two sets must differ.
+        least: minimum difference between two sets, in subjects.
     """
     remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
     answered, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
@@ -442,7 +442,7 @@ def digest_subjects(rows: Iterable[tuple[int, bytes]], salt: bytes) -> list[str]
 
 
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
-    """Return the columns, levels and ranges on which the sites have agreed."""
+    """Return the agreed columns, levels and ranges."""
     agreement = getattr(experiment.source, "agreement", None)
     if agreement is not None:
         return schema_of_agreement(agreement, experiment.head.name, experiment.kept_columns)
@@ -458,7 +458,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     """Return the columns, levels and ranges in an agreement.
 
     Args:
-        agreement: agreement that people have signed.
+        agreement: signed agreement.
         name: name of the site's data.
         kept: columns whose levels are kept in addition to the levels of the models' columns.
     """

@@ -17,10 +17,10 @@ from fedloom_sites.deploy.site.handover import hand_over
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 SITE_KEY = "site"
-"""Key under which a SuperNode's node configuration contains the path of the site's TOML file."""
+"""Key of the path of the site's TOML file in a SuperNode's node configuration."""
 
 SERVER_KEY = "server"
-"""Key under which the run configuration contains the path of the server's TOML file."""
+"""Key of the path of the server's TOML file in the run configuration."""
 
 server_app = ServerApp()
 client_app = ClientApp()

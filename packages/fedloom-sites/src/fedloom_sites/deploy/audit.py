@@ -32,7 +32,7 @@ class LogEnd(NamedTuple):
     """End of a log whose chain is unbroken.
 
     Attributes:
-        lines: number of lines, including those that a crash has truncated.
+        lines: number of lines, including lines truncated by a crash.
         digest: SHA-256 of the last line. Empty if the log is empty.
     """
 
@@ -64,7 +64,7 @@ class Audit:
         append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def _end(self) -> LogEnd:
-        """Return the log's end, for which only its last lines are read."""
+        """Return the end of the log, and read only its last lines."""
         with check_regular_file(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
@@ -116,7 +116,7 @@ def verify_log(path: Path) -> LogEnd:
 def find_broken_line(lines: Sequence[bytes]) -> int | None:
     """Return the number of the first line that does not continue the chain of lines, or None if all lines do.
 
-    A line that a crash has truncated continues the chain if it is the last line or precedes a complete line.
+    A line truncated by a crash continues the chain if it is the last line or precedes a complete line.
     """
     before = ""
     for k, line in enumerate(lines, 1):

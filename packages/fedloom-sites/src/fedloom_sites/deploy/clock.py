@@ -10,7 +10,7 @@ MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
 
 
 def clock_fault(date: str | None) -> str | None:
-    """Return what is wrong with this machine's clock, as a clause, or None if the server accepts the clock.
+    """Return a clause about an error of this machine's clock, or None if the server accepts the clock.
 
     Args:
         date: header ``Date`` of the server's answer. If it is missing, the clocks cannot be compared.
@@ -32,7 +32,7 @@ def clock_fault(date: str | None) -> str | None:
 
 
 def rejected_signature_reason(date: str | None) -> str:
-    """Return why the server rejects a signature of this site, and what to do, as one line.
+    """Return one line with the reason for a rejected signature of this site, and the fix.
 
     Args:
         date: header ``Date`` of the server's answer.

@@ -86,7 +86,7 @@ def code_of(settings: Mapping[str, object]) -> Code:
     if size > MAX_CODE_BYTES:
         raise ConfigError(
             f"the user code has {len(files)} files ({size >> 20} MiB together), but at most {MAX_CODE_BYTES >> 20} MiB "
-            "are copied. Move the module to a folder of its own, or install it at the server and every site"
+            "are copied. Move the module to its own folder, or install it at the server and every site"
         )
     return Code(files, installed)
 

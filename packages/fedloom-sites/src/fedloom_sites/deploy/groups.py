@@ -52,7 +52,7 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 
 
 def min_rows(experiment: Experiment) -> int:
-    """Return the minimum number of rows, and of rows per class or event, with which a site publishes a group."""
+    """Return the minimum number of rows, and of rows per class or event, for a published group."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.min_rows)
 

@@ -42,7 +42,8 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 
 MIN_NOISE_STEPS = 2.0**6
-"""Minimum scale of a site's noise, in grid steps, at which the bound on the sum of several sites' noise holds."""
+"""The bound on the sum of several sites' noise holds if the scale of a site's noise is at least this many grid
+steps."""
 _CLIP_BITS, _SUM_BITS = 30, 52
 """Maximum exponents of two for the clip and for the noise scale, in steps of the grid. Sums then remain well within 64
 bits."""
@@ -106,10 +107,11 @@ def _noise_measurement(scale: float) -> Any:
 
 
 class SharedMean(PrivateMean):
-    """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and made noisy."""
+    """`PrivateMean` under secure aggregation: the sites clip their rows and add noise, and the server sums the rows."""
 
     survivors: int = Field(
-        ge=1, description="minimum number of sites in a sum. Together, their noise adds up to the noise of the mean"
+        ge=1,
+        description="minimum number of sites in a sum. The noise of this many sites adds up to the noise of the mean",
     )
 
     @property

@@ -1,10 +1,10 @@
-"""Relayed sums: all messages of a round from which every site opens the sum of the uploads itself, as exact integers.
+"""Relayed sums: all messages of a round, so that every site can open the sum of the uploads itself, as exact integers.
 
-If the agreement sets ``verify``, a round's sum extends a chain. The first link is the digest of everything from which
-the initial model is computed, such as the seed. Every further link is the digest of the previous link and of the
-opened sum. A link therefore determines the state of the server, except for rounding errors. The terms of a session
-contain the link instead of digests of models, and the session's name contains it, too: every site signs the link, and
-sites with different links have no common session.
+If the agreement sets ``verify``, a round's sum extends a chain. The first link is the digest of everything that
+determines the initial model, such as the seed. Every further link is the digest of the previous link and of the opened
+sum. A link therefore determines the state of the server, except for rounding errors. The terms of a session contain the
+link instead of digests of models, and the session's name contains it, too: every site signs the link, and sites with
+different links have no common session.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ and masked vector, and the shares that unmask the sum."""
 
 
 class RelayedSum(NamedTuple):
-    """Sum of a round that a site has opened itself.
+    """Sum of a round that a site opened itself.
 
     Attributes:
         terms: terms of the round.
@@ -71,7 +71,7 @@ def compute_next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
     Args:
         before: link before the round.
         opened: the round's sum.
-        length: length of an upload, with which a vector begins. Scores in the same vector do not change a model.
+        length: length of the upload at the start of a vector. Scores in the same vector do not change a model.
     """
     terms, numbers = opened.terms, opened.total[:length].astype("<u8", copy=False)
     facts = json.dumps([terms.round, terms.sizes, terms.cohort, sorted(opened.survivors)]).encode()
@@ -79,7 +79,7 @@ def compute_next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
 
 
 def encode_vector_statement(bound: bytes, vector: bytes) -> bytes:
-    """Encode the statement by which a site signs its masked vector.
+    """Encode the statement that a site signs for its masked vector.
 
     The argument `bound` is from `fedloom_sites.deploy.secure.protocol.session_binding`.
     """
@@ -114,8 +114,8 @@ def open_relayed(
         )
     if terms.download != before.hex():
         raise ProtocolBroken(
-            f"the relayed sum of round {round} does not continue the sums that this site has opened. The server has "
-            "left out, replaced or repeated a round, or this site has lost its folder. Restore the site's folder from "
+            f"the relayed sum of round {round} does not continue the sums opened by this site. The server left out, "
+            "replaced or repeated a round, or this site lost its folder. Restore the site's folder from "
             "a copy, or continue without this site"
         )
     name = secure.session_name(agreement, round, nonce, before)
@@ -167,9 +167,7 @@ def _add_vectors(
         try:
             public[c].verify(part[:SIGNATURE_BYTES], encode_vector_statement(bound, part[SIGNATURE_BYTES:]))
         except InvalidSignature:
-            raise ProtocolBroken(
-                f"the relayed vector of client {c} is not the vector that the client has signed"
-            ) from None
+            raise ProtocolBroken(f"the relayed vector of client {c} is not the vector signed by the client") from None
     numbers = [np.frombuffer(part, dtype="<u8", offset=SIGNATURE_BYTES) for part in vectors.values()]
     total: Integers = np.sum(numbers, axis=0, dtype=np.uint64)
     return total
@@ -236,9 +234,9 @@ class Relays:
         return parts["nonce"], [parts[name] for name in RECORD_PARTS]
 
     def acknowledge(self, t: int, client: int, link: bytes) -> bool:
-        """Note that a site has opened a sum, and return False if it has opened a different one.
+        """Record that a site opened a sum, and return False if it opened a different sum.
 
-        Records that all sites have opened are deleted.
+        Records of sums that all sites opened are deleted.
         """
         if link != self._links[t]:
             return False

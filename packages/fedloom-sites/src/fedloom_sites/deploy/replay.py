@@ -113,7 +113,7 @@ def make_result(
 
 
 class ModelReplay:
-    """Chain of the sums that a site has opened, and the states of the server that follow from them.
+    """Chain of the sums that a site opened, and the server states that follow from these sums.
 
     The two newest states are on the site's disk, because a server that has lost its newest checkpoint goes back by one
     round.
@@ -177,8 +177,8 @@ class ModelReplay:
         if link.hex() not in recent:
             with self.watch("a new session"):
                 raise ProtocolBroken(
-                    "the server asks about sums that this site has not opened. This site has opened the sums up to "
-                    f"round {max(links, default=0)}. Restore the server's newest checkpoints or this site's folder "
+                    "the server asks about sums that this site did not open. This site opened the sums up to round "
+                    f"{max(links, default=0)}. Restore the server's newest checkpoints or this site's folder "
                     "from a copy, or continue without this site"
                 )
 
@@ -292,7 +292,7 @@ class ModelReplay:
         return self._states[link]
 
     def _compare(self, place: str, got: Any, computed: Any, read: Callable[[Any], list[Tensor]]) -> None:
-        """Raise an alarm if the server's copy of a model is not the model that this site has computed."""
+        """Raise an alarm if the server's copy of a model differs from the model computed by this site."""
         if got == computed:
             return
         try:
@@ -329,6 +329,6 @@ class ModelReplay:
 
 
 def _sort_cohort(job: Job, cohort: Sequence[int]) -> Tensor:
-    """Return a cohort in the order in which the server lists it."""
+    """Return a cohort in the server's order."""
     ids = torch.tensor(cohort)
     return ids[sort_by_samples(job, ids)]

@@ -28,7 +28,7 @@ AGREED_FILE_CURE = "restore the file from a backup, or get it from the coordinat
 
 
 def describe_folder(folder: Path) -> str:
-    """Return what a folder is in a deployment, as the predicate of a sentence."""
+    """Return a description of a folder in a deployment, as the predicate of a sentence."""
     if not folder.is_dir():
         return "is not a folder" if folder.exists() else "does not exist"
     if (folder / SITE_FILE).exists():
@@ -106,7 +106,7 @@ def check_version(shared: SharedSettings) -> None:
 
 
 def resolve_paths(value: V, folder: Path) -> V:
-    """Return settings in which relative paths are resolved from ``folder``.
+    """Return settings with relative paths resolved from ``folder``.
 
     Raises:
         ConfigError: a path contains a NUL character.

@@ -108,8 +108,7 @@ class SecureSettings(Value):
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked",
         description=(
-            "which scores the server receives. masked: sums of scores. per-site: every site's own "
-            "scores. off: no scores"
+            "scores that the server receives. masked: sums of scores. per-site: every site's own scores. off: no scores"
         ),
     )
     names: tuple[Name, ...] = Field(
@@ -141,7 +140,8 @@ class SecureSettings(Value):
         n = len(self.keys)
         if self.verify and self.scores != "masked":
             raise ValueError(
-                f"verify needs scores = 'masked', got {self.scores!r}, with which sites receive models outside the sums"
+                f"verify needs scores = 'masked', got {self.scores!r}, because sites then receive models outside the "
+                "sums"
             )
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
@@ -153,7 +153,7 @@ class SecureSettings(Value):
 
     @property
     def steady_sites(self) -> int:
-        """Number of sites in every sum that must never have left the sums over the same data."""
+        """Number of sites in every sum that have never left the sums over the same data."""
         return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
@@ -185,12 +185,12 @@ class SharedSettings(Value):
     )
     models_per_round: PositiveInt = Field(
         3,  # an honest server needs one, and a second one after it has lost its newest checkpoint. The third is spare
-        description="maximum number of models to which a site replies, per round and kind of message. Repeated "
+        description="maximum number of models that a site replies to, per round and kind of message. Repeated "
         "messages do not count",
     )
     models_in_run: PositiveInt | None = Field(
         None,  # one for every round and one for the first model, doubled in case every checkpoint is lost once
-        description="maximum number of models to which a site replies in all rounds (default: twice the number "
+        description="maximum number of models that a site replies to in all rounds (default: twice the number "
         "of rounds, plus two)",
     )
     secure: SecureSettings | None = Field(
@@ -220,7 +220,7 @@ class SharedSettings(Value):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, by which people identify a run.
+        """SHA-256 of the complete agreement, which people use to identify a run.
 
         The value is the same on every machine.
         """
@@ -240,7 +240,7 @@ class Site(SharedSettings):
     share: Literal["all", "partition"] = Field(
         "all",
         description=(
-            "which part of the source is the site's data. all: the source contains only this site's "
+            "part of the source that contains the site's data. all: the source contains only this site's "
             "samples. partition: the site takes the part of its client"
         ),
     )
@@ -275,7 +275,7 @@ class Site(SharedSettings):
         gt=1,
         description=(
             "maximum ratio, in either direction, between the norm of a received model (or one of its "
-            "layers) and the norm of the model from which the site last trained. The site rejects "
+            "layers) and the norm of the model that the site last trained from. The site rejects "
             "models that exceed this ratio (default: no limit)"
         ),
     )
@@ -342,7 +342,7 @@ class Server(SharedSettings):
 
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
     quorum: int = Field(ge=1, description="number of accepted replies that a round needs")
-    deadline: PositiveFloat = Field(600.0, description="time in seconds after which a round closes if it has a quorum")
+    deadline: PositiveFloat = Field(600.0, description="time in seconds before a round with a quorum closes")
     ttl: PositiveFloat = Field(
         1200.0, description="lifetime of a message in seconds, also the maximum waiting time in a round"
     )
@@ -379,13 +379,13 @@ class Server(SharedSettings):
         16 << 20, ge=6 << 20, description="maximum number of bytes of one HTTP request. Each part of a message has 5 MB"
     )
     address: str = Field(
-        "127.0.0.1", description="address on which the server listens. Use the loopback address behind a reverse proxy"
+        "127.0.0.1", description="address that the server listens on. Use the loopback address behind a reverse proxy"
     )
-    port: Port = Field(18000, description="port on which the server listens")
+    port: Port = Field(18000, description="port that the server listens on")
     metrics_port: Port | None = Field(None, description="port for Prometheus metrics (default: no endpoint)")
     metrics_address: str = Field("127.0.0.1", description="address of the metrics endpoint")
     public: str = Field(
-        "", description="host:port of the reverse proxy to which sites connect (empty: sites connect to the server)"
+        "", description="host:port of the reverse proxy that sites connect to (empty: sites connect to the server)"
     )
     ca: Path = Field(Path("ca.crt"), description="certificate of the certificate authority")
     certificate: Path = Field(Path("server.crt"), description="certificate of the server")
@@ -407,7 +407,7 @@ class Server(SharedSettings):
 
     @property
     def host(self) -> str:
-        """Host name or address to which sites connect."""
+        """Host name or address that sites connect to."""
         return self.public_address.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")

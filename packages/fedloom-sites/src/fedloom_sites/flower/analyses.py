@@ -206,7 +206,7 @@ def analyze(
         analysis: a value, a name, or a table with its ``kind``, which must be the same as at the nodes.
         agreement: columns with their ranges, which must be the same as at the nodes.
         timeout: number of seconds to wait for answers.
-        folder: folder in which every sum is stored, so that the same call can resume an interrupted analysis. None if
+        folder: folder for the sums, from which the same call resumes an interrupted analysis. None if
             sums are not stored.
 
     Raises:

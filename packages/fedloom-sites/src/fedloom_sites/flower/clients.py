@@ -36,7 +36,7 @@ class FlowerClients(RemoteClients):
         job: the run, as set up at the server.
         forms: formats of the run's messages.
         roll: registry of the clients and their nodes.
-        run: name by which nodes recognize the run. If the run cannot be resumed, the name is empty.
+        run: name of the run at the nodes. If the run cannot be resumed, the name is empty.
         document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.

@@ -26,7 +26,7 @@ from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit_inputs, read_samples
 
 PROBE_SAMPLES = 2
-"""Number of samples on which a node tries out its loss."""
+"""Number of samples for testing a node's loss."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Local:
             ``ignore_index`` of ``nn.CrossEntropyLoss``, marks a position without a label.
         testset: test samples, of any of these types.
         valset: validation samples, of any of these types.
-        device: device on which the node computes.
+        device: device of the node's computations.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
             the node's state. None if no files are to be written.
         keys: for samples that are dicts, the names of the model's inputs, followed by the name of the target. By

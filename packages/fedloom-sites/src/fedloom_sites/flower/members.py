@@ -42,7 +42,7 @@ class RunMembers(NamedTuple):
     Attributes:
         nodes: Flower's node numbers, keyed by client.
         sizes: number of training, validation and test samples of each node.
-        run: name by which nodes recognize the run. If the run cannot be resumed, the name is empty.
+        run: name of the run at the nodes. If the run cannot be resumed, the name is empty.
     """
 
     nodes: list[int]
@@ -50,7 +50,7 @@ class RunMembers(NamedTuple):
     run: str
 
     def roll(self) -> NodeRegister:
-        """Return the registry of these nodes, in which all of them are connected."""
+        """Return the registry of these nodes, with all nodes connected."""
         roll = NodeRegister({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
         roll.connect(self.nodes)
         return roll

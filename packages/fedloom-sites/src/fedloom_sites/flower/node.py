@@ -61,7 +61,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """Return a decorator that makes an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
 
     Args:
-        app: Flower's app for the nodes. The decorator sets the functions with which the app trains and evaluates.
+        app: Flower's app for the nodes. The decorator sets the app's functions for training and evaluation.
 
     Returns:
         A decorator for the function that returns a node's `Local` from Flower's context.

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
-"""Maximum difference between means and standard deviations at which untrained values are considered equal."""
+"""Maximum difference between the means and standard deviations of equal untrained values."""
 
 
 def log(level: int, text: str, *values: object) -> None:
@@ -123,7 +123,7 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
 
 
 def shapes_of(module: nn.Module) -> str:
-    """Return as text the shapes of a module's parameters, and shapes, means and spreads of untrained values.
+    """Return a text with the shapes of a module's parameters, and with shapes, means and spreads of untrained values.
 
     Statistics of normalization layers are omitted, since a node computes them from its own samples.
     """

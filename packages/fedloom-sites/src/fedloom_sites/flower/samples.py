@@ -64,8 +64,8 @@ class Signature(NamedTuple):
         inputs: the module's inputs, which are stored next to each other in a row. The tuple is empty if the sample is
             the only input and is passed unchanged.
         outputs: shape of the output for one sample.
-        fields: True if the output is a dict or an object, of which only ``logits`` is used.
-        positions: True if a sample has a label for each position, each of which has a row of ``outputs``.
+        fields: True if the output is a dict or an object. Only its ``logits`` are used.
+        positions: True if a sample has a label for each position. Each position then has a row of ``outputs``.
     """
 
     inputs: tuple[ModuleInput, ...]
@@ -84,7 +84,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Signature:
-        """Read a signature from JSON that `text` has written.
+        """Read a signature from the JSON written by `text`.
 
         Raises:
             WireError: the text is not a signature.

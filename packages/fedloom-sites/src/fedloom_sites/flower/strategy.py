@@ -77,7 +77,7 @@ class Strategy(FlowerStrategy):
 
     Attributes:
         state: state of the run after the latest round (`fedloom.engine.state.State`). None before the first round.
-        client_metrics: metrics of every client, keyed by the round in which they were evaluated.
+        client_metrics: metrics of every client, keyed by evaluated round.
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
@@ -131,7 +131,7 @@ class Strategy(FlowerStrategy):
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
-            RunStopped: every node refused a round, a round diverged, no reply was used in any round, or the global
+            RunStopped: every node rejected a round, a round diverged, no reply was used in any round, or the global
                 model is the initial one, so nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
@@ -238,8 +238,8 @@ class Strategy(FlowerStrategy):
             functions of a subclass). The round's counts are also returned, or None if there are too few replies.
 
         Raises:
-            RunStopped: every node in the cohort refused the round or sent an upload that is not finite, or the server's
-                state is not finite. Repeating the request would not change this.
+            RunStopped: every node in the cohort rejected the round or sent an upload that is not finite, or the
+                server's state is not finite. Repeating the request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)

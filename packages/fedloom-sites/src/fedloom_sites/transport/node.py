@@ -39,7 +39,7 @@ class Node:
         """Load a client's state into the stores of the run.
 
         Args:
-            job: this run, possibly with shares of the objective.
+            job: this run, possibly with different client weights in the objective.
             tensors: ``<store>.<field>`` ``[.]``. If None, the state is the state before the first round.
         """
         for name, store in job.state_stores.items():

@@ -1,4 +1,4 @@
-"""Registry of a run's clients at real sites, and of the Flower nodes at which they answer."""
+"""Registry of a run's clients at real sites, and of their Flower nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NodeRegister:
         return self._client_of.get(node)
 
     def enter(self, client: int, node: int) -> None:
-        """Record at which node a client answers, and mark the client as connected."""
+        """Record the node of a client, and mark the client as connected."""
         self.nodes[client], self._client_of[node] = node, client
 
     def connect(self, here: Collection[int]) -> list[int]:

@@ -16,4 +16,4 @@ recipes = complete_from(
 setups = complete_from(
     lambda: tomllib.loads((_PACKAGE_FILES / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"]
 )
-"""Names with which the shell completes an argument of ``fedloom map``."""
+"""Names for shell completion of an argument of ``fedloom map``."""

@@ -67,7 +67,7 @@ def map_command(
     protocol: Annotated[
         str,
         typer.Option(
-            help="what is kept equal across methods. rounds: every method gets as many rounds as FedAvg. "
+            help="amount of work that is equal for all methods. rounds: every method gets as many rounds as FedAvg. "
             "gradients: every method gets as many gradients as FedAvg",
             autocompletion=complete_one_of("rounds", "gradients"),
         ),

@@ -1,4 +1,4 @@
-"""Planning at equal gradients: finds the number of rounds in which a method computes as many gradients as FedAvg."""
+"""Planning at equal gradients: finds the number of rounds that makes a method compute as many gradients as FedAvg."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
-"""Relative difference up to which a number of gradients is considered equal to FedAvg's number."""
+"""A number of gradients is considered equal to FedAvg's number up to this relative difference."""
 
 
 class GradientBudget:
@@ -35,7 +35,7 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the number of rounds for which a method's total number of gradients comes closest to FedAvg's total.
+        """Return the number of rounds that brings a method's total number of gradients closest to FedAvg's total.
 
         Args:
             cell: the method in the given setup.

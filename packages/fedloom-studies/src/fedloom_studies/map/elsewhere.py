@@ -40,7 +40,7 @@ def measure_elsewhere(
         executor: executor that measures the cells, with one call for each cell.
         todo: cells that remain to be run.
         records: records that existed before the call, keyed by setup and method.
-        results: file in which records are stored.
+        results: file for the records.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         say: function that is called with a sentence about each cell.
         again: True to rerun each cell with other seeds, to confirm its verdict.

@@ -4,7 +4,7 @@ These features are used instead of the features of a pretrained network.
 
 The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
 quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches, the
-whitening and the scale of the features come from CIFAR-100, none of whose photos belong to the clients.
+whitening and the scale of the features come from CIFAR-100. The clients have no photos from CIFAR-100.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class PatchEncoder:
     def __call__(self, images: Tensor) -> Tensor:
         """Return the features of images, ``[N, 8 * PATCH_COUNT]``.
 
-        Each feature is the amount by which patches exceed the threshold in one direction, averaged over a quarter of
-        the image.
+        Each feature measures how far patches exceed the threshold in one direction, averaged over a quarter of the
+        image.
         """
         return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])
 

@@ -44,7 +44,7 @@ DETECTABLE_GAIN = 0.03
 """Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of a different
 method."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect this gain. Studies usually aim for this statistical power."""
+"""Required probability of detecting this gain in a setup. Studies usually aim for this statistical power."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class MethodStanding:
         figures: values keyed by name and seed. ``mean``, ``worst10`` and ``variance`` are statistics of the metric over
             clients after the last round. ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from
             the models of local training and FedAvg. ``gainers_local`` and ``gainers_fedavg`` are the fractions of
-            clients for which these differences are positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
-            round by which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
-            ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
-            evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
+            clients with positive differences. ``mean_at_fedavg_work`` is the mean in the last evaluated round within
+            FedAvg's total number of gradients, or NaN if there is no such round. ``gradients`` (of samples) and
+            ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first evaluated round that reaches 95 % of
+            the best mean in the setup, or NaN if none does.
         gain: gain in ``mean`` over the better of local training and FedAvg. None if the method is this baseline itself,
             or if either of the two has no result.
         confirmed: True if the gain is also significant, with the same sign, for the seeds of a second run. None if
@@ -206,7 +206,7 @@ def _standing_figures(record: CellRecord, done: Mapping[str, CellRecord], best: 
 
 
 def indistinct_groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
-    """Return the longest ranges of positions in which the first method does not differ from the others.
+    """Return the longest ranges of positions whose first method does not differ from the other methods.
 
     >>> indistinct_groups(4, lambda i, k: k - i > 1), indistinct_groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
@@ -225,7 +225,7 @@ class OverallComparison(NamedTuple):
     Attributes:
         methods: methods in order of their mean ranks, best first.
         ranks: each method's mean rank over the setups, where 1 is the best.
-        setups: setups in which each of these methods has a result.
+        setups: setups with a result of each of these methods.
         p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
         groups: groups of methods that Nemenyi's test does not distinguish.
     """
@@ -269,7 +269,7 @@ def largest_complete_block(
     """Return the setups and methods of the largest block without missing results, its means, and the mean ranks.
 
     All results are empty if the block has fewer than `MIN_SETUPS` setups or methods. The methods are sorted by rank.
-    The block contains only setups for which `Setup.ranks` is true.
+    The block contains only setups whose `Setup.ranks` is true.
     """
     from scipy.stats import rankdata
 

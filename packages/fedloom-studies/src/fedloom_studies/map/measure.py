@@ -1,4 +1,4 @@
-"""Measurement of cells, each of which is a method in a setup: first the trials for tuning, then runs with new seeds.
+"""Measurement of cells (a cell is a method in a setup): first the trials for tuning, then runs with new seeds.
 
 Only missing parts are run. Cells are processed in any order, and the work stops when the time limit is reached.
 """
@@ -62,7 +62,7 @@ def cells_to_run(
         records: existing records.
         methods: requested methods. Stale cells of these methods are also run again. If no methods are named, all
             methods of the protocol are included.
-        space: space in which the requested methods' settings are searched.
+        space: search space for the settings of the requested methods.
         again: True to select recorded cells that have not been confirmed with other seeds, rather than missing cells.
         old: True to include cells with stale records.
         protocol: protocol of the cells and of their records.
@@ -106,7 +106,7 @@ def measure_all(
     Args:
         todo: cells that remain to be run.
         records: records that existed before the call, keyed by setup and method.
-        results: file in which records are stored.
+        results: file for the records.
         out: folder for the run directories. Each cell uses its own folder inside this one.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         budget: time limit for all cells.

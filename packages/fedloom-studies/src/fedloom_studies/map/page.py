@@ -323,7 +323,7 @@ def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
 def _record_notes(
     setup: Setup, record: CellRecord, standing: MethodStanding | None, start: str = "", end: str = ""
 ) -> str:
-    """Return remarks on a record: whether it is stale, and whether the method is better or worse than the baseline."""
+    """Return remarks on a record: "stale", and the method's significant difference from the baseline."""
     old = stale_reason(Cell(setup, record.method, record.space), record)
     remarks = [f"stale ({old})"] if old else []
     if standing is not None and (standing.better or standing.worse):

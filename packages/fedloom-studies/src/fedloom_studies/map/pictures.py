@@ -13,7 +13,7 @@ from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICAB
 ROW_PIXELS, BAR_PIXELS = 16, 8
 """Height of a row, and width of a bar next to the rows, in pixels."""
 MAX_COLORED_GAIN = 0.1
-"""Gain at which a cell of the picture has the strongest color."""
+"""Gain of the cells with the strongest color in the picture."""
 STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
 """Symbols shown in cells that have no gain, keyed by status."""
 

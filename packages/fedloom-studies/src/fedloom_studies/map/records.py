@@ -52,14 +52,13 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: what the runs have in common with FedAvg's runs: either the number of rounds or the number of
-            gradients.
+        protocol: quantity that the runs share with FedAvg's runs: the number of rounds or the number of gradients.
         digest: digest of the inputs (see `Cell.digest`).
         source: digest of the code that was run (see `Cell.source`).
         space: search space given for the method's settings.
         status: "done", "failed" (a run diverged), "not applicable" or "reused".
         reason: reason why the cell has no result, or why it is reused.
-        metric: metric to which the values belong. Higher values are better.
+        metric: metric of the values. Higher values are better.
         model: kind of model that a client would use: hybrid if the method has both a global and a personal model,
             otherwise its only model.
         chosen: settings of the best trial, keyed by name.

@@ -45,7 +45,7 @@ def measure_rules(
 
     Args:
         chosen_in: records of the map, whose chosen settings are used.
-        file: file from which the records of these combinations are read, and to which they are written.
+        file: file for the records of these combinations.
         out: folder for the run directories.
         data_dir: folder of data sets.
         budget: time limit of the runs.
@@ -75,7 +75,7 @@ def measure_rules(
 
 
 def judge_rules(records: Records) -> dict[str, SetupVerdict]:
-    """Return the verdicts keyed by attack, for the attacks under which all combinations were run."""
+    """Return the verdicts keyed by attack, for attacks with runs of all combinations."""
     setups = {cell.setup.name: cell.setup for _, cell in rule_cells()}
     whole = {attack for attack in setups if not _count_missing(records, attack)}
     verdicts = {name: judge_setup(setup, records) for name, setup in setups.items() if name in whole}
@@ -123,7 +123,7 @@ def advise_rule(records: Records) -> str:
 
 
 def rules_section(records: Records) -> Iterator[str]:
-    """Yield the lines about aggregation rules for the page of the setup in which there are attackers."""
+    """Yield the lines about aggregation rules for the page of the setup with attackers."""
     verdicts = judge_rules(records)
     yield from ("## Aggregation rules under attack", "")
     if not verdicts:

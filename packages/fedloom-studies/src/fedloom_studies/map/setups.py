@@ -1,4 +1,4 @@
-"""Setups and cells: what the map measures, as declared in ``setups.toml``.
+"""Setups and cells of the map, as declared in ``setups.toml``.
 
 A cell is a method in a setup. Settings of the method are searched by `fedloom.lab.tune` on validation data. Every
 method has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then
@@ -29,7 +29,7 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Basis on which runs are compared: equal numbers of rounds, or equal numbers of gradients (those of FedAvg)."""
+"""Basis for comparing runs: equal numbers of rounds, or equal numbers of gradients (those of FedAvg)."""
 SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
 """Entries of a setup that contain seeds, or numbers of seeds."""
 POOLED_METHOD = "centralized"
@@ -41,7 +41,7 @@ REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 
 @dataclass(frozen=True)
 class Setup:
-    """A federation, and the way in which its clients are trained.
+    """A federation, and how its clients are trained.
 
     Attributes:
         title: title for readers, which states what is special about the clients.
@@ -49,7 +49,7 @@ class Setup:
         share: core-minutes that all cells of the setup may take together at equal rounds.
         trials: number of trials per method. If there is only one trial, all methods run with their default settings.
         tuning: seeds for the trials.
-        seeds: seeds with which results are computed.
+        seeds: seeds of the results.
         again: seeds for a second run, which confirms verdicts.
         space: search space for every method, added to the default spaces.
         document: content of an experiment file, without methods.
@@ -119,7 +119,7 @@ def read_setups(scale: Scale) -> dict[str, Setup]:
 
 
 def wider_setups(scale: Scale) -> dict[str, Setup]:
-    """Return the setups in which methods also run with a wider model, with this model and the setups' first seeds."""
+    """Return the setups that also run methods with a wider model, with this model and the setups' first seeds."""
     declared = _read_setup_file()["wider"]
     rivals, wider = methods_of("gradients")[: declared["rivals"]], {}
     for name, setup in read_setups(scale).items():
@@ -184,7 +184,7 @@ class Cell:
     Attributes:
         method: name of a registered method, or import path.
         space: search space for the method's settings, added to the default spaces.
-        protocol: basis on which its trials and runs are compared with FedAvg's trials and runs.
+        protocol: basis for comparing its trials and runs with FedAvg's.
     """
 
     setup: Setup
@@ -218,7 +218,7 @@ class Cell:
 
     @property
     def search(self) -> dict[str, Any]:
-        """Content of the experiment file in which the method's settings are searched."""
+        """Content of the experiment file for tuning the method."""
         plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
@@ -226,7 +226,7 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """Experiment in which the method's settings are searched.
+        """Experiment for tuning the method.
 
         Raises:
             ConfigError: the method does not exist, or does not have one of these settings.

@@ -215,7 +215,7 @@ def list_names(names: Iterable[str], most: int = 5) -> str:
 
 
 def share_of_cells(run: int, cells: int) -> str:
-    """Return how many cells have a record, such as "9 of 12 results so far" or "all 12 results"."""
+    """Return the number of cells with a record, such as "9 of 12 results so far" or "all 12 results"."""
     return f"all {cells} results" if run == cells else f"{run} of {cells} results so far"
 
 

@@ -8,10 +8,10 @@ accuracy in the last round, averaged over the method's models. If there is no ac
 that `fedloom.lab.tune` uses. With ``model = "auto"``, only the personal model is scored if there is one. A ``[choose]``
 table may reduce the ``rounds`` of these trials, and average the score over the first ``seeds``. With ``once = true``,
 the choice for the first variant applies to all variants. With ``metric = "accuracy/weighted"``, the score is the value
-on which the recipe's claims are judged. Test data are never used for this. With ``extend = K``, a grid is extended up
-to K times if its best value lies at an edge; the rule is the same for all methods. The next value is the edge value
-times its ratio to its neighbor. With ``edges = "every"``, the grid is extended in every key whose best value lies at
-its edge, and combinations of the best and the next values are tried. Otherwise, only the grid of the first such key is
+that decides the recipe's claims. Test data are never used for this. With ``extend = K``, a grid is extended up to K
+times if its best value lies at an edge; the rule is the same for all methods. The next value is the edge value times
+its ratio to its neighbor. With ``edges = "every"``, the grid is extended in every key whose best value lies at its
+edge, and combinations of the best and the next values are tried. Otherwise, only the grid of the first such key is
 extended, with all values of the other keys.
 """
 
@@ -207,7 +207,7 @@ def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, An
 
 
 def first_candidate_experiment(document: Mapping[str, object]) -> dict[str, Any]:
-    """Return the experiment in which every method uses its first candidate."""
+    """Return the experiment with the first candidate of every method."""
     return chosen_experiment(document, {})
 
 
@@ -261,7 +261,7 @@ def chosen_experiment(document: Mapping[str, Any], choices: Mapping[str, Mapping
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choices that a search has stored in a folder: each method's winner, and the scores of all candidates.
+    """Return the choices stored by a search in a folder: each method's winner, and the scores of all candidates.
 
     Methods whose candidates have changed since then are omitted.
     """

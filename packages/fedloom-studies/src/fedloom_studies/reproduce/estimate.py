@@ -36,7 +36,7 @@ from fedloom_studies.reproduce.recipe import NOMINAL_SETS, NominalDataset, Recip
 from fedloom_studies.reproduce.summary import ESTIMATES_FILE, RecipeNeed, read_summary
 
 MAX_TIMED_BATCH = 10
-"""Maximum batch size with which convolutional networks are timed."""
+"""Maximum batch size for timing convolutional networks."""
 FIXED_WORK_METHODS = ("fiaelt", "fedadmm-inexact")
 """Methods whose local work does not grow with the client's number of samples."""
 _SECONDS_OF_ROUND: dict[str, float] = {}
@@ -70,7 +70,7 @@ def seconds_per_round(plan: Experiment, method: Method, data: NominalDataset, cl
     """Estimate the processor time of one round, in seconds. The estimate does not include evaluation.
 
     Args:
-        plan: experiment in which the method is compared.
+        plan: experiment that compares the method.
         method: method whose round is estimated.
         data: shape and classes of the samples.
         clients: number of clients in the federation.

@@ -45,7 +45,7 @@ PROTOCOL_FILE = "protocol.json"
 DEVICE_KEY = "engine.device"
 """Key in this file for the device that was used. The value of this key is the name of the device."""
 SUM_ORDER_TOLERANCE = 0.002
-"""Relative difference up to which values may differ because of the order of summation on different processors."""
+"""Maximum relative difference between values due to the order of summation on different processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
 """Function that shows the progress of runs, given the total number of rounds or the numbers of rounds by label."""
 
@@ -108,9 +108,9 @@ def reproduce(
 
     Args:
         recipe: recipe to run.
-        scale: scale at which the recipe is run.
+        scale: scale of the run.
         out: folder for the recipe's results. Each variant has its own run directory in this folder.
-        results: folder in which summaries are stored. None if the summary is not to be written.
+        results: folder for the summaries. None if the summary is not to be written.
         data_dir: folder with the data sets.
         seeds: seeds that replace the recipe's seeds.
         only: labels of the methods to run. All methods are run if no labels are given.
@@ -165,7 +165,7 @@ def reproduce(
 
 
 def _claim_folder(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Record in the folder to which documents it belongs. Methods and seeds may still be added or removed later.
+    """Record in the folder the documents that it belongs to. Methods and seeds may still be added or removed later.
 
     Raises:
         RunDirError: the folder contains runs or trials of another version of a variant.
@@ -245,8 +245,8 @@ def verify_seed(
     Return the differences between the values.
 
     Args:
-        recipe: recipe to which the summary belongs.
-        summary: summary with which values are compared.
+        recipe: recipe of the summary.
+        summary: summary to compare values with.
         folder: empty folder for the run.
         data_dir: folder with the data sets.
         only: labels of the methods to run. All methods are run if no labels are given.

@@ -59,14 +59,14 @@ def read_facts() -> tuple[Fact, ...]:
 def published_recipes(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
     """Return the recipes of a paper that repeat it as published.
 
-    Each recipe must be listed for every fact about the paper.
+    Every fact about the paper must mention each of these recipes.
     """
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 
 
 def fact_holds(fact: Fact, recipe: Recipe) -> bool:
-    """Return True if all experiments of a recipe have the options by which a fact can be recognized."""
+    """Return True if all experiments of a recipe have the options that identify a fact."""
     documents = recipe.make_documents("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option_at(document, key) == value for document in documents for key, value in fact.holds.items())
 

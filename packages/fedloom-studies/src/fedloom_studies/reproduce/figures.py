@@ -71,7 +71,7 @@ class Unit(NamedTuple):
     Attributes:
         name: unit printed after a value.
         gap: unit printed after a difference.
-        scale: factor by which a value is multiplied before it is shown.
+        scale: factor of a displayed value.
         words: words that follow a positive and a negative difference.
         ratio: True if two values are compared by the logarithm of their ratio.
     """

@@ -87,11 +87,11 @@ class JudgedClaim:
 
     Attributes:
         claim: claim that the paper makes.
-        figure: figure to which the claim refers.
+        figure: figure of the claim.
         rivals: rivals that were run at least once.
         comparisons: all individual comparisons, one for each rival and variant.
         planned: number of comparisons that the recipe plans.
-        lost: number of comparisons that were run but in which one of the two methods has no result.
+        lost: number of comparisons that were run although one of the two methods has no result.
     """
 
     claim: Claim
@@ -145,7 +145,7 @@ class JudgedClaim:
 
     @property
     def right(self) -> int:
-        """Number of comparisons in which the mean is in the claimed direction."""
+        """Number of comparisons whose mean is in the claimed direction."""
         return sum(has_claimed_direction(self.claim, c.look.difference) for c in self.measured)
 
     @property

@@ -14,10 +14,10 @@ from fedloom.lab.report import FAMILY_ERROR_LEVEL, adjust_by_holm
 from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Numbers of seeds after which a claim is tested, and two-sided significance levels of these interim tests (looks).
+"""Numbers of seeds at the interim tests (looks) of a claim, and their two-sided significance levels.
 With fewer seeds, no claims are tested."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a difference of the detectable size would be found significant. This is the usual power of a
+"""Probability of finding a difference of the detectable size significant. This is the usual power of a
 study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
 """Rounding error that is allowed between means that should be equal."""
@@ -69,7 +69,7 @@ class InterimTest:
     Attributes:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
-        level: significance level at which the test is decided. This level is the level of the interim look or, with
+        level: significance level of the test. This level is the level of the interim look or, with
             several rivals, the level of the step in Holm's procedure. NaN if no test was performed.
         error: standard error of ``difference``. NaN if no test was performed.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
@@ -85,7 +85,7 @@ class InterimTest:
 
     @property
     def half(self) -> float:
-        """Half-width of the interval on which the test is based. NaN if no test was performed."""
+        """Half-width of the interval that decides the test. NaN if no test was performed."""
         return self._quantile * self.error
 
     @property

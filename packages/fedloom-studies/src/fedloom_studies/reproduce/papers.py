@@ -1,4 +1,4 @@
-"""Page about all papers, in which each paper has a row with its headline claims, as published and in a fair test.
+"""Page about all papers. Each paper has a row with its headline claims, as published and in a fair test.
 
 The file ``papers.toml`` lists the headline claims. For each of them, it contains the first words of the corresponding
 claim in the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into the papers'
@@ -82,7 +82,7 @@ class CorrectedVerdict(Value):
 
     text: str = Field(description="the claim")
     was: str = Field(description="verdict that the page stated before")
-    why: str = Field(description="what was wrong with the earlier verdict")
+    why: str = Field(description="error in the earlier verdict")
     recipe: str = Field("", description="recipe that now judges the claim. It may still be waiting to run")
 
 
@@ -92,17 +92,17 @@ class PaperSection(Value):
     name: str
     title: str
     claims: str = Field("", description="the paper's idea, in one line of plain words")
-    number: str = Field("", description="first words of the headline claim whose number is most telling")
-    why: str = Field("", description="reason for the results, with placeholders in braces for measured differences")
+    number: str = Field("", description="first words of the headline claim with the most informative number")
+    why: str = Field("", description="explanation of the results, with placeholders in braces for measured differences")
     objection: str = Field(
         "", description="objection that the authors might raise, with placeholders in braces for measured numbers"
     )
-    beside: str = Field("", description="other places that report measurements of the paper's methods, as Markdown")
+    beside: str = Field("", description="other pages with measurements of the paper's methods, as Markdown")
     changed: str = Field("", description="changes that were made after a table of results was first seen")
     anchor: tuple[str, ...] = Field((), description="columns that show how much a run deviates from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict,
-        description="for each recipe without printed results to compare with: the nearest recipe that has them",
+        description="for each recipe without printed results: the most similar recipe with printed results",
     )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[CorrectedVerdict, ...] = ()
@@ -112,7 +112,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def read_paper_sections() -> tuple[PaperSection, ...]:
-    """Return the papers in the order in which the page lists them."""
+    """Return the papers in the order of the page."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(PaperSection(**one) for one in document["paper"])
 
@@ -282,7 +282,7 @@ def _regime_sentence(recipes: Mapping[str, Recipe], summaries: Summaries, sheet:
 def _anchor_distances(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: PaperSection, *cells: ClaimCell
 ) -> str:
-    """Return how far the anchors are from the paper's values, for the recipes that provide the verdicts."""
+    """Return the distances of the anchors from the paper's values, for the recipes that provide the verdicts."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _paper_anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -385,7 +385,7 @@ def _verdict_sentence(recipe: Recipe, summary: RecipeSummary | None) -> str:
     verdicts = [one for one in judge.judge_claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.words for one in verdicts]
     possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
-    shown = ", ".join(marks.count_claims(words.count(w), w) for w in possible if w in words)
+    shown = marks.join_counts([marks.count_claims(words.count(w), w) for w in possible if w in words])
     several = "s" if len(words) > 1 else ""
     return f". Of {len(words)} claim{several}, {shown}" if shown else ""
 

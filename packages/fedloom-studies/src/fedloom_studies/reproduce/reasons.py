@@ -1,4 +1,4 @@
-"""Sentences about the reasons for verdicts, in which measured numbers are inserted.
+"""Sentences about the reasons for verdicts, filled with measured numbers.
 
 The sentences may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references
 ``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]``, expressed in words, ``{A}`` for the mean of one reference, and

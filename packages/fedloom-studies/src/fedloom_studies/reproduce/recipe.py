@@ -2,7 +2,7 @@
 
 A recipe is an experiment file with these additional keys and tables:
 
-- ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. If the ``kind`` or
+- ``base = "NAME"``: another recipe that this recipe extends. Tables are merged key by key. If the ``kind`` or
   ``source`` of a table differs, the table replaces the base's table. Values that are not tables always replace the
   base's values. Columns and cells are replaced as a whole, and new columns also remove the previous cells.
   ``[scale.laptop]``, ``nearest`` and ``rivals`` are not inherited.
@@ -39,7 +39,7 @@ from fedloom.values import Value, choose, make
 Scale = Literal["smoke", "laptop", "full"]
 RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
-"""Key of a scale under which a sentence states how the scale differs from the protocol."""
+"""Key of the sentence that states how a scale differs from the protocol."""
 SINGLE_VARIANT = "all"
 """Name of the only variant if a recipe declares no variants."""
 SMOKE_CHOICES = {
@@ -92,20 +92,18 @@ class Claim(Value):
         min_length=1, description="references or numbers that the claim compares with"
     )
     margin: float = Field(
-        0.0, ge=0, description="largest disadvantage at which the claim still holds, in the figure's unit"
+        0.0, ge=0, description="largest disadvantage that does not refute the claim, in the figure's unit"
     )
-    equivalent: bool = Field(False, description="whether the claimed absolute difference is at most the margin")
+    equivalent: bool = Field(False, description="true if the paper claims an absolute difference of at most the margin")
     most: bool = Field(
-        False, description="whether the claim is about more than half of the references instead of every reference"
+        False, description="true if the claim covers more than half of the references instead of every reference"
     )
-    each: bool = Field(False, description="whether the claim is about each variant instead of the mean of all variants")
-    spread: bool = Field(
-        False, description="whether the claim is about standard deviations over seeds instead of means"
-    )
+    each: bool = Field(False, description="true if the claim covers each variant instead of the mean of all variants")
+    spread: bool = Field(False, description="true if the claim covers standard deviations over seeds instead of means")
     construction: bool = Field(
-        False, description="whether the claim is true by construction, regardless of the methods' results"
+        False, description="true if the claim holds by construction, regardless of the methods' results"
     )
-    variants: tuple[str, ...] = Field((), description="variants to which the claim applies (empty: all)")
+    variants: tuple[str, ...] = Field((), description="variants covered by the claim (empty: all)")
 
     @model_validator(mode="after")
     def _one_side(self) -> Claim:
@@ -159,14 +157,14 @@ class Paper(Value):
         default_factory=dict, description="for a table by other authors: the cause of a larger difference, by column"
     )
     nearest: str = Field(
-        "", description="name of a recipe that is closer to the protocol and to which this recipe's results belong"
+        "", description="name of a recipe that is closer to the protocol and includes this recipe's results"
     )
     rivals: str = Field(
         "", description="name of a recipe of the same experiment, whose record contains the other methods of the claims"
     )
-    figure: str = Field("accuracy", description="figure that is meant if a reference does not name one")
+    figure: str = Field("accuracy", description="figure of a reference that does not name one")
     percent: bool = Field(False, description="whether the paper prints its values in percent")
-    seeds: int = Field(1, ge=1, description="number of repetitions from which a printed value is computed")
+    seeds: int = Field(1, ge=1, description="number of repetitions behind a printed value")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
     cells: dict[str, tuple[Cell, ...]] = Field(
         default_factory=dict,
@@ -175,7 +173,7 @@ class Paper(Value):
     claims: tuple[Claim, ...] = ()
     unknown: tuple[UnstatedDetail, ...] = ()
     fixed: dict[str, str] = Field(
-        default_factory=dict, description="options that are not tuned in a fair recipe, by method, with the reason"
+        default_factory=dict, description="options that a fair recipe does not tune, by method, with the reason"
     )
     stated: tuple[str, ...] = Field(
         (), description="details that the base recipe leaves open and this recipe specifies"
@@ -240,7 +238,7 @@ class Recipe:
         The scale may have different seeds, and fewer variants or methods.
 
         Args:
-            scale: scale at which the recipe was run.
+            scale: scale of the run.
             samples: number of samples that the run used from every source, keyed by source. If a number is unknown or
                 smaller than in the paper, the paper's protocol counts as not followed.
         """
@@ -254,7 +252,7 @@ class Recipe:
         return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
 
     def ordered(self, seeds: Iterable[str]) -> list[str]:
-        """Return the seeds in the order in which claims use them: the recipe's seeds, then all others, ascending."""
+        """Return the seeds in the order used by claims: the recipe's seeds, then all others, ascending."""
         places = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
         return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
@@ -266,13 +264,13 @@ class Recipe:
         ]
 
     def protocol(self, scale: Scale) -> str:
-        """Return a digest of the experiments at a scale, by which results are matched to this version of the recipe."""
+        """Return a digest of the experiments at a scale, which matches results to this version of the recipe."""
         return digest_of(self.make_documents(scale))
 
     def make_documents(
         self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Return the experiment document of every variant, in which methods still contain ``choose``.
+        """Return the experiment document of every variant, whose methods still contain ``choose``.
 
         Raises:
             ConfigError: the recipe does not contain a variant or a method with this name.
@@ -340,7 +338,7 @@ def recipe_names() -> Iterator[str]:
 
 @cache
 def read_recipes() -> dict[str, Recipe]:
-    """Return all recipes, keyed by name and in the order in which they are run."""
+    """Return all recipes, keyed by name, in the order of their runs."""
     documents = dict.fromkeys(recipe_names())
     by_name = {name: make_recipe(name, _resolve_document(name, documents)) for name in documents}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
@@ -361,7 +359,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def _resolve_document(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
-    """Return a recipe's document, merged with the documents of the recipes on which it is based."""
+    """Return a recipe's document, merged with the documents of the recipes that it extends."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)

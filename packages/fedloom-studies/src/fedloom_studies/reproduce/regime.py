@@ -38,7 +38,7 @@ class PaperAnchor:
         variant: row in the paper's table.
         gap: our value minus the paper's value.
         recipe: recipe that contains both values.
-        figure: name of the figure on which the comparison is based.
+        figure: name of the compared figure.
     """
 
     title: str

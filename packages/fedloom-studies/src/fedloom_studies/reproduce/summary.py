@@ -31,14 +31,14 @@ from fedloom_studies.reproduce.recipe import Recipe, Scale, read_recipes
 from fedloom_studies.store import lock_folder, not_a_record_error, read_document, read_records_of_file, write_record
 
 SUMMARIES_FILE = "papers.jsonl"
-"""File in which the summaries are stored."""
+"""File for the summaries."""
 SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
 """Minimum processor time, in seconds, between two updates of ``spent.json``."""
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
-"""File that states what recipes need that have neither a summary nor a laptop scale. The file is located in the same
+"""File with the requirements of recipes that have neither a summary nor a laptop scale. The file is located in the same
 folder as the summaries."""
 
 
@@ -268,5 +268,5 @@ def _processor_seconds() -> float:
 
 
 def spent_seconds(out: Path) -> dict[str, float]:
-    """Return the processor time in seconds that `count_spent_time` has recorded for each variant."""
+    """Return the processor time in seconds that `count_spent_time` recorded for each variant."""
     return read_document(out / SPENT_FILE, float)

@@ -114,13 +114,13 @@ class Algorithm(Value, ABC):
     """True if clients may take different numbers of steps because the server's weights or the local problem account for
     this. A deadline may then reduce the work of a client (`affordable`)."""
     counting_option: ClassVar[str] = ""
-    """Setting with which the server averages over all clients (`counts_absent`), such as ``"server_lr = 'fraction'"``.
+    """Setting that makes the server average over all clients (`counts_absent`), such as ``"server_lr = 'fraction'"``.
     The setting is needed if a method otherwise applies the full change of the cohort."""
     projects: ClassVar[bool] = False
     """True if the method works in a random subspace. In a replayed run, the matrix is set from outside
     (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
-    """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
+    """Group of the method in lists: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
     """Values in the paper for the options whose default is different. These values are selected with ``defaults =
     "paper"``."""
@@ -256,7 +256,7 @@ class Algorithm(Value, ABC):
         """Run a round of the clients, and return their uploads and their new states."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
-        """Return how many local steps ``[m, 1]`` clients take if a deadline limits them to ``samples [m, 1]``.
+        """Return the number of local steps ``[m, 1]`` if a deadline limits clients to ``samples [m, 1]``.
 
         By default, this is the number of batches into which these samples can be divided, but at most the number of
         steps in the round.

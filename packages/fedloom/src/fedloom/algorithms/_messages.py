@@ -95,13 +95,13 @@ class Rows(Kind):
 class Sent:
     """Encoding of a download or upload field.
 
-    A field is sent as a dense vector if this is not longer (`fedloom.rows.encodings`).
+    A field is sent as a dense vector if that form is not longer (`fedloom.rows.encodings`).
 
     The encoding is given as a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. A
     field without this annotation is sent as a dense vector.
 
     Attributes:
-        encoding: shortest encoding in which the field can be sent, given its content.
+        encoding: shortest possible encoding of the field, given its content.
         prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the encoding that the
             prox ``makes`` is used instead of ``encoding``.
         ranks: name of the field in the server's state that contains the ranks of the matrices in the download,

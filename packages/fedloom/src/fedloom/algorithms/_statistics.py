@@ -36,7 +36,7 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Statistics ``[m, s]`` of each client that the client has sent and the server has stored.
+    """Statistics ``[m, s]`` that each client sent and the server stored.
 
     The statistics are 0 until the client participates.
     """

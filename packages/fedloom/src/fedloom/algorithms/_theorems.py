@@ -68,7 +68,7 @@ THEOREM_TABLE = {
         ("sampler",),
     ),
     "fedavg": Theorem(
-        "the expected objective converges to its minimum at the rate 1/rounds (X. Li et al., ICLR 2020)",
+        "the expected objective converges to its minimum at the rate 1/rounds (Li et al., ICLR 2020)",
         "strongly convex smooth losses, bounded gradients, equal steps, step sizes that decrease at the rate 1/rounds,"
         " and either all clients, cohorts of sampler 'size-weighted', or uniform cohorts and equal shares",
         "No `local.schedule` decreases at the rate 1/rounds. With a constant step size and several local steps, the"
@@ -113,8 +113,8 @@ THEOREM_TABLE = {
         "smooth losses that are bounded below, a small enough eta, `skip = 0`, and equal shares",
     ),
     "fedprox": Theorem(
-        "the expected objective decreases by a multiple of its squared gradient in every round in which this squared"
-        " gradient is at least 1/B^2 of the clients' mean squared gradient",
+        "in every round, the expected objective decreases by a multiple of its squared gradient, as long as this "
+        "squared gradient is at least 1/B^2 of the clients' mean squared gradient",
         "smooth losses with Hessians bounded below, a mu that is large enough for these bounds and B, accurate enough"
         " local solves, and sampler 'size-weighted'",
         "The default mu is chosen for speed and may be too small.",

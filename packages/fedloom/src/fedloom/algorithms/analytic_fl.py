@@ -21,10 +21,10 @@ Deviations: clients send the sums X' X and X' Y, whereas the paper's clients sen
 head is the same, but the paper's gamma, its later removal, and the recursion over clients are not needed. Heads have a
 bias. Sums are divided by the number of samples.
 
-The body is taken from the initial model: it consists of the random features of an untrained network, or of a network
-that the user has trained. For a model without a hidden layer, the method is linear ridge regression. Learning rate,
-epochs and batches have no effect. If shares are proportional to the numbers of samples, then once every client has
-participated, the head depends neither on how rows are distributed over clients nor on the order of participation.
+The body is taken from the initial model: its features come either from an untrained network with random weights or from
+a network that the user trained. For a model without a hidden layer, the method is linear ridge regression. Learning
+rate, epochs and batches have no effect. If shares are proportional to the numbers of samples, then once every client
+has participated, the head depends neither on how rows are distributed over clients nor on the order of participation.
 Outputs are least-squares fits to 0 and 1, and their softmax is not a probability. Compare accuracies instead of losses.
 
 Replayed: the local solutions, the recursion over clients and the removal of gamma (1 and 10) of

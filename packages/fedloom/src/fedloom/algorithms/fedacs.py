@@ -57,8 +57,8 @@ class FedACS(Mixed):
     )
     copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
         0.999,
-        description="cosine similarity at which models are treated as copies, so that attackers with "
-        "equal models together have the weight of one; 'off' as in the paper",
+        description="cosine similarity from which models are treated as copies. Attackers with equal models then "
+        "have the weight of a single model. 'off' as in the paper",
     )
 
     def mixer(self, round: int) -> Attention:

@@ -73,7 +73,7 @@ class FedBABU(Algorithm):
     )
     lr: float | None = Field(None, gt=0, description="step size for fine-tuning (default: the round's step size)")
     tunes: Literal["all", "head", "body"] = Field(
-        "all", description="which parameters fine-tuning updates (Table 5 of the paper)"
+        "all", description="parameters updated by fine-tuning (Table 5 of the paper)"
     )
 
     family: ClassVar[str] = "personalised"

@@ -28,7 +28,7 @@ gradient is constant, the server's model then moves by 1/alpha times the gradien
 speed.
 
 Attackers: h adds the change of the mean a second time. In a round with m of n clients, a forged model therefore moves
-theta 1 + m/n times as far as in FedAvg.
+theta (1 + m/n) times as far as in FedAvg.
 
 Use this method like SCAFFOLD, but with half the traffic, if clients solve their local problems well. Large steps with a
 small alpha can diverge.

@@ -96,7 +96,7 @@ class FedFomo(Algorithm):
     )
     returns: bool = Field(
         False,
-        description="if no received model helps a client, return it to the model from which its last training started",
+        description="if no received model helps a client, return it to the initial model of its last training",
     )
 
     mixes: ClassVar[bool] = True

@@ -18,7 +18,8 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     eta_l, K   lr, ...           step size and number of local steps (``personal_epochs`` in phase II)
 
 Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V if they are shorter (``ranks`` from the server's
-SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma the mean gradient.
+SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma approximates the mean
+gradient.
 
 Deviations: in line 10, Algorithm 2 divides gamma by eta_g. In contrast, Eq. 6, Algorithms 1 and 3, the public code and
 this implementation multiply. Algorithm 3, which uses a single mean gamma, is also used with partial participation,
@@ -32,7 +33,8 @@ minimum that a client covers in a round, and a is the fraction of the distance t
 which is at most reach / eta_g. With a = 1/4, this holds for every s <= 1. With a = 1 (eta_g = reach), this holds only
 for s < 2/3. In directions of small curvature, the model advances by eta_g h per round, 4 times as fast as in FedAvg.
 
-Attackers: gamma adds the mean's change a second time, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
+Attackers: gamma adds the mean's change a second time, so a forged model moves w_t (1 + |S|/n) times as far as in
+FedAvg.
 
 Use this method for models with few personal parameters and small downloads. ``components`` selects LR+S, S+S, S+LR or
 LR+LR. ``method`` selects GPGD (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.

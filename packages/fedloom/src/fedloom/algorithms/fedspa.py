@@ -73,7 +73,7 @@ class FedSpa(Algorithm):
     )
     exchange: float = Field(0.5, ge=0, le=1, description="alpha_0, fraction of a layer's weights exchanged in round 1")
     horizon: Derived = by_rule(
-        description="T, round after which masks no longer change (default: the number of rounds of the run)"
+        description="T, last round with changes to the masks (default: the number of rounds of the run)"
     )
 
     family: ClassVar[str] = "personalised"

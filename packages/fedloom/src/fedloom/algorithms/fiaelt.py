@@ -26,7 +26,7 @@ model is the mean of the x_i.
 Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times the mean number of steps in a round. This
 balances the penalty and the data. Criterion (9) then uses L = beta/5. Without a regularizer, a warning is issued.
 
-Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
+Attackers: z_i adds tau times the change of x_i, so a forged model moves y (1 + tau) times as far as in FedAvg.
 
 Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
 """

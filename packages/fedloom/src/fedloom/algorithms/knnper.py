@@ -74,7 +74,7 @@ class KNNPer(Algorithm):
     weight: float | None = Field(
         None, ge=0, le=1, description="lambda, weight of the kNN prediction (default: each client chooses its own)"
     )
-    share: float = Field(0.2, gt=0, lt=1, description="fraction of the training samples on which lambda is chosen")
+    share: float = Field(0.2, gt=0, lt=1, description="fraction of the training samples used to choose lambda")
 
     family: ClassVar[str] = "personalised"
 

@@ -76,8 +76,7 @@ class SCAFFOLD(Algorithm):
     server_lr: float = Field(1.0, gt=0, description="global step size eta_g (1 in the paper's experiments, Sec. 7)")
     option: Literal["I", "II"] = Field(
         "II",
-        description="how c_i is updated: with the gradient at x (option I), or with the mean local gradient "
-        "(option II)",
+        description="update of c_i: with the gradient at x (option I), or with the mean local gradient (option II)",
     )
 
     scaled: bool = Field(

@@ -1,4 +1,4 @@
-"""Analyses: questions that are sent to all clients and whose answers are summed, and results read from a run's models.
+"""Analyses: statistics from summed answers of all clients, and results computed from a run's models.
 
 Names are imported when they are first used, so that the registry can list analyses without importing torch.
 """

@@ -84,7 +84,7 @@ def run_setting(
         folder: folder for checkpoints and client states, or None.
         callbacks: functions that are called after every round of a method.
         advance: False to only read the content of the folder.
-        ranks: processes that run a method together. A model is fitted in each of them.
+        ranks: processes that run a method together. Each process fits a model.
 
     Raises:
         RunStopped: the analysis has no result.
@@ -113,7 +113,7 @@ def run_setting(
 
 
 class FittedModel(NamedTuple):
-    """Linear model that an analysis has fitted.
+    """Linear model fitted by an analysis.
 
     Attributes:
         weights: float64 weights by name, for the outputs that models of the task have.
@@ -181,7 +181,7 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
 
 
 def find_independent(x: Tensor) -> Tensor:
-    """Return flags ``[p]`` of the inputs ``x [N, p]`` that no earlier inputs and a constant determine linearly."""
+    """Return a mask ``[p]`` of the inputs ``x [N, p]`` that do not depend linearly on earlier inputs and a constant."""
     rest = x - x.mean(0)
     size, used = rest.norm(dim=0), torch.zeros(x.shape[1], dtype=torch.bool)
     for k in range(x.shape[1]):

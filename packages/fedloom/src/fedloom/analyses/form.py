@@ -30,7 +30,10 @@ State = Any
 modified."""
 MAX_QUESTION_BYTES = 2**26
 BOUND_SLACK = 1e-12
-"""Fraction of a bound by which rounding errors may exceed it, e.g. in a sum over rows that are all at the limit."""
+"""Maximum excess over a bound due to rounding errors, as a fraction of the bound, e.g.
+
+in a sum over rows that are all at the limit.
+"""
 _LENGTH_STRUCT = struct.Struct("<I")
 
 
@@ -81,7 +84,7 @@ class Question:
 
     @classmethod
     def decode(cls, content: bytes, forms: Mapping[str, Mapping[str, int]]) -> Question:
-        """Return the question in the bytes that `encode` has written.
+        """Decode a question from the bytes that `encode` wrote.
 
         Args:
             content: bytes of the question.
@@ -178,7 +181,7 @@ class Info(NamedTuple):
 
 
 class Rules(Value):
-    """Rules on which all parties agree before the first question of an analysis."""
+    """Rules that all parties agree on before the first question of an analysis."""
 
     questions: int = Field(
         200,
@@ -275,7 +278,7 @@ class Analysis(Value):
     uses_models: ClassVar[bool] = False
     """True if answers use `ClientRows.models`, so that a run must precede the analysis."""
     wider: ClassVar[str] = "Agree on wider ranges"
-    """Advice for cases in which numbers in an answer are outside their bounds."""
+    """Advice for answers with numbers outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
     """Tasks whose data the analysis can use. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
@@ -415,7 +418,7 @@ class Analysis(Value):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of the questions, in the order in which they are asked.
+        """Names of the questions, in order.
 
         The last question may be repeated if it is in `retried`.
         """
@@ -476,7 +479,7 @@ class Analysis(Value):
         return ()
 
     def model(self, state: State) -> nn.Module | None:
-        """Return the predictor that a finished analysis has computed, or None if the analysis does not compute one.
+        """Return the predictor of a finished analysis, or None if the analysis does not compute one.
 
         The predictor maps inputs ``[b, *shape]``, in the representation that the federation's models use, to outputs
         ``[b, c]``.
@@ -508,7 +511,7 @@ class Analysis(Value):
         return type(self).answer is not Analysis.answer
 
     def find_name(self) -> str:
-        """Return the name by which files refer to the analysis.
+        """Return the name of the analysis in files.
 
         For a user-defined analysis, the module is omitted.
         """

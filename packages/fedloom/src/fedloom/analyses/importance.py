@@ -179,7 +179,7 @@ def importance(result: Result) -> pa.Table:
 class Scored:
     """Wrapper of a client's model for use with scikit-learn.
 
-    Entry ``[i, j]`` of X is the row from which sample i takes its column j.
+    Entry ``[i, j]`` of X is the index of the row that provides column j of sample i.
 
     Args:
         run: function that computes the model's outputs ``[N, k]`` from features.

@@ -25,8 +25,7 @@ from fedloom.seeds import generator, random_state
 MIN_TSNE_SAMPLES = 5
 """Minimum number of test samples that a client needs for t-SNE."""
 TSNE_PERPLEXITY = 30.0
-"""Perplexity of t-SNE, for which the default of scikit-learn is used. For a client with few samples, a smaller
-perplexity is used."""
+"""Perplexity of t-SNE, the default of scikit-learn. Clients with few samples use a smaller perplexity."""
 
 
 class Confusion(Analysis):

@@ -20,7 +20,7 @@ MODELS_PER_PASS = 32
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients together with their models, in which the normalization statistics are set.
+    """Yield clients together with their models, after setting the models' normalization statistics.
 
     If the run does not have such models, nothing is yielded.
 
@@ -70,7 +70,7 @@ def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
     Args:
         client: client whose rows are used.
         kind: kind of the model.
-        inputs: inputs of the rows, in which a column may, for instance, have been permuted.
+        inputs: inputs of the rows, for instance with a permuted column.
 
     Raises:
         Refused: the run has no model of this kind.

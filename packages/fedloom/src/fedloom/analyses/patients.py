@@ -23,7 +23,7 @@ from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 GroupScore = tuple[int, str, str, str, float]
 """Client (-1 for all clients together), model, group, metric and value."""
 MAX_OUTPUTS = 64
-"""Maximum number of outputs per sample up to which predictions are stored."""
+"""Maximum number of outputs per sample for stored predictions."""
 
 
 class KeptPredictions(Analysis):

@@ -29,7 +29,7 @@ class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Import paths of all analyses by name, in the order in which they are listed."""
+        """Import paths of all analyses by name, in listing order."""
         added = {entry.name: entry.value for entry in entry_points(group=GROUP_NAME)}
         return dict(sorted({**added, **self._own}.items()))
 

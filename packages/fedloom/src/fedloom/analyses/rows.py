@@ -19,7 +19,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns, levels and ranges on which all clients have agreed.
+    """Columns, levels and ranges that all clients have agreed on.
 
     Args:
         name: name of the data set.
@@ -62,7 +62,7 @@ class ClientRows:
         subjects: numbers of the persons or things that the rows describe, ``[N]`` int64.
         columns: codes of each column that the schema keeps, ``[N]`` int64.
         fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the representation that models use.
-        place: index of the client in the sizes of the terms.
+        place: index of the client in ``AnalysisTerms.sizes``.
         models: models of a run by kind ("global", "personal", "hybrid"). Each of these models is a function of inputs.
             Empty if there is no run.
     """

@@ -50,7 +50,7 @@ from fedloom.values import dump, kind_of, make, make_kind
 
 SUM_FILE = "sum-{:04}.bin"
 SUM_FORM = {"sum": {"total": 1, "info": 1}}
-"""Form in which a sum is stored in a checkpoint."""
+"""Form of a sum in a checkpoint."""
 
 
 class Answer(NamedTuple):
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
         clipped: number of values that were outside their bounds.
         neutral: True if the client has rows but answers with zeros, because it has too few subjects or declines to
             answer.
-        rows: number of rows on which the answer is based.
+        rows: number of rows in the answer.
     """
 
     values: Tensor
@@ -88,9 +88,9 @@ class AnalysisResult:
 
     Attributes:
         analysis: the analysis.
-        table: table that is the result.
+        table: resulting table.
         log: all questions with their sums.
-        notes: sentences about the data and about parts that are omitted.
+        notes: notes on the data and on omitted parts.
         model: predictor, if the analysis computes one.
     """
 
@@ -133,9 +133,9 @@ def analyze(
         analysis: an analysis, its name in `fedloom.analyses.ANALYSES`, or its import path.
         clients: a `Federation`, a `Dataset` whose users are the clients, or a value that `Federation.create` or
             `Dataset.create` accepts. For an analysis of models, this is the `Result` of a run.
-        rules: rules on which the clients agree (`Rules`), as a value or a table of options. If None, the rules in the
+        rules: the clients' agreed rules (`Rules`), as a value or a table of options. If None, the rules in the
             analysis are used.
-        folder: folder in which every sum is saved, so that an interrupted analysis resumes if the call is repeated. If
+        folder: folder for the sums. If a call is interrupted, the same call resumes from this folder. If
             None, sums are not saved.
         options: options of an analysis that is given by name.
 
@@ -174,8 +174,8 @@ def analyze_rows(
         analysis: analysis that is computed from sums.
         schema: schema of the rows, with a range for each number.
         rows: rows of each client, keyed by name.
-        rules: rules on which the clients agree.
-        folder: folder in which sums are saved. If None, sums are not saved.
+        rules: the clients' agreed rules.
+        folder: folder for the sums. If None, sums are not saved.
         notes: notes on the rows, which come first in the result.
 
     Raises:
@@ -241,7 +241,7 @@ def run_questions(
         analysis: analysis that is computed from sums.
         terms: public facts about the analysis.
         ask: function that sends a question to all clients.
-        folder: folder in which sums are saved. If None, sums are not saved.
+        folder: folder for the sums. If None, sums are not saved.
 
     Raises:
         ConfigError: the analysis asks more questions than were agreed on.
@@ -400,7 +400,7 @@ class SumFolder:
 
     Args:
         folder: path of the folder, which is created if it does not exist.
-        analysis: analysis to which the sums belong.
+        analysis: analysis that requested the sums.
         terms: public facts about the analysis.
 
     Raises:

@@ -31,7 +31,7 @@ class _Pending(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """Answers that a scripted analysis has received so far.
+    """Answers received so far by a scripted analysis.
 
     Args:
         script: the scripted analysis.

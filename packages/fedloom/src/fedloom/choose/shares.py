@@ -79,7 +79,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
 
 def _equal_group_masses(groups: Tensor) -> Tensor:
-    """Return masses ``[n]`` with which all groups have equal weights, as do all clients within a group."""
+    """Return client weights ``[n]`` that are equal within each group and add up to the same total for every group."""
     return 1 / torch.bincount(groups)[groups].double()
 
 

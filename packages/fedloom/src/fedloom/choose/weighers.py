@@ -105,7 +105,7 @@ class SamplesWeigher(Weigher):
 
 
 class Labels(NamedTuple):
-    """Cluster ``[n]`` in which each client was most recently, or -1 before the client's first round."""
+    """Most recent cluster of each client ``[n]``, or -1 before the client's first round."""
 
     labels: Tensor
 
@@ -195,7 +195,7 @@ def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> T
 
 
 CLEAR_SILHOUETTE = 0.7
-"""Mean silhouette at which clusters are regarded as clearly separated. Such a silhouette indicates a strong structure
+"""Minimum mean silhouette of clearly separated clusters. Such a silhouette indicates a strong structure
 according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal distribution is
 split in the middle, the silhouette of its two halves is 0.59."""
 

@@ -19,13 +19,13 @@ MIN_CLASS_ROWS = 5
 MIN_NOTED_UNIT_RATIO = 4.0
 """Minimum ratio between medians at two sites that is reported even if no known unit conversion explains it."""
 SAME_UNIT_RATIO = 1.5
-"""Maximum ratio between medians at two sites at which the sites are assumed to use the same unit. The factors of all
+"""Maximum ratio between medians at two sites that use the same unit. The factors of all
 known unit conversions are larger."""
 MAX_SPREAD_RATIO_GAP = 2.5
 """Maximum factor between the ratio of two sites' medians and the ratio of their spreads if the sites use different
 units."""
 ABSENT_COLUMN_SHARE = 0.98
-"""Minimum fraction of missing cells at which a site is considered to lack a column."""
+"""A site lacks a column if at least this fraction of its cells is missing."""
 MISSING_SHARE_DIFFERENCE = 0.3
 """Minimum difference between the fractions of missing cells at two sites that is reported."""
 
@@ -160,7 +160,7 @@ class Shift(NamedTuple):
     Attributes:
         median: median of the column at this site.
         usual: median at the other sites.
-        factor: factor of a known unit conversion by which the site's numbers must be multiplied. None if the ratio is
+        factor: known conversion factor that would correct the site's numbers. None if the ratio is
             not close to any known conversion.
         units: units between which the factor converts.
     """

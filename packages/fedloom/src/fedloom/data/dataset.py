@@ -1,6 +1,6 @@
 """Dataset: the data from one source, which are held in memory and checked once.
 
-Arrays keep the type in which they are stored, so bytes stay bytes.
+Arrays keep their stored type, so bytes stay bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Task = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 CLASS_TASKS = ("classification", "binary")
-"""Tasks in which targets are classes."""
+"""Tasks whose targets are classes."""
 MISSING_LEVEL = ""
 """Level of a kept column that represents rows without a value."""
 MAX_CLASSES = 2**16

@@ -177,7 +177,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        """Device on which the samples are stored."""
+        """Device that stores the samples."""
         return self.data.x.device
 
     def _split(self, part: str) -> Split:
@@ -203,7 +203,7 @@ class Federation:
         return index[first + torch.arange(len(first), device=first.device)], sizes
 
     def owner(self, part: str) -> Tensor:
-        """Return the client to which each entry of ``parts[part].index`` belongs, [total] (int64)."""
+        """Return the client of each entry in ``parts[part].index``, [total] (int64)."""
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ class Federation:
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
-        """Return how rare each client's labels are ``[n]``: the mean of -log p, where p is the frequency of a label.
+        """Return the rarity of each client's labels ``[n]``: the mean of -log p, where p is the frequency of a label.
 
         The result is 0 for clients without samples, and for all clients if there are no classes.
         """

@@ -24,11 +24,11 @@ COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, 
 OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
 ROUNDING_TOLERANCE = 1e-6
 MAX_GROUP_LEVELS = 20
-"""Maximum number of levels in a column for which every level forms a group."""
+"""Maximum number of levels in a column whose levels all form groups."""
 
 
 def column_of(group: str) -> str:
-    """Return the column to which the definition of a group refers.
+    """Return the column in the definition of a group.
 
     >>> column_of("sex"), column_of("age >= 75")
     ('sex', 'age')
@@ -116,7 +116,7 @@ def publishable_groups(members: Tensor, choice: Sequence[int], counts: Tensor, l
 
     Args:
         members: bool mask of the rows in each group, ``[G, N]``.
-        choice: index of the choice to which each group belongs. Groups that belong to the same choice must not share
+        choice: index of each group's choice. Groups that belong to the same choice must not share
             rows.
         counts: ``[N, q]``. The first column is 1 for every row. Each other column represents a kind that needs a
             minimum number of rows, such as a class, and is 1 for the rows of this kind.
@@ -145,7 +145,7 @@ def publishable_groups(members: Tensor, choice: Sequence[int], counts: Tensor, l
 
 
 def subjects_of(data: Dataset) -> Tensor | None:
-    """Return the number ``[N]`` of the subject to which each row belongs, counted from 0.
+    """Return the subject number ``[N]`` of each row, counted from 0.
 
     Return None if the subjects are unknown.
     """
@@ -164,7 +164,7 @@ def describe_repeated_subjects(rows: int, subjects: int) -> list[str]:
 
 
 def row_kind_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
-    """Return 1 for each row, and 1 for each kind (class, event or label) to which the row belongs.
+    """Return 1 for each row, and 1 for each kind (class, event or label) of the row.
 
     Rows with a given label and rows without this label form two different kinds.
 
@@ -180,7 +180,7 @@ def row_kind_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = N
         y: targets, which are classes ``[N]``, numbers ``[N, k]``, or labels of sequences ``[N, L]`` with -1 for
             positions without a label.
         outputs: number of outputs of a model for these data. If there are several classes, this is one per class.
-        units: number ``[N]`` of the subject to which each row belongs, counted from 0. None if each row is treated as a
+        units: subject number ``[N]`` of each row, counted from 0. None if each row is treated as a
             separate subject.
 
     Returns:

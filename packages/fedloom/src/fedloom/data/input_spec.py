@@ -220,7 +220,7 @@ class InputSpec(Value):
 
         Args:
             x: bytes, floats or tokens.
-            name: name by which messages refer to the data.
+            name: name of the data in messages.
             original_dtype: original type, as in `Dataset.original_dtype`.
 
         Raises:

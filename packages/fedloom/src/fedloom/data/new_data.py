@@ -51,7 +51,7 @@ class NewData(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """Factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`)."""
+        """Factors of columns (see `fedloom.data.sources.tabular.TableSource`)."""
         factors: Factors = self.options.get("factors", {})
         return factors
 
@@ -59,7 +59,7 @@ class NewData(NamedTuple):
         """Read labeled new data. The columns are matched by name to the columns of the training data.
 
         Args:
-            facts: description of the data on which the models were trained.
+            facts: description of the models' training data.
             data: name or path, as in ``[data] source``.
             data_dir: folder of data sets.
 

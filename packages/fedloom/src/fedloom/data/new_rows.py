@@ -28,7 +28,7 @@ REPAIR_HINT = "repair the cell, or train with impute = true, which fills missing
 
 
 class NewRows(NamedTuple):
-    """Rows for which predictions are requested.
+    """Rows to predict.
 
     Attributes:
         x: raw columns of a table ``[N, p]`` (float64) in the order of the training data, with codes for levels and NaN
@@ -69,11 +69,11 @@ def new_rows(
             use are ignored. Samples may also be a list of arrays, tensors or pictures, a torch data set, or a data set
             from the hub (see `fedloom.data.samples.stack_unlabelled_samples` and, for bytes and floats,
             `InputSpec.samples`).
-        name: name by which messages refer to the data.
+        name: name of the data in messages.
         users: column that contains the client of each row, or None.
-        factors: factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`).
+        factors: factors of columns (see `fedloom.data.sources.tabular.TableSource`).
         keep: columns of a table that are added to the result, such as a patient number.
-        days_since: date columns, each with the column or the date from which its days are counted. It must not be used
+        days_since: date columns, each with the start of its days (a column or a date). It must not be used
             if the table is open.
 
     Raises:

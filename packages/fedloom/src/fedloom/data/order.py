@@ -48,7 +48,7 @@ def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Gener
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""Minimum number of samples for which PyTorch uses a different algorithm for permutations."""
+"""From this number of samples on, PyTorch uses a different algorithm for permutations."""
 
 
 @cache
@@ -75,7 +75,7 @@ def plan_many_batches(
         seed: seed that identifies the random generators, together with the next three arguments.
         round: number of the round.
         clients: ids of the clients.
-        purpose: purpose for which the random numbers are drawn.
+        purpose: purpose of the random numbers.
 
     Returns:
         Positions ``[most steps, m, b]``, where b is at most ``batch_size``, with -1 as padding.

@@ -11,7 +11,7 @@ from fedloom.errors import DataError
 FLOAT_TYPE_PREFIXES = ("float", "bfloat")
 """Prefixes of the names of data types that can represent fractions."""
 ROUNDING_TOLERANCE = 1e-3
-"""Maximum amount by which floats may exceed the range from 0 to 1 if the message is to suggest clipping.
+"""The message suggests clipping if floats exceed the range from 0 to 1 by at most this amount.
 
 The values of a resized image exceed the range by about 1e-7, and the values of normalized samples by about 1. The limit
 is a quarter of a gray level.
@@ -44,7 +44,7 @@ def check_number_type(
 
     Args:
         x: samples ``[N, ...]``.
-        name: name by which messages refer to the data.
+        name: name of the data in messages.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
             from 0 to 1, which are used unchanged. All other models accept floats, which are used unchanged. A model
             that was trained on bytes does not accept integers or booleans, because their meaning would be ambiguous.
@@ -84,7 +84,7 @@ def check_number_type(
 def _range_advice(x: Tensor, dtype: str, low: float, high: float) -> str:
     """Return advice on samples that are neither bytes nor floats from 0 to 1, if the model was trained on bytes."""
     if dtype == "bool":
-        return "pass x.astype('float32'), in which True is white, or bytes"
+        return "pass x.astype('float32') (True is white) or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):
         return "pass bytes: x.astype('uint8')"
     if low >= -ROUNDING_TOLERANCE and high <= 1 + ROUNDING_TOLERANCE:

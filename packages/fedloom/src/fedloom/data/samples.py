@@ -34,11 +34,11 @@ FEATURE_TARGET_NAMES = (
     ("features", "target"),
     ("pixel_values", "labels"),
 )
-"""Names under which dictionaries and NPZ files contain features and targets."""
+"""Names of features and targets in dictionaries and NPZ files."""
 COLOR_MODES = {
     "P": "RGB", "PA": "RGBA", "CMYK": "RGB", "YCbCr": "RGB", "HSV": "RGB", "LAB": "RGB", "RGBX": "RGB", "RGBa": "RGBA"
 }  # fmt: skip
-"""Mode to which a picture is converted, keyed by Pillow modes whose numbers are not red, green, blue and opacity."""
+"""New mode of a converted picture, keyed by Pillow modes whose numbers are not red, green, blue and opacity."""
 TARGET_READINGS = 8
 """Number of times that a few samples are read in order to check that their targets do not change."""
 
@@ -201,7 +201,7 @@ def iterate_pairs(
         name: name of the data set, which is used in messages.
         labelled: True if every sample must have a target. If it is False, samples that consist of features alone are
             also accepted, and their target is 0.
-        places: numbers by which messages refer to the samples. If None, the numbers are 0, 1, and so on.
+        places: numbers of the samples in messages. If None, the numbers are 0, 1, and so on.
 
     Raises:
         DataError: a sample has any other type or length. A list is also rejected, because its two features could be
@@ -270,7 +270,7 @@ def stack_unlabelled_samples(rows: Any, name: str) -> tuple[NDArray[Any], str]:
         rows: an array or tensor. A list of samples (arrays, tensors or pictures) is also accepted. A torch data set is
             also accepted, but its targets are ignored. A data set from the hub must have a column that contains arrays
             or pictures.
-        name: name by which messages refer to the data.
+        name: name of the data in messages.
 
     Raises:
         ConfigError: the argument is a tuple, which would contain features and targets, or it has any other unsupported

@@ -258,8 +258,8 @@ def are_sample_sets(pairs: Sequence[Any]) -> bool:
 def batches_error(place: str, batches: Sequence[Any]) -> ConfigError:
     """Return the error for batches that were passed instead of a data set."""
     return ConfigError(
-        f"{place} is a list of {len(batches)} batches. Pass the data set from which the batches came, "
-        "or (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
+        f"{place} is a list of {len(batches)} batches. Pass the data set of the batches, or (torch.cat([x for x, _ "
+        "in batches]), torch.cat([y for _, y in batches]))"
     )
 
 

@@ -27,7 +27,7 @@ class SiteRows(NamedTuple):
         sites: columns ``[N, p]`` and targets ``[N, k]`` of each site.
         columns: names of the columns. A text column becomes one column for each of its levels except the first.
         names: names of the sites.
-        data: data set from which the rows come.
+        data: data set that contains the rows.
         notes: notes on rows that are omitted.
         test: columns and targets of each site's test rows, which are not part of `sites`. If no test rows are marked,
             it is empty.

@@ -111,7 +111,7 @@ FAR_ROW_SHARE = 0.5
 MAX_RARE_DEVIATIONS = 100
 """Largest distance, in standard deviations, of a value that differs from all others in one of 10,000 rows."""
 NOTED_ROW_SHARE = 0.1
-"""Minimum fraction of a column's rows outside the training range at which a note is added."""
+"""A note is added if at least this fraction of a column's rows is outside the training range."""
 
 
 class TableColumn(Value):
@@ -185,9 +185,8 @@ class Table(Value):
         """Fit the conversion to each client's training part. The arguments are the same as for `Prepare`.
 
         Returns:
-            Fitted values [n, p, 5] (float64): the value for missing cells, the number that is subtracted, the number by
-            which values are divided, and the 1st and 99th percentiles of the observed values. They are NaN for a column
-            with too few observed values.
+            Fitted values [n, p, 5] (float64): the value for missing cells, the number to subtract, the divisor, and the
+            1st and 99th percentiles of the observed values. They are NaN for a column with too few observed values.
 
         Raises:
             DataError: the number of columns in the samples differs from the number of columns in the table.
@@ -223,7 +222,7 @@ class Table(Value):
         """Return typical values ``[p, .]`` for a client without a training part, from other clients' ``[n, p, .]``.
 
         For a numeric column, these are the medians over the clients that observed it, and the widest bounds. For a
-        column of codes, this is the most frequent of the levels with which clients fill missing cells.
+        column of codes, this is the level that clients most often use to fill missing cells.
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
         for k, column in enumerate(self.columns):
@@ -268,7 +267,7 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the raw columns ``[N, p]`` in which most numbers are outside the training range.
+        """Return the raw columns ``[N, p]`` whose numbers are mostly outside the training range.
 
         Such columns are in a different unit, or describe a different population. The bounds and ``fitted`` are the same
         as in `strange`.

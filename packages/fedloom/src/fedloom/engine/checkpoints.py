@@ -37,10 +37,10 @@ class ResumedRun(NamedTuple):
     """State of a run as described by its newest checkpoint.
 
     Attributes:
-        state: state from which the run continues.
+        state: state to continue from.
         stop: reason why the run ended in this state. None if the run can be resumed by the same command.
         detail: text that describes how the run ended, such as the round, the clients and the numbers involved.
-        diverged: round by which the model had diverged, if the run nevertheless continued until its end.
+        diverged: round in which divergence was detected, if the run still continued to its end.
         extras: additional values that are saved only by some kinds of runs.
     """
 

@@ -44,7 +44,7 @@ class EarlyStop(Value):
     )
     part: Literal["validation", "train"] = Field(
         "validation",
-        description="part of the clients' data on which the metric is monitored. It is never the test part",
+        description="part of the clients' data used to monitor the metric. It is never the test part",
     )
     patience: int = Field(5, ge=1, description="number of evaluations without an improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that is treated as an improvement")
@@ -56,7 +56,7 @@ class EarlyStop(Value):
             raise unknown("metric", metric, METRICS)
         return metric
 
-    result: Literal["last", "best"] = Field("last", description="which round's models and metrics become the result")
+    result: Literal["last", "best"] = Field("last", description="round whose models and metrics become the result")
 
     def __call__(self, state: ScoredState) -> str | None:
         """Return a sentence that explains why the run should end now, or None to continue."""

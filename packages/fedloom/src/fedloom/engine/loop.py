@@ -24,7 +24,7 @@ class RunEnd(NamedTuple):
         state: state after the last round.
         stop: reason why the run ended.
         detail: text that states the round, the clients and the numbers that explain an early end.
-        diverged: round by which the model had diverged, if the run nevertheless continued until its end.
+        diverged: round in which divergence was detected, if the run still continued to its end.
     """
 
     state: State
@@ -42,7 +42,7 @@ class Hooks:
         scores_with_training: True if the message that requests the next training also requests the scores of the last
             round.
         robust_losses: True if divergence is detected by the median of the clients' losses instead of their mean.
-        pause: round after which the run is evaluated and then interrupted. None if the run is not interrupted.
+        pause: last round before the run is evaluated and interrupted. None if the run is not interrupted.
     """
 
     scores_with_training = False

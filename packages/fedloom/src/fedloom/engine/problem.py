@@ -31,12 +31,13 @@ class JobFacts:
     Attributes:
         setting: settings chosen by the user, with presets resolved.
         oracle: local problems of the clients.
-        fed: data on which clients train.
-        eval_fed: federation on whose data models are evaluated, which is `fed` unless the clients were pooled.
+        fed: training data of the clients.
+        eval_fed: federation with the evaluation data, which is `fed` unless the
+            clients were pooled.
         attackers: ids of the attackers ``[b]``.
         alpha: weights ``[n, 1]`` of the clients in the objective, before round 1 or after `Job.replace_shares`.
         chunk: maximum number of clients per chunk.
-        memory: layout in which the clients' optimizer states are stored. None if optimizers start every round
+        memory: layout of the clients' stored optimizer states. None if optimizers start every round
             without a state.
         notes: notes that are already known before the first round.
         replay: given values that replace the run's own random draws.
@@ -120,7 +121,7 @@ class JobFacts:
 
     @property
     def asks(self) -> bool:
-        """True if clients answer queries about the models that they have trained."""
+        """True if clients answer queries about the models that they trained."""
         return self.setting.aggregation_weights.probes or self.setting.sampler.learns
 
     @cached_property
@@ -164,7 +165,7 @@ class JobFacts:
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Names of accumulated fields for which the sum of each client is also stored.
+        """Names of accumulated fields whose sums are also stored for each client.
 
         A robust rule needs these sums to account for changes of the clients' rows. If client weights change, weighted
         sums are recomputed from these sums.

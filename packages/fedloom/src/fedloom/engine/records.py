@@ -33,11 +33,14 @@ The value follows from a calculation rather than from experiments: with ten clas
 = 2.3, and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that
 learns."""
 WATCHED_PARTS = {"train": DIVERGENCE_FACTOR, "validation": 1000.0, "test": 1000.0}
-"""Parts on which divergence is detected, with the multiple of the initial loss. The first part that is evaluated is
-used. On validation and test samples, the loss of a run that only overfits may exceed ten times its start."""
+"""Parts for detecting divergence, with the multiple of the initial loss. The first evaluated part is used.
+
+On validation and test samples, the loss of a run that only overfits may exceed ten times its start.
+"""
 DIVERGING_EVALUATIONS = 3
-"""Number of consecutive evaluations above this multiple at which the run is reported as diverged. Fewer evaluations
-suffice if they are the last evaluations of the run.
+"""A run is reported as diverged after this number of consecutive evaluations above the multiple.
+
+Fewer evaluations are enough at the end of the run.
 
 The value was chosen without experiments: after an unlucky cohort, a single evaluation may exceed the multiple, but the
 next one is then below it again."""
@@ -156,7 +159,7 @@ class Records:
 
     @classmethod
     def read_tensors(cls, tensors: dict[str, Tensor]) -> Records:
-        """Read records from tensors that `tensors` has returned."""
+        """Read records from the tensors returned by `tensors`."""
         keys, values = json.loads(tensors["keys"].numpy().tobytes()), tensors["values"].numpy()
         ends = accumulate(k[-1] for k in keys)
         items = (
@@ -172,7 +175,7 @@ def score_records(
     """Yield records of the scores, and of the metrics of the federation that are computed from the scores.
 
     Args:
-        round: round after which the models were evaluated.
+        round: last round before the evaluation.
         scores: scores of each model on each part.
         sizes: number of samples of each evaluated client ``[s]``, keyed by part.
         benign: float mask ``[s]`` with NaN for attackers, so that the federation's metrics ignore them. None if there
@@ -207,7 +210,7 @@ class Divergence:
             whole. False to use the mean over clients, or, if only this is recorded, the mean over samples.
 
     Attributes:
-        round: evaluated round by which the run had diverged. None if the run has not diverged so far.
+        round: evaluated round in which divergence was detected. None if the run has not diverged so far.
         sentence: sentence that states the model, its loss and the initial loss. If the run has not diverged, it is
             empty.
     """

@@ -43,8 +43,8 @@ class Result:
         notes: sentences that start with ``data:`` and describe the data and their split, and sentences about the run,
             such as a note on dropped clients. Identical notes are listed only once, with the number of occurrences.
         status: done, diverged, interrupted or failed.
-        diverged: round by which the model had diverged, if the run nevertheless continued until its last round with
-            finite metrics, or else None.
+        diverged: round in which divergence was detected, if the run still continued to its last round with finite
+            metrics, or else None.
         seconds: duration of each round in seconds, excluding evaluation and the one-time costs in the first round of a
             process.
         startup: one-time costs in each round, such as compilation, forks and page faults (see
@@ -106,7 +106,7 @@ class Result:
         return next((kind for kind in KIND_PREFERENCE if kind in measured), KIND_PREFERENCE[-1])
 
     def uploads(self) -> pa.Table:
-        """Return a table with each training task in virtual time, in the order in which the tasks ended.
+        """Return a table with each training task in virtual time, ordered by end time.
 
         Columns: ``client``. ``version`` is the number of server steps when the task was dispatched. ``round`` is the
         server step that used the result, or during which the task was abandoned. ``start``, ``end`` and ``busy`` are

@@ -31,7 +31,7 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """Options that determine when, on which parts and for which models scores are computed.
+    """Options that determine when scores are computed, on which parts of the data, and for which models.
 
     These options do not affect training.
     """
@@ -45,12 +45,12 @@ class Evaluate(Value):
     every: int = Field(5, ge=1, description="number of rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
         "validation",
-        description="data part on which the hybrid model is selected. 'test' is FLAME's protocol, which the "
-        "report then mentions",
+        description="data part used to select the hybrid model. 'test' follows FLAME's protocol, and the report says "
+        "so",
     )
     parts: tuple[Part, ...] = Field(
         ("train", "validation", "test"),
-        description="parts of each client's data on which models are scored",
+        description="parts of each client's data used to score models",
         min_length=1,
     )
     clients: int | None = Field(
@@ -101,7 +101,7 @@ class Engine(Value):
     gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
         "auto",
         description=(
-            "how gradients are computed: compiled loops for linear layers, torch.func.vmap over "
+            "method for computing gradients: compiled loops for linear layers, torch.func.vmap over "
             "clients, or one client after the other. auto: the first of these that supports the model"
         ),
     )
@@ -195,12 +195,11 @@ class Setting(Value):
         default_factory=LocalSGD, description="settings of the clients' local training"
     )
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
-        default_factory=Uniform, description="how the clients that take part in a round are selected"
+        default_factory=Uniform, description="selection of the clients that take part in a round"
     )
     aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="how client uploads are weighted in the cohort's mean: by the clients' shares, or by weights "
-        "from a rule",
+        description="weights of the client uploads in the cohort's mean: the clients' shares, or weights from a rule",
     )
     personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="mixture of the clients' last models that each client receives (None: the server's model)"
@@ -220,10 +219,11 @@ class Setting(Value):
     client_weights: Shares = Field(
         "samples",
         description=(
-            "shares alpha_i of the clients in the objective, used in every mean and local problem: by training "
-            "samples; uniform (1/n); by groups (equal weights for planted groups, or for the levels of a column with "
-            "'groups by region'); by clusters found from activations before round 1 ('clusters-3', or 'clusters' to "
-            "estimate their number) and, with 'clusters-3 every 10', again every 10 rounds; or one number per client"
+            "weight alpha_i of each client in the objective, in every mean and local problem. samples: in proportion "
+            "to training samples. uniform: 1/n. groups: equal weights for planted groups, or for the levels of a "
+            "column with 'groups by region'. clusters-3: equal weights for three clusters of activations, found "
+            "before round 1 ('clusters' estimates their number) and, with 'clusters-3 every 10', again every 10 "
+            "rounds. A list: one number per client"
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
@@ -234,7 +234,7 @@ class Setting(Value):
         description="rule for how many uploads the server waits for before each step, in simulated time",
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
-        default_factory=Evaluate, description="which rounds, models and parts of the data are scored"
+        default_factory=Evaluate, description="rounds, models and parts of the data to score"
     )
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
         default_factory=Engine, description="settings of the computation, such as processes and devices"
@@ -255,7 +255,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return a copy of the setting in which some choices are changed. If a choice is None, it remains unchanged.
+        """Return a copy of the setting with some choices changed. If a choice is None, it remains unchanged.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -273,9 +273,8 @@ class Setting(Value):
         Args:
             mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
                 names or tables. None keeps a default.
-            where: name of the file or call, which is used in messages.
-            places: other keys that are allowed, and the way in which keys are written. None if the mapping was created
-                in Python.
+            where: name of the file or call in messages.
+            places: other allowed keys, and their notation. None if the mapping was created in Python.
             base: setting that provides all choices that are missing from the mapping. None means that the defaults are
                 used.
 

@@ -44,7 +44,7 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Folder for checkpoints of the run that repeats the rounds up to the best one. It lies inside the run's own folder."""
+"""Checkpoint folder of the run that repeats the rounds up to the best round. It is inside the run's own folder."""
 Progress = Callable[[State], object]
 """Function that is called after every round with the state after this round. If it returns a sentence, the run ends
 (see `fedloom.callbacks`)."""
@@ -83,7 +83,7 @@ def simulate(
         callbacks: functions that are called after every round. If one of them returns a sentence, the run ends, and if
             one raises an error, a warning is logged (see `fedloom.callbacks`).
         advance: False to only read the content of the folder, without running any further rounds.
-        pause: round after which the run is evaluated and interrupted. To resume the run, repeat the call with a later
+        pause: last round before the run is evaluated and interrupted. To resume the run, repeat the call with a later
             round or without this argument.
         ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
             are then available only at rank 0.

@@ -19,7 +19,7 @@ from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
 START_UP_BASELINE_ROUNDS = 5
-"""Number of later rounds with which the first round of a process is compared to determine its one-time costs."""
+"""Number of later rounds to compare with the first round of a process, to determine its one-time costs."""
 PACE_WINDOW_ROUNDS = 10
 """Number of recent rounds and evaluations whose median determines the time per round."""
 MAX_TALLY_COHORTS = 64
@@ -165,7 +165,7 @@ class State:
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
-        """Return a copy of the state in which some fields are changed."""
+        """Return a copy of the state with some fields changed."""
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Return the state after the given round of this run, which is read from tensors that `tensors` has returned.
+        """Return the state after the given round of this run, read from the tensors returned by `tensors`.
 
         ``self`` provides the types of the fields.
         """

@@ -1,4 +1,4 @@
-"""Reading of the parts of a setting from values, names and tables: methods, and fields that are tables."""
+"""Functions that read a setting's methods and tables from values, names and tables of options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.values import choose, fields_of, make, make_kind
 
 
 class NamedMethod(NamedTuple):
-    """A method together with the name by which files refer to it.
+    """A method together with its name in files.
 
     Attributes:
         name: name in the registry, import path, or the name of the class if it cannot be imported.
@@ -42,7 +42,7 @@ class NamedMethod(NamedTuple):
         """Read a method together with its options.
 
         Args:
-            method: name in the registry, import path, class, method, or value that a preset has returned.
+            method: name in the registry, import path, class, method, or value returned by a preset.
             options: options of the method, and ``defaults``, which selects the values of all options that are not
                 given.
             where: file and table, which are named in messages.
@@ -61,7 +61,7 @@ class NamedMethod(NamedTuple):
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
-            fixed = "a method that a preset has created has fixed options"
+            fixed = "a method created by a preset has fixed options"
             raise ConfigError(f"{_value_prefix(where)}{fixed}. Use the name of the preset")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 

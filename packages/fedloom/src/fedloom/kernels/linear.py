@@ -46,7 +46,7 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
     The gradient of the weights is ``delta' x``, and the gradient of the bias is the sum of the rows of ``delta``.
 
     Args:
-        out: rows of the clients ``[m, d]``, in which the columns of the layer are changed.
+        out: rows of the clients ``[m, d]``. The function changes the columns of the layer.
         at: first column of the weights.
         bias: first column of the bias, or -1 if the layer has no bias.
         delta: gradients with respect to the outputs of the layer ``[m, b, o]``.

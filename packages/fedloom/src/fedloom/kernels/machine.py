@@ -21,7 +21,7 @@ FASTMATH_FLAGS: dict[str, Any] = {
 
 
 MIN_FREE_BYTES = 64 << 20
-"""Minimum number of bytes that must be free on a disk on which machine code is stored."""
+"""Minimum number of free bytes on the disk for machine code."""
 
 
 def compile_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +85,6 @@ def _lock_folder(folder: str) -> Iterator[None]:
 def _lock_of(folder: str, pid: int) -> FileLock:
     """Return the lock of a folder for one process, which can acquire it again while it holds it.
 
-    A forked worker needs a lock of its own, because it cannot use a lock that its parent has created.
+    A forked worker needs its own lock, because it cannot use a lock created by its parent.
     """
     return FileLock(os.path.join(folder, "machine-code.lock"))

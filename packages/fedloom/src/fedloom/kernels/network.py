@@ -38,7 +38,7 @@ def add_gradients(
         y: classes of the samples, as in `descend`.
         where: positions of each client's samples in ``data`` ``[m, b]``.
         count: number of samples in the batch of each client ``[m]``. Only the first ``count`` positions are used.
-        total: number by which the sum of the losses of a client's samples is divided ``[m]``.
+        total: divisor of the sum of a client's sample losses ``[m]``.
         classes: weights of the classes, as in `descend`.
         beta: factor of ``out`` for each client ``[m]``.
         alpha: factor of the gradient, which is the same for all clients.

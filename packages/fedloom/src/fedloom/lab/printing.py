@@ -189,7 +189,7 @@ def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), 
     """Print rows that may have arbitrary keys. Numbers are rounded to four digits.
 
     Args:
-        rows: rows of the table. The keys of the rows become columns, in the order in which they first appear.
+        rows: rows of the table. The keys of the rows become columns, in the order of first appearance.
         first: columns that come first. In a narrow terminal, each block repeats them.
         width: maximum number of characters per line if the output is not a terminal.
     """

@@ -19,7 +19,7 @@ PIECE_SAMPLES = 1024
 """Number of samples of each client that are processed together in a pass over the whole training part."""
 
 MIN_COMPILED_CLIENTS = 8
-"""Minimum number of clients at which a compiled loop draws the batches. If there are fewer clients, waiting for the
+"""Minimum number of clients for drawing the batches in a compiled loop. If there are fewer clients, waiting for the
 compiler would take longer than the time that it saves."""
 
 FixedBatches = Mapping[Purpose, Tensor]
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
         count: number of samples in each client's batch ``[m, 1]``.
         ids: client ids ``[m]``.
         draw: key of additional random draws for this batch, such as dropout masks.
-        total: number by which the sum of sample losses is divided ``[m, 1]``. This is ``count``, or the client's size
+        total: divisor of the sum of sample losses ``[m, 1]``. This is ``count``, or the client's size
             if the batch is a part of its data.
         full: True if no client's batch is padded.
     """

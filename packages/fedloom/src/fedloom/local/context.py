@@ -92,7 +92,7 @@ class Ctx(NamedTuple):
 
 
 def _momentum_path_length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
-    """Return how far SGD with momentum moves in ``steps`` steps of size 1 on a constant gradient of 1."""
+    """Return the distance that SGD with momentum covers in ``steps`` steps of size 1 on a constant gradient of 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
     if dampening:  # the first gradient is not dampened

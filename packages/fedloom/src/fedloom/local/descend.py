@@ -79,7 +79,7 @@ def descend(
         stream: name of the stream of batches. Calls with the same name use the same batches.
         lr: step size. If None, the step size of the round is used.
         scale: factor s > 0 of the local loss, ``[m, 1]``. None for 1.
-        decay: factor in (0, 1] by which the step size is multiplied after each step.
+        decay: factor in (0, 1] of the step size after each step.
         terms: functions of the representation that are added to the loss. Their gradient is added to the gradient of
             the batch before clipping.
 

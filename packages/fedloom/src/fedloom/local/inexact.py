@@ -31,7 +31,7 @@ The last one does not include the proximal terms and the shift.
 class DescentResult(NamedTuple):
     """Last points ``w [m, d]`` of the clients, and their numbers of ``steps [m, 1]``.
 
-    ``met [m, 1]`` is True for clients for which the stopping rule holds.
+    ``met [m, 1]`` is True for clients that satisfy the stopping rule.
     """
 
     w: Tensor

@@ -80,7 +80,7 @@ def _walk_tree(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors that `name_tensors` has named ``name.field``, keyed by field."""
+    """Return the tensors that `name_tensors` named ``name.field``, keyed by field."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 

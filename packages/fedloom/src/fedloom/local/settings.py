@@ -81,8 +81,8 @@ class LocalSGD(Value):
     )
     optimizer_state: Literal["fresh", "persistent"] = Field(
         "fresh",
-        description="how long optimizer states last. fresh: they are reset in every round. persistent: every "
-        "client keeps them",
+        description="lifetime of optimizer states. fresh: they are reset in every round. persistent: every client "
+        "keeps them",
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum, which starts at zero in every round")
     weight_decay: float = Field(

@@ -28,7 +28,7 @@ def step_(
         work: local problems of the clients.
         batch: one batch per client.
         lr: step size, which is a number or ``[m, 1]``.
-        at: point ``[m, d]`` at which the gradient is computed. If None, the point is ``w`` before the step.
+        at: point ``[m, d]`` where the gradient is computed. If None, the point is ``w`` before the step.
         keep: factor of w, which is a number, ``[m, 1]`` or ``[m, d]``.
         steady: vector ``[m, d]`` that is added, or None.
 

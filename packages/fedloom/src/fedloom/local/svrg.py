@@ -26,7 +26,7 @@ Until = Callable[[Tensor, Tensor], Tensor]
 class SvrgResult(NamedTuple):
     """Last points ``w [m, d]`` of the clients, and their numbers of ``outer [m, 1]`` iterations.
 
-    ``met [m, 1]`` is True for clients for which the stopping rule holds.
+    ``met [m, 1]`` is True for clients that satisfy the stopping rule.
     """
 
     w: Tensor

@@ -53,7 +53,7 @@ class Work:
             drawn.
         memory: states of the clients' optimizers, from which the optimizers continue after the previous round. None if
             optimizers start without a state.
-        places: positions of the samples to which batches and losses are restricted ``[m, b]``. If None, all samples are
+        places: positions of the only samples used in batches and losses ``[m, b]``. If None, all samples are
             used (see `fedloom.local.split`).
     """
 
@@ -320,7 +320,7 @@ class Work:
             w: model, ``[d]`` or ``[m, d]``.
             layer: name of a module, ``"penultimate"`` (the last hidden representation), or ``"logits"``.
             reduce: function of the outputs ``[b, a]`` of samples, such as log-softmax, or None.
-            batch: batch to which the samples are restricted, or None.
+            batch: batch that contains the samples to use, or None.
         """
         self._count(self.counts.forward, self.sizes if batch is None else batch.count)
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)

@@ -115,7 +115,7 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """Return a copy of a module in which adapters are merged into their layers, which restores the original layers.
+    """Return a copy of a module whose adapters are merged into their layers, which restores the original architecture.
 
     A module without adapters is not copied, but returned itself.
     """

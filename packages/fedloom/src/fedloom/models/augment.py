@@ -48,7 +48,7 @@ class Augment(Value):
         return torch.cat([flip, torch.where(chance[:, 1:] < self.crop_probability, corner, self.crop)], 1)
 
     def apply(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Return images to which random changes have been applied.
+        """Return randomly changed images.
 
         Args:
             x: images ``[..., c, h, w]`` with any number of leading dimensions.

@@ -15,7 +15,7 @@ class Dropout(nn.Module):
     dict.
 
     Args:
-        p: probability in [0, 1) with which a feature is dropped.
+        p: probability in [0, 1) of dropping a feature.
 
     Raises:
         ValueError: ``p`` is out of range.

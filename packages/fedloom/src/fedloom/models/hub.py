@@ -31,7 +31,7 @@ class Hub(TokenModelSpec):
     )
     pool: Literal["last", "mean"] = Field(
         "last",
-        description="which tokens predict the label of a whole sequence: the last token, or the mean of all tokens",
+        description="tokens that predict the label of a whole sequence: the last token, or the mean of all tokens",
     )
 
     @model_validator(mode="after")

@@ -58,7 +58,7 @@ class Import(_UserModel):
     these names. For sequences, it is also called with ``vocabulary`` (the number of tokens) and ``each`` (True if each
     position has a label). The module must accept samples ``[b, *shape]`` and return outputs in the shape that
     `ModelSpec` describes. The module's attributes ``head`` and ``penultimate`` may name its parts (see
-    `fedloom.models.parts`). The code to which the path refers is executed.
+    `fedloom.models.parts`). The code at the path is executed.
     """
 
     path: str = Field(pattern=IMPORT_PATH_PATTERN, description="class or function, as 'package.module:Name'")
@@ -173,9 +173,7 @@ def _build_module(
     if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
         raise ConfigError(f"model {name!r} must return an nn.Module with parameters, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError(
-            f"model {name!r} is TorchScript, which fedloom cannot train. Pass the nn.Module from which it was made"
-        )
+        raise ConfigError(f"model {name!r} is TorchScript, which fedloom cannot train. Pass the original nn.Module")
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
         raise ConfigError(
@@ -383,7 +381,7 @@ def _value_parts(value: object) -> list[object]:
 
 
 class ModuleValues:
-    """Record of the values of a module (see `values_of`), by which later changes are detected."""
+    """Record of the values of a module (see `values_of`), used to detect later changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -21,7 +21,7 @@ MIN_CLASS_PROBABILITY = 1e-12
 
 
 class StoredSampleMemory(nn.Module):
-    """Representations and labels of stored samples, and the rule by which they are used for predictions.
+    """Representations and labels of stored samples, and the rule for predictions from them.
 
     A place that contains no sample has no label.
 

@@ -55,7 +55,7 @@ class Construction(Value):
 
 
 class MultiBodyNetwork(nn.Module, ABC):
-    """Network that consists of bodies, all of which receive the samples, and a part that combines their outputs."""
+    """Network of several bodies, which all receive the samples, and a part that combines their outputs."""
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:

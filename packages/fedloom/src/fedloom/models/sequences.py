@@ -171,7 +171,7 @@ class TransformerBlock(nn.Module):
     def forward(self, h: Tensor, visible: Tensor) -> Tensor:
         """Return the output of the block for ``h [b, L, width]``.
 
-        ``visible [b, L, L]`` is True for the positions to which each position attends.
+        ``visible [b, L, L]`` is True for the positions that each position attends to.
         """
         h = h + self.drop1(self.attention(self.norm1(h), visible))
         return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Checks of the locations to which a command or a method is allowed to write."""
+"""Checks that a command or a method is allowed to write to a location."""
 
 from __future__ import annotations
 

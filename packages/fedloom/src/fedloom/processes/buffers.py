@@ -34,7 +34,7 @@ class SharedBuffer:
         return pack_message(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
-        """Return the value in a message that `pack` has created.
+        """Return the value in a message created by `pack`.
 
         The large tensors of the value are views of the shared memory or, if ``copy`` is True, copies.
         """

@@ -1,8 +1,8 @@
 """Clients of a run: they receive the requests of each round and return the results.
 
 Clients may compute in this process, in forked workers, on ranks, or at real sites; a round is the same in all cases. A
-request lists the clients in the order that the round has chosen. Results are returned in this order, so that no bit of
-a result depends on the process in which it is computed. The state of a client stays with the client.
+request lists the clients in the order chosen by the round. Results are returned in this order, so that the result is
+bitwise the same regardless of the process that computes it. The state of a client stays with the client.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class AskRequest(NamedTuple):
         round: number of the round.
         ids: ids of the clients ``[m]``.
         model: global model ``[d]``.
-        describes: True if clients train the model for one round and return their activations, by which they are
-            clustered to determine their weights. False if they return answers that determine how clients are sampled.
+        describes: True if clients train the model for one round and return their activations, which determine clusters
+            and weights. False if they return answers that determine how clients are sampled.
     """
 
     round: int
@@ -128,7 +128,7 @@ class ScoreRequest(NamedTuple):
     """Request to evaluate models on the clients' own samples.
 
     Attributes:
-        round: number of the round after which the models are evaluated.
+        round: number of the last round before the evaluation.
         ids: ids of the clients that evaluate ``[m]``.
         cohort: ids ``[c]`` of the clients whose training parts determine the normalization statistics of the global
             model.

@@ -145,7 +145,7 @@ class MethodCosts(NamedTuple):
     cores: int
 
     def slowed(self, busy: int) -> float:
-        """Return the factor by which local work takes longer if ``busy`` processes on a machine compute in parallel.
+        """Return the slowdown factor of local work if ``busy`` processes on a machine compute in parallel.
 
         The slowdown due to shared caches and memory is proportional to the number of busy cores. If there are more
         processes than cores, processes share the cores.

@@ -39,7 +39,7 @@ TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK",
 """Environment variables that torchrun sets for each process, in addition to WORLD_SIZE."""
 
 RANK_WAIT_TIME = timedelta(days=365)
-"""Maximum time for which a rank waits for another rank. It is very long, because the other rank may be busy computing.
+"""Maximum time to wait for another rank. It is very long, because the other rank may be busy computing.
 `RankWatch` checks whether the other rank is alive."""
 
 
@@ -90,7 +90,7 @@ def check_alone(what: str) -> None:
 
 
 def _started_rank_count() -> int:
-    """Return the number of ranks that torchrun has started, or 1 if torchrun is not used."""
+    """Return the number of ranks started by torchrun, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in TORCHRUN_VARIABLES) else 1
 
 

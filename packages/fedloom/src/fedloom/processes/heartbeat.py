@@ -25,10 +25,10 @@ BEAT_SECONDS = 1.0
 """Number of seconds between two signs of life."""
 
 GRACE_SECONDS = 10.0
-"""Number of seconds for which the other ranks may continue after a rank has failed, before they are ended."""
+"""Number of seconds after the failure of a rank before the other ranks are ended."""
 
 TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
-"""Environment variable for the number of seconds without a sign of life after which a rank is considered dead."""
+"""Environment variable for the number of seconds without a sign of life before a rank is considered dead."""
 
 RESUME_HINT = "Saved results are intact. Start the ranks again to continue"
 
@@ -59,7 +59,7 @@ class RankWatch:
             return True
 
     def close(self) -> None:
-        """Announce that this rank has finished."""
+        """Announce that this rank is finished."""
         self._over.set()
         self._thread.join()
 

@@ -36,7 +36,7 @@ Handler = Callable[[Any, Any], Any]
 WATCH_SECONDS = 1.0
 """Number of seconds between two checks for workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
-"""Minimum seconds, and multiple of the longest response time, after which a worker without an answer is reported."""
+"""Minimum seconds, and multiple of the longest response time, before a silent worker is reported."""
 POOL_LOG = logging.getLogger("fedloom")
 
 MAX_PIPE_BYTES = 1 << 14
@@ -58,7 +58,7 @@ PROCESSES_PER_CORE = 2
 
 
 def useful_processes(wanted: int, units: int) -> int:
-    """Return how many processes are useful: at most `PROCESSES_PER_CORE` per core, and at most one per unit of work."""
+    """Return the useful number of processes: at most `PROCESSES_PER_CORE` per core and one per unit of work."""
     return max(1, min(wanted, units, PROCESSES_PER_CORE * usable_cores()))
 
 
@@ -136,7 +136,7 @@ class WorkerPool:
         interrupted: Callable[[], bool] | None = None,
         cost: Callable[[T], float] | None = None,
     ) -> Iterator[tuple[int, R]]:
-        """Yield the number and the result of each task, in the order in which the tasks end.
+        """Yield the number and the result of each task as soon as the task ends.
 
         Args:
             handler: one of the handlers of the pool.

@@ -21,7 +21,7 @@ from fedloom.errors import FedloomError
 from fedloom.processes.clients import Answers, ChunkResult
 
 ALIGNMENT_BYTES = 16
-"""Number of bytes to a multiple of which each tensor is padded."""
+"""Each tensor is padded to a multiple of this number of bytes."""
 
 DTYPES_BY_NAME = {
     str(t).removeprefix("torch."): t
@@ -67,7 +67,7 @@ def tensor_forms(text: bytes) -> list[TensorForm]:
 
 
 def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that `encode_value` has split."""
+    """Return the value that was split by `encode_value`."""
     return _read_value(json.loads(text)[0], tensors)
 
 
@@ -96,7 +96,7 @@ def fill_bytes(tensors: Sequence[Tensor], forms: Sequence[TensorForm], place: st
 
 
 def cut_tensors(buffer: Tensor, forms: Sequence[TensorForm]) -> list[Tensor]:
-    """Split bytes that `fill_bytes` has packed into views, one for each tensor."""
+    """Split the bytes packed by `fill_bytes` into one view per tensor."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES_BY_NAME[form.dtype]

@@ -36,7 +36,7 @@ class RankPool:
 
     Args:
         ranks: processes that compute the chunks.
-        locations: machines on which the rows of clients are stored.
+        locations: machines that store the rows of clients.
         up_bytes: size of one chunk's result in bytes.
     """
 

@@ -21,7 +21,7 @@ this rank."""
 
 
 class Ranks(Protocol):
-    """Operations by which the processes of a run work together. All ranks must call each method, in the same order."""
+    """Operations that let the processes of a run work together. All ranks must call each method, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -71,7 +71,7 @@ class Ranks(Protocol):
     def wait(self) -> None:
         """Wait until all ranks on this machine have called this method.
 
-        After that, they can read shared rows that other ranks have written.
+        After that, they can read shared rows written by other ranks.
         """
         ...
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 REPEAT_SECONDS = 1.0
-"""Number of seconds within which repeated signals are counted as one."""
+"""Repeated signals within this number of seconds count as one signal."""
 
 
 class _StopRequest:

@@ -30,7 +30,7 @@ def directions(rows: Tensor) -> Tensor:
 
 
 def shortest(rows: Tensor) -> float:
-    """Return the smallest norm by which rows are divided: 1e-16 in float32, because smaller squares may underflow."""
+    """Return the smallest allowed divisor of rows: 1e-16 in float32, because smaller squares may underflow."""
     return 1024 * math.sqrt(torch.finfo(rows.dtype).tiny)
 
 

@@ -47,7 +47,7 @@ class Attack(Value, ABC):
 
 
 class Poison(Attack, ABC):
-    """Attack that changes the labels on which attackers train.
+    """Attack that changes the attackers' training labels.
 
     Otherwise, the attackers are honest.
     """

@@ -27,7 +27,7 @@ class Channel(Value, ABC):
     """Transformation of rows [m, D] that processes each row separately."""
 
     encoding: ClassVar[fields.Kind] = "dense"
-    """Encoding in which the output of the channel is sent."""
+    """Encoding of the channel's output."""
     remembers: ClassVar[bool] = False
     """True if the channel supports error feedback, which is switched on by its option `error_feedback`."""
 
@@ -87,11 +87,11 @@ class GaussianNoise(Channel):
     clip: float = Field(1.0, gt=0, description="maximum norm of an upload before noise is added")
     sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the noise, in units of clip")
     delta: float | None = Field(
-        None, gt=0, lt=1, description="delta for which epsilon is recorded (requires the extra 'privacy')"
+        None, gt=0, lt=1, description="delta of the recorded epsilon (requires the extra 'privacy')"
     )
     neighbours: Literal["replace", "zero"] = Field(
         "replace",
-        description="what epsilon protects: the replacement of one upload by another (sensitivity 2 * clip), or "
+        description="change that epsilon hides: the replacement of one upload by another (sensitivity 2 * clip), or "
         "the presence or absence of an upload (sensitivity clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(

@@ -28,7 +28,7 @@ class Field:
     Attributes:
         shape: shape of one client's value, such as (d,) for a model or (1,) for a scalar.
         dtype: one of float64, float32, float16, bfloat16, int64.
-        encoding: most compact encoding in which the value can be sent. The encodings are listed in the table in
+        encoding: most compact encoding of the value. The encodings are listed in the table in
             `fedloom.rows.encodings`.
         mask: bool tensor of the same shape. Only the marked scalars are sent. For the others, the receiver uses its own
             values.

@@ -195,7 +195,7 @@ class Layout:
         return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)
 
     def replace_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Return new rows ``[..., d]`` in which the given matrices have been replaced.
+        """Return new rows ``[..., d]`` with the given matrices replaced.
 
         Other parameters remain unchanged.
         """

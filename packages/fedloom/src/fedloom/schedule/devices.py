@@ -98,7 +98,7 @@ class LogNormal(Stated):
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of the clients' speeds")
     slow: Slow = Field(
-        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+        "drawn", description="clients with slow devices: drawn at random, or the clients with the rarest labels"
     )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
@@ -140,7 +140,7 @@ class Classes(Devices):
         min_length=1, description="kinds of devices, each in a table [devices.classes.NAME]"
     )
     slow: Slow = Field(
-        "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
+        "drawn", description="clients with slow devices: drawn at random, or the clients with the rarest labels"
     )
 
     @field_validator("classes")
@@ -195,7 +195,9 @@ class Trace(Devices):
     kind: ClassVar[str] = "trace"
     file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up and down")
     period: float | None = Field(
-        None, gt=0, description="number of seconds after which the availability intervals repeat (default: never)"
+        None,
+        gt=0,
+        description="length in seconds of the period after which the availability intervals repeat (default: never)",
     )
     draw: bool = Field(
         False,

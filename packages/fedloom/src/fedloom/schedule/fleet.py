@@ -28,7 +28,7 @@ class Fleet:
         latency: delay of every message in seconds ``[n]``.
         names: names of the device classes.
         member: index of the device class of each client ``[n]``.
-        presence: times at which clients are available. If None, clients are always available.
+        presence: times when clients are available. If None, clients are always available.
     """
 
     seconds: Tensor
@@ -73,23 +73,23 @@ class Fleet:
         return seconds_busy
 
     def ends(self, ids: NDArray[np.int64], start: float, busy: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the times ``[m]`` at which clients that start at ``start`` have worked for ``busy [m]`` seconds."""
+        """Return when clients ``[m]`` that start at ``start`` have worked for ``busy [m]`` seconds."""
         if self.presence is None:
             return start + busy
         return np.array([self.presence.end(i, start, b) for i, b in zip(ids.tolist(), busy.tolist(), strict=True)])
 
     def presence_seconds(self, client: int, start: float, end: float) -> float:
-        """Return the number of seconds between two times during which a client is available."""
+        """Return the number of seconds that a client is available between two times."""
         if self.presence is None:
             return end - start
         return self.presence.presence_seconds(client, end) - self.presence.presence_seconds(client, start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time, not before ``time``, at which a client is available."""
+        """Return the earliest time, not before ``time``, when a client is available."""
         return time if self.presence is None else self.presence.next(client, time)
 
     def absent(self, time: float) -> Tensor:
-        """Return how many seconds ``[n]`` between 0 and ``time`` each client is unavailable."""
+        """Return the number of seconds ``[n]`` that each client is unavailable between 0 and ``time``."""
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
         return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)

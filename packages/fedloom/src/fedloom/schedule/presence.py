@@ -1,4 +1,4 @@
-"""Presence: the times at which devices are available.
+"""Presence: the times when devices are available.
 
 A device works only during the intervals in which it is available, and pauses between them.
 """
@@ -13,13 +13,13 @@ from fedloom.errors import ConfigError
 
 
 class Presence:
-    """Intervals in which each client is available.
+    """Intervals when each client is available.
 
     Args:
         intervals: intervals [start, end) of each client, in seconds within [0, period]. A client without intervals is
             always available.
-        period: time in seconds after which the intervals repeat. If the period is infinite, a client is no longer
-            available after its last interval.
+        period: length in seconds of the period after which the intervals repeat. If the period is infinite, a client is
+            no longer available after its last interval.
 
     Raises:
         ConfigError: intervals are empty, overlap or exceed the period.
@@ -44,7 +44,7 @@ class Presence:
             self._starts[client], self._done[client] = [start for start, _ in ordered], done
 
     def presence_seconds(self, client: int, time: float) -> float:
-        """Return how many seconds a client is available between 0 and a time."""
+        """Return the number of seconds that a client is available between 0 and a time."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]
@@ -54,7 +54,7 @@ class Presence:
         return laps * done[-1] + within
 
     def end(self, client: int, start: float, busy: float) -> float:
-        """Return the time at which a client that starts at ``start`` has worked ``busy`` seconds, or inf if never."""
+        """Return when a client that starts at ``start`` has worked for ``busy`` seconds, or inf if never."""
         if client not in self._starts:
             return start + busy
         starts, done = self._starts[client], self._done[client]
@@ -68,7 +68,7 @@ class Presence:
         return max(before + starts[j - 1] + rest - done[j - 1], start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time, not before ``time``, at which a client is available, or inf if there is none."""
+        """Return the earliest time, not before ``time``, when a client is available, or inf if there is none."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

@@ -78,7 +78,7 @@ class Stream(Schedule, ABC):
     power: float = Field(0.5, ge=0, description="decay rate of the discount")
     hinge: int = Field(4, ge=0, description="with discount = 'hinge': the largest staleness without a discount")
     timeout: float | None = Field(
-        None, gt=0, description="number of seconds after which fedloom gives up on a silent client (default: never)"
+        None, gt=0, description="number of seconds before fedloom gives up on a silent client (default: never)"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"hinge": "discount hinge"}

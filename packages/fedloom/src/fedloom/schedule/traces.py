@@ -37,7 +37,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
     Args:
         path: Parquet or CSV file. A CSV file may be compressed with gzip.
-        period: length in seconds of the period within which all intervals must lie. An infinite period allows any
+        period: length of the period in seconds. All intervals must be within the period. An infinite period allows any
             interval.
 
     Raises:

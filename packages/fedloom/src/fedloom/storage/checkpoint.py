@@ -154,8 +154,8 @@ class Checkpoints:
     Args:
         folder: folder of the checkpoints. The first call of `save` creates the folder.
         keep: number of generations to keep.
-        update_numbers: function that replaces old names by current names in the ``numbers`` of a generation that an
-            earlier version has written.
+        update_numbers: function that replaces old names by current names in the ``numbers`` of a generation written by
+            an earlier version.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from fedloom.storage.files import explained, make_folder
 PULSE_SECONDS = 5.0
 """Time in seconds between two increments of a counter."""
 EXPIRY_SECONDS = 60.0
-"""Time in seconds without an increment after which the owner of a claim is considered dead."""
+"""The owner of a claim is considered dead after this number of seconds without an increment."""
 PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 
@@ -34,7 +34,7 @@ class Claimant(NamedTuple):
     """Owner of a claim, and the progress of its work.
 
     Attributes:
-        host: name of the machine on which the owner runs.
+        host: name of the owner's machine.
         pid: id of the owner's process on this machine.
         progress: text that describes the progress.
         ended: True if the owner has released the unit or is known to have ended.
@@ -47,7 +47,7 @@ class Claimant(NamedTuple):
 
 
 class UnitClaim:
-    """Unit of work that this process has claimed.
+    """Unit of work claimed by this process.
 
     A thread increments the counter of the attempt until `release` is called.
 
@@ -57,7 +57,7 @@ class UnitClaim:
         dead: True if the previous owner is known to have ended, so that it can no longer write to its folder.
 
     Attributes:
-        state: folder in which the work is done. If the previous attempt has left a checkpoint, the folder contains this
+        state: folder for the work. If the previous attempt has left a checkpoint, the folder contains this
             checkpoint.
         earlier: state folder of the previous attempt, which may have been moved. None at the first attempt.
         progress: text that describes the progress for other processes.
@@ -268,7 +268,7 @@ def _has_ended(pulse: dict[str, Any] | None) -> bool:
 
 
 def _boot_identity() -> str | None:
-    """Return a text that identifies the system on which process ids are valid: a boot of a machine, or a container."""
+    """Return a text that identifies the system where process ids are valid: a boot of a machine, or a container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

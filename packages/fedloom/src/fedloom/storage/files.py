@@ -296,7 +296,7 @@ class RowFile:
                     disk.write_bytes(self._fd, self.path, memoryview(b"".join(data)), at)
 
     def sync(self) -> None:
-        """Wait until all data that any process has written are on the disk."""
+        """Wait until the data written by all processes are on the disk."""
         with explained(self.path):
             disk.fsync(self._fd, self.path)
 

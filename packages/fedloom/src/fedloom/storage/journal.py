@@ -45,10 +45,10 @@ class Header(NamedTuple):
     """Header of a journal file.
 
     Attributes:
-        generation: number of the checkpoint at which the journal starts.
+        generation: number of the journal's first checkpoint.
         previous: generation of the previous journal, or -1 if there is none.
         sealed: length of the previous journal in bytes at the time when this journal was started.
-        tag: bytes with which each record begins.
+        tag: first bytes of each record.
         occupied: mask of the clients that have a row at the checkpoint, bool [n].
         length: length of the header in bytes.
     """
@@ -207,7 +207,7 @@ class Journal:
                     yield ids, rows
 
     def restart(self, chain: list[Header]) -> None:
-        """Start again from the oldest header of a chain in which all journals have been applied.
+        """Start again from the oldest header of a chain of journals that were all applied.
 
         The newer journals are deleted, starting with the newest one.
         """

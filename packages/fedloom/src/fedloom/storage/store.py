@@ -85,7 +85,7 @@ class _InFile:
     def _pieces(
         self, ids: Tensor, fields: Sequence[Tensor], places: Tensor
     ) -> Iterator[tuple[Sequence[memoryview], int]]:
-        """Yield buffers of neighboring rows, each with the byte of the file at which its rows start."""
+        """Yield buffers of neighboring rows, each with the file position of its first row."""
         views = [(raw(field), field[0].numel() * field.element_size()) for field in fields if field.numel()]
         if len(views) == 1:
             (view, w), *_ = views
@@ -119,11 +119,11 @@ class Store(Generic[T]):
 
     Args:
         n: number of clients.
-        template: row of a client for which no row was written, as a NamedTuple of tensors [w]. Each field has its own w
+        template: row of a client without a written row, as a NamedTuple of tensors [w]. Each field has its own w
             and dtype.
         path: folder for the file and its journal. If None, rows are kept in memory, regardless of their size.
         budget: number of bytes. If all rows together need at most this much memory, they stay in memory.
-        memory: memory through which other processes read and write the same rows.
+        memory: memory that other processes use to read and write the same rows.
 
     Attributes:
         occupied: mask of the clients whose rows have been written, bool [n]. The mask is shared in the same way as the

@@ -16,7 +16,7 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 MIN_SLOPE_ROWS = 10
-"""Minimum number of validation rows in each class at which the slope is also fitted."""
+"""Minimum number of validation rows in each class for fitting the slope."""
 INVERSE_PENALTY = 1e10
 """Inverse strength of the penalty in scikit-learn's logistic regression."""
 MAX_LOGIT = 1e3
@@ -34,7 +34,7 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     Args:
         output: logits ``[N, 1]`` for the validation samples of all clients.
         y: targets of these samples, 0 or 1, ``[N]``.
-        owner: client to which each sample belongs ``[N]``.
+        owner: client of each sample ``[N]``.
         n: number of clients.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)

@@ -37,7 +37,7 @@ Kinds = Literal["classification", "binary", "multilabel", "regression", "surviva
 
 
 class Labelled(Protocol):
-    """Fields of a data set on which the function `task_of` depends."""
+    """Fields of a data set that the function `task_of` uses."""
 
     @property
     def task(self) -> Kinds:
@@ -87,7 +87,7 @@ class Chosen:
 
     Attributes:
         base: task that the data set declares.
-        objective: loss, metrics and class weights that the user has chosen.
+        objective: loss, metrics and class weights chosen by the user.
         classes: names of the classes. If the targets are numbers, this is empty.
         extra: metrics of fedloom that are computed only on request.
     """
@@ -164,7 +164,7 @@ class Chosen:
         return self.base.predict(output)
 
     def class_weights(self, counts: Tensor) -> Tensor | None:
-        """Return the factors ``[n, C]`` by which the losses of each client's training samples are multiplied.
+        """Return the loss factors ``[n, C]`` of each client's training samples.
 
         In a multilabel task, the result contains a factor for an absent and for a present label, ``[n, k, 2]``. If all
         factors are 1, the result is None.

@@ -3,7 +3,7 @@
 The computation runs on the CPU in float64, and the results of different clients are independent.
 
 In this module, N is the number of samples of all clients together, n is the number of clients, and C is the number of
-classes. ``owner`` ``[N]`` is the client to which each sample belongs.
+classes. ``owner`` ``[N]`` is the client of each sample.
 
 References:
     AUROC is computed as a rank sum with mid-ranks for ties (Mann and Whitney 1947; Hanley and McNeil, Radiology 1982).

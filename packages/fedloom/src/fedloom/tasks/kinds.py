@@ -71,7 +71,7 @@ class Task(Protocol):
                 position.
             y: targets of these samples, ``[N]`` (for numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a
                 label, which metrics ignore.
-            owner: client to which each sample belongs, 0..n-1, in any order, ``[N]``.
+            owner: client of each sample, 0..n-1, in any order, ``[N]``.
             n: number of clients.
 
         Returns:

@@ -109,14 +109,14 @@ class Objective(Value):
 
     @property
     def line_part(self) -> Literal["train", "validation"] | None:
-        """Part of a client's samples on which the slope and intercept of `line` are fitted.
+        """Part of a client's samples used to fit the slope and intercept of `line`.
 
         None if outputs are not recalibrated.
         """
         return "validation" if self.calibrate else None if self.horizon is None else "train"
 
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-        """Return the slope and intercept by which each client's outputs are recalibrated, ``[n, 2]``.
+        """Return the slope and intercept that recalibrate each client's outputs, ``[n, 2]``.
 
         The slopes and intercepts are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
         `fedloom.tasks.survival.fit_baseline`.

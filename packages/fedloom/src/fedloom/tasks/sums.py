@@ -102,7 +102,7 @@ def sum_count(task: Task) -> int:
 
 
 def metric_names(task: Task) -> list[str]:
-    """Return the names of the metrics of a client, in the order in which they are recorded."""
+    """Return the names of a client's metrics, in recording order."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
     return [*task.metrics(blank, _empty_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 

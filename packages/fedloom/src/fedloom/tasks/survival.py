@@ -27,7 +27,7 @@ from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
 MAX_RISK_GROUPS = 5
-"""Maximum number of groups of increasing risk in which observed and expected events are compared."""
+"""Maximum number of groups of increasing risk for comparing observed and expected events."""
 MIN_GROUP_ROWS = 10
 """Minimum number of rows in each of these groups."""
 BLOCK_PAIRS = 1 << 22
@@ -66,7 +66,7 @@ class Survival(TaskKind):
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return, for each row, the loss of all rows together, so that the mean over rows is the loss of the batch."""
+        """Return the loss of the batch, repeated for every row, so that the mean over rows is the loss of the batch."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ def fit_baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: floa
     Args:
         output: log hazards ``[N, 1]`` of the training samples of all clients.
         y: times and events ``[N, 2]`` of these samples.
-        owner: client to which each sample belongs ``[N]``.
+        owner: client of each sample ``[N]``.
         n: number of clients.
-        horizon: time by which events are predicted.
+        horizon: time horizon of the predicted events.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
     for client, rows in _finite_client_rows(output, y, owner, n):

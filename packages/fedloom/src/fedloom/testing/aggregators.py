@@ -17,7 +17,7 @@ from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
 from fedloom.testing.trees import locate_difference, reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
-"""Fields of the uploads on which the laws are checked, with their lengths. The primary field comes first."""
+"""Fields of the uploads in the laws, with their lengths. The primary field comes first."""
 MAX_LAW_ROWS = 30
 """Largest cohort that is tried in the search for a cohort that the aggregator accepts. `bulyan` needs at least 4 f + 3
 rows."""

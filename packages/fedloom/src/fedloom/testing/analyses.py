@@ -42,7 +42,7 @@ class KilledRun(Exception):
 
 @dataclass(frozen=True, eq=False)
 class AnalysisScene:
-    """Input of a law: an analysis, and the rows of the clients on which the laws are checked."""
+    """Input of a law: an analysis, and the rows of the clients used for the check."""
 
     analysis: Analysis
     clients: tuple[ClientRows, ...]

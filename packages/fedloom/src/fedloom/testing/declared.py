@@ -111,7 +111,10 @@ def shapes(s: Subject) -> None:
     fits = x is None or (x.shape == (d,) and x.dtype == torch.float64)
     demand(fits, "global_model must return [d] in the model's dtype")
     v = personal_models(a, scene.fed, scene.state)
-    demand(v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()), "personal must return finite [m, d]")
+    demand(
+        v is None or (v.shape == (scene.fed.n, d) and v.isfinite().all()),
+        "personal must return finite models of shape [m, d]",
+    )
     demand(x is not None or v is not None, "a method must have a global model, personal models or both")
     template = begin(a, scene.fed, scene.problem.x0 if x is None else x).rows
     new = a.personal(scene.down, a.client(scene.down, take_rows(template, slice(m)), scene.work())[1], scene.work())

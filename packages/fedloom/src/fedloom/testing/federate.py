@@ -89,7 +89,7 @@ def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
 
 
 def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: Weigher | None = None) -> ReferenceState:
-    """Return the state before the first round, in which all clients have the same initial rows."""
+    """Return the state before the first round. All clients have the same initial rows."""
     ctx = fed.ctx(0, range(fed.n))
     algorithm = algorithm.derive_options(ctx)
     server, template, kept = algorithm.init(x0, ctx)
@@ -200,7 +200,7 @@ def federate(
         weigher: weigher, or None to weight clients by their shares.
         alone: True to call each client separately.
         seed: seed of the run.
-        start: state from which the run continues.
+        start: initial state of the run.
 
     Returns:
         State before the first of these rounds, and the state after each round.

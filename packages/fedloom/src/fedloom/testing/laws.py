@@ -141,7 +141,9 @@ def dropped_is_not_sampled(s: Subject) -> None:
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
     got = play(s.algorithm, scene.fed, scene.state, scene.ids, **options)
     for what, old, new in (("rows", scene.state.rows, got.rows), ("kept row", scene.state.kept, got.kept)):
-        agree(take_rows(new, lost), take_rows(old, lost), f"the {what} of a client whose upload was lost changed")
+        agree(
+            take_rows(new, lost), take_rows(old, lost), f"the {what} of a client changed although its upload was lost"
+        )
     fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options),
@@ -220,7 +222,8 @@ LAW_HINTS = {
     "kept_rows": "set mixes = True if `down` uses the kept rows",
     "idle_is_finite": "divide by work.steps.clamp(min=1), or use where_moved(work, new, old)",
     "idle_is_zero": "use where_moved(work, new, old) for uploads and rows, so that they do not change without a step",
-    "encoding": "define `encode`, with which attackers send a forged model: it returns every upload field that depends "
+    "encoding": "define `encode`, which attackers use to send a forged model: it returns every upload field that "
+    "depends "
     "on the model. If the primary field is not the model minus its base, also define `decode`, its inverse",
     "translation": "use only differences and means of models, not their distance from zero. If the method needs the "
     "origin, as a regularizer does, set family = 'composite' or omit this law: without=['translation']",
@@ -231,7 +234,7 @@ LAW_HINTS = {
 
 
 LAYOUT_HINT = "if the method refers to layers by name, pass layout=MODULE, a module that contains these layers"
-"""Usual fix for errors that are caused by the problems on which laws are checked."""
+"""Usual fix for errors caused by the problems in the laws."""
 
 
 @default_to_cpu()
@@ -251,7 +254,7 @@ def check_law(
         weigher: weigher that is used in the runs. If None, the method's own weigher is used or, if it has none, the
             clients' shares.
         layout: names and shapes of the parameters of the quadratics.
-        on: network on which the law is checked instead of the quadratics.
+        on: network to check the law on, instead of the quadratics.
 
     Raises:
         AssertionError: the law is violated. The message states the law, the method and the difference.
@@ -286,7 +289,7 @@ def check_algorithm(
         without: names of the laws that the method violates on purpose. ``translation`` is never checked for composite
             methods, because their regularizer depends on the origin.
         layout: names and shapes of the parameters, or a module, for a method that needs certain layers. If ``shape`` is
-            given, the module is also used as the network on which laws are checked. Otherwise, laws are checked only on
+            given, the laws are also checked on the module. Otherwise, laws are checked only on
             quadratics.
         shape: shape of one sample that the module accepts. The module must have at least two outputs per sample, one
             for each class.

@@ -26,7 +26,7 @@ INPUT_SHAPE, CLASS_COUNT = (4,), 3
 
 @dataclass(frozen=True)
 class Classifier:
-    """Federation with a classification network, on which laws are checked instead of on a `fedloom.testing.Problem`.
+    """Federation with a classification network, used for laws instead of a `fedloom.testing.Problem`.
 
     Attributes:
         module: the network. The initial model consists of the network's parameters.

@@ -22,7 +22,7 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SAMPLE_COUNT, TEST_SAMPLE_COUNT, DATA_CLASS_COUNT, USER_COUNT = 1200, 200, 10, 12
-"""Sizes of the data on which laws are checked. The built-in `clusters` needs this number of classes, with at least 100
+"""Sizes of the data in the laws. The built-in `clusters` needs this number of classes, with at least 100
 samples each."""
 PARTITION_SEED = 3
 

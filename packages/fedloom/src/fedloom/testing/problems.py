@@ -70,7 +70,7 @@ class Problem:
         The eigenvalues of A_i are in [0.5, 2], and all minimizers differ from each other and are nonzero.
 
         Args:
-            seed: number from which the problem is drawn.
+            seed: seed of the problem.
             n: number of clients.
             layout: layout whose number of parameters d is the dimension of the problem.
             weights: whether shares are uniform or proportional to the numbers of samples.

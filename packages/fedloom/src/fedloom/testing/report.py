@@ -23,7 +23,7 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Return the outermost function of a part in which an error arose, preferably in the author's code, or None.
+    """Return the outermost function of a part that raised an error, preferably in the author's code, or None.
 
     Args:
         error: error that was caught, with its traceback.
@@ -48,7 +48,7 @@ def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str |
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
-    """Return the error by which the violation of a law is reported.
+    """Return the error that reports the violation of a law.
 
     Args:
         law: name of the law.
@@ -56,7 +56,7 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
         error: error that was caught. If the law itself raised this error, the error is an `AssertionError`.
         stage: function of the part that raised the error, or None if the law itself detected the violation.
         cure: advice on how to fix the violation.
-        where: text that starts with a space and names the problem on which the law was checked.
+        where: text that starts with a space and names the problem used for the check.
     """
     what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
     what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
@@ -80,11 +80,11 @@ def hold(
 
     Args:
         laws: the laws, each with the usual way to fix a violation.
-        subject: argument with which each law is called.
+        subject: argument of each law.
         part: value that is checked.
         base: base class of the kind of part.
         without: names of laws to omit.
-        where: text that starts with a space and names the problem on which the laws are checked.
+        where: text that starts with a space and names the problem used for the checks.
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the part, the problem and the fix. If
@@ -135,7 +135,7 @@ def _global_states() -> dict[str, Any]:
 
 
 def model_of_laws(layout: Layout, classes: int | None) -> str:
-    """Return a sentence about the model for which a method failed. If ``classes`` is set, the model is a network."""
+    """Return a sentence about the model that made a method fail. If ``classes`` is set, the model is a network."""
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)
     if classes is not None:

@@ -1,4 +1,4 @@
-"""Scene in which laws are checked: the middle of a short run of one method."""
+"""Scene for checking laws: the middle of a short run of one method."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Scene:
 
 @cache
 def law_problem(layout: Layout = TOY_LAYOUT) -> Problem:
-    """Return the quadratics on which laws are checked: five clients of different sizes, with shares by sample count."""
+    """Return the quadratics for checking laws: five clients of different sizes, weighted by sample count."""
     return Problem.random(7, layout=layout, weights="samples")
 
 

@@ -69,14 +69,14 @@ class Speeds(Devices):
     scale: float = 1.0
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Return a fleet in which messages travel at 1e6 bytes per second without latency."""
+        """Return a fleet whose messages travel at 1e6 bytes per second without latency."""
         rate = torch.full((n,), 1e6 / self.scale, dtype=torch.float64)
         seconds = self.scale / torch.tensor(self.speeds, dtype=torch.float64)
         return Fleet(seconds, rate, rate, 0 * rate, ("all",), torch.zeros(n, dtype=torch.long))
 
 
 def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
-    """Return the clients on which laws are checked, in the given order. The labels of client ``other`` are changed."""
+    """Return the clients for checking laws, in the given order. The labels of client ``other`` are changed."""
     clients = []
     for i in order:
         g = numpy_generator(i, purpose="laws of time")
@@ -162,7 +162,7 @@ def nothing_later(method: object) -> None:
         first = min([first, *log[log[:, CLIENT_COLUMN] == client, 2].tolist()])
         uploads_of_runs.append(uploads)
     common = [k for k in uploads_of_runs[0].keys() & uploads_of_runs[1].keys() if k[0] != client and k[1] < first]
-    demand(common and first < 3 * LAW_ROUNDS, "the run contains no upload on which this law can be checked")
+    demand(common and first < 3 * LAW_ROUNDS, "the run contains no upload for checking this law")
     demand(
         all(torch.equal(uploads_of_runs[0][k], uploads_of_runs[1][k]) for k in common),
         f"an upload depends on events after the client started to train; {DOWNLOAD_HINT}",

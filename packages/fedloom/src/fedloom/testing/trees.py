@@ -24,7 +24,7 @@ def select_download(down: object, clients: Index) -> Any:
 
 
 def substitute(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """Return a copy of ``tree`` in which the tensors with the given names are replaced."""
+    """Return a copy of ``tree`` with the named tensors replaced."""
     if isinstance(tree, Tensor):
         return tensors[prefix]
     if not isinstance(tree, tuple):

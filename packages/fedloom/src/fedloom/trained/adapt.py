@@ -65,7 +65,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
 
     Args:
         side: state of the finished run.
-        recipe: recipe from which the run's models are built.
+        recipe: recipe for building the run's models.
         fed: federation that contains only the new client.
         rounds: number of client steps, at least 1.
 

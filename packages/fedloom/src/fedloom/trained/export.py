@@ -86,7 +86,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} contains no class for which a threshold could decide. Export to onnx, or use the probabilities"
+            f"{format} contains no class that a threshold could select. Export to onnx, or use the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -229,7 +229,7 @@ def _dynamic_batch() -> tuple[dict[int, Any]]:
 
 
 def _export_program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """Export the raw model as a torch program in which the batch dimension is free."""
+    """Export the raw model as a torch program with a free batch dimension."""
     out = io.BytesIO()
     with _suppress_output():
         program = torch.export.export(raw, (_example_rows(model),), dynamic_shapes=_dynamic_batch())
@@ -238,7 +238,7 @@ def _export_program(raw: RawModel, model: Model, header: dict[str, str]) -> byte
 
 
 def _export_onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """Export the raw model as an ONNX graph in which the batch dimension is free."""
+    """Export the raw model as an ONNX graph with a free batch dimension."""
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx needs it)

@@ -1,4 +1,4 @@
-"""Rules that determine to which files a model may be written."""
+"""Rules for the files that a model may be written to."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class ModelRecipe:
 
     Attributes:
         spec: the architecture.
-        facts: facts about the data on which the run was trained.
-        seed: seed from which the initial values are drawn.
+        facts: facts about the run's training data.
+        seed: seed of the initial values.
         dtype: dtype of the parameters and samples.
         objective: training objective and metrics that differ from the defaults for the kind of target.
         base: saved state dict before training. This state dict is set if rows do not contain the whole model, or if
@@ -94,7 +94,7 @@ class Model:
     """An individual trained model.
 
     Attributes:
-        recipe: recipe from which the model is built.
+        recipe: recipe for building the model.
         row: parameters of the model ``[d]``.
         statistics: means and variances ``[b]`` of the model's batch normalization. Empty if the model has no batch
             normalization.

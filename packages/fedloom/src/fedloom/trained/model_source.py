@@ -16,11 +16,11 @@ model."""
 
 
 class ModelSource(Protocol):
-    """Interface through which the models of a run are read."""
+    """Interface for reading the models of a run."""
 
     @property
     def recipe(self) -> ModelRecipe:
-        """Recipe from which the models are built."""
+        """Recipe for building the models."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class ModelSource(Protocol):
         ...
 
     def takes_global(self) -> Tensor:
-        """Return a bool mask ``[n]`` of the clients for which the hybrid model is the global model."""
+        """Return a bool mask ``[n]`` of the clients whose hybrid model is the global model."""
         ...
 
     def server(self) -> ServerSide:

@@ -52,7 +52,7 @@ class Models:
 
     @property
     def recipe(self) -> ModelRecipe:
-        """Recipe from which the models are built, with the facts about their data."""
+        """Recipe for building the models, with the facts about their data."""
         return self._source.recipe
 
     @property
@@ -149,7 +149,7 @@ class Models:
         """Return the kinds of models that can predict some rows: all for clients of the run, or else only "global".
 
         Args:
-            sites: client to which each row belongs, or None if it is unknown.
+            sites: client of each row, or None if it is unknown.
             client: client whose model makes all predictions. If None, each row is predicted by the model of its own
                 client.
         """
@@ -262,7 +262,7 @@ class Models:
         return replace(adapted_model, about={**about, **more})
 
     def takes_global(self) -> Tensor:
-        """Return a bool mask ``[n]`` of the clients for which the hybrid model is the global model."""
+        """Return a bool mask ``[n]`` of the clients whose hybrid model is the global model."""
         self._check("hybrid")
         return self._source.takes_global()
 

@@ -34,9 +34,9 @@ class Predictions:
         models: for each row, the name of the client whose model predicts it, or ``"global"``.
         notes: sentences about imputed values and about the choice of models.
         not_padding: mask ``[N, L]`` of the positions that are not padding, if each position has a prediction.
-        files: file from which each row comes, if rows come from separate files.
+        files: source file of each row, if rows come from separate files.
         kept: columns that are copied unchanged from the input.
-        threshold: minimum probability at which the second class of a binary task is predicted. If None, it is 1/2.
+        threshold: minimum probability for predicting the second class of a binary task. If None, it is 1/2.
         far: columns whose median is far outside the training data, for example because they are in a different unit.
         set_threshold: threshold from a conformal analysis, which results in sets of classes or intervals of numbers. If
             None, no sets or intervals are returned.
@@ -144,7 +144,7 @@ class ModelAssignment(NamedTuple):
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a note on rows for which the model could not be recalibrated, or [] if there are no such rows."""
+        """Return a note on rows whose model could not be recalibrated, or [] if there are no such rows."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -260,7 +260,7 @@ class ModelEvaluation:
     Attributes:
         about: facts about the run.
         kind: kind of model to evaluate.
-        scaling: how the columns of a table are scaled, as `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
+        scaling: scaling of a table's columns: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
         choice: assignment of rows to models.
         rows: rows in the representation that the models accept.
         data: the same samples, as their source provides them.

@@ -20,7 +20,7 @@ GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""References from a graph to the source code from which the graph was created. These references are omitted."""
+"""References from a graph to its source code. These references are omitted."""
 GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
 """Pattern of the text in a graph, which may contain only names, versions and numbers. The pattern is strict because
 this text becomes part of generated code."""

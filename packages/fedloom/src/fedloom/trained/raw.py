@@ -134,7 +134,7 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
     Args:
         facts: facts about the data.
         scores: probabilities or values, as `RawModel` returns them.
-        threshold: minimum probability at which the second of two classes, or a label, is predicted. If None, the more
+        threshold: minimum probability for predicting the second of two classes, or a label. If None, the more
             probable class is predicted, or a label whose probability is at least 0.5.
     """
     if facts.task == "multilabel":

@@ -40,7 +40,7 @@ def model_file_names(source: ModelSource) -> list[str]:
 
 
 def _calibrated_kinds(source: ModelSource) -> list[str]:
-    """Kinds of models for which recalibrations are stored. A hybrid model is always one of these models."""
+    """Kinds of models with stored recalibrations. A hybrid model is always one of these models."""
     return [kind for kind in source.kinds() if kind != "hybrid"]
 
 
@@ -132,7 +132,7 @@ def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
 
 
 class SavedModels:
-    """`ModelSource` that reads the files that `Models.save` has written.
+    """`ModelSource` that reads the files written by `Models.save`.
 
     Args:
         folder: folder that contains the files.

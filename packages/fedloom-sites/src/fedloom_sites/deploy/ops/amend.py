@@ -70,8 +70,8 @@ def rotate(folder: Path, name: str) -> AgreementChange:
         name: name of the site.
 
     Raises:
-        ConfigError: the site does not exist, the change exists already, or the sites verify sums that the old keys
-            have signed.
+        ConfigError: the site does not exist, the change exists already, or the sites verify sums signed with the old
+            keys.
         RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))

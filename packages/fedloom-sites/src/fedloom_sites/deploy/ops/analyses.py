@@ -67,7 +67,7 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
 
 
 def describe_analysis(state: Mapping[str, Any]) -> str:
-    """Describe in words the state of an analysis."""
+    """Describe the state of an analysis in words."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"
     if state["state"] == "none":

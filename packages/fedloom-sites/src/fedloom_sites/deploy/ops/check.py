@@ -378,7 +378,7 @@ def _check_disk(site: Site) -> Iterator[CheckFinding]:
 
 
 def _check_port(site: Site) -> Iterator[CheckFinding]:
-    cure = "If this site is running, the port is its own, and nothing is wrong. Otherwise choose another `port`"
+    cure = "If this site is running, it uses the port itself, and nothing is wrong. Otherwise choose another `port`"
     check_free(site.port, site.site, cure)
     yield CheckFinding("ok", f"port {site.port} on loopback is free")
 

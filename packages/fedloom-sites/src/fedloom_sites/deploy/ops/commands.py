@@ -61,7 +61,7 @@ def process_environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: i
     """Return the environment variables of a Flower process.
 
     Args:
-        home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
+        home: folder where the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
         threads: number of threads of numerical libraries. If None, the libraries use their own default.
     """
@@ -99,7 +99,7 @@ def ask_flower(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **va
 
 
 def flower_profile(address: str, ca: Path) -> str:
-    """Return the `config.toml` with which Flower's command line reaches the server."""
+    """Return the `config.toml` that lets Flower's command line reach the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 

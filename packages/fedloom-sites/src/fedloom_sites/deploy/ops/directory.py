@@ -66,7 +66,7 @@ the machine."""
 DEFAULT_HOME = Path("/srv/fedloom")
 """Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Number of days for which the authority is valid. It should remain valid longer than the server's certificate, because
+"""Validity of the authority in days. It should remain valid longer than the server's certificate, because
 the sites have the authority's certificate."""
 
 Files = dict[str, str | bytes]
@@ -91,7 +91,7 @@ class Location(Value):
     host: str = Field(
         "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
     )
-    proxy_port: int = Field(8443, ge=1, le=65535, description="port on which the reverse proxy listens for sites")
+    proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy for sites")
     port: int = Field(18000, ge=1, le=65535, description="loopback port of the server, behind the reverse proxy")
     home: Folder = Field(DEFAULT_HOME, description="folder on each machine for server/ or site/")
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder on each machine for fedloom's programs")
@@ -100,7 +100,7 @@ class Location(Value):
         description="folder on each site's machine for its record of its data, the same for all deployments of the "
         "site (default: the site's folder state)",
     )
-    days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid, in days")
+    days: int = Field(365, ge=1, le=3650, description="validity of the certificates, in days")
     quorum: int | None = Field(
         None, ge=1, description="number of accepted replies that a round needs (default: more than half of the sites)"
     )
@@ -113,7 +113,7 @@ class Location(Value):
 
     @property
     def proxy(self) -> str:
-        """Address to which sites connect, as host:port."""
+        """Address that sites connect to, as host:port."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.proxy_port}"
 
 
@@ -160,9 +160,9 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
     Args:
         folder: the directory.
-        host: name or address at which sites reach the server. If None, the host in the deployment's server.toml is
+        host: name or address of the server for the sites. If None, the host in the deployment's server.toml is
             used.
-        days: number of days for which the certificate is valid.
+        days: validity of the certificate in days.
 
     Returns:
         The path of the certificate, and True if an earlier call was killed (in this case, its files are removed).
@@ -209,7 +209,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
 
 def _authority_cure(folder: Path) -> str:
-    """Return how to renew the server's certificate if a folder does not contain the authority."""
+    """Return instructions for renewing the server's certificate if a folder does not contain the authority."""
     if (folder / SITE_FILE).exists():
         return "A site cannot renew the server's certificate and needs no new file. Ask the coordinator to renew it"
     if (folder / SERVER_FILE).exists():

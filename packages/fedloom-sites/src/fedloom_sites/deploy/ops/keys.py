@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedloom.errors import ConfigError
 
 CERTIFICATE_BACKDATE = timedelta(hours=1)
-"""Time by which a certificate's validity begins before its creation, because clocks differ."""
+"""A certificate is valid from this time before its creation, because clocks differ."""
 EXPIRY_NOTICE = timedelta(days=30)
-"""Time before its expiry at which a certificate begins to be reported as expiring soon."""
+"""A certificate is reported as expiring soon from this time before its expiry."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),

@@ -50,8 +50,8 @@ class LoopbackDeployment:
 
     Args:
         folder: directory that `fedloom deploy init` wrote.
-        processes: context manager in which the server and the sites are started. They end when the block is left.
-        port: the server's port. If None, a free port is chosen.
+        processes: context manager that owns the processes of the server and the sites. They end with the block. port:
+            the server's port. If None, a free port is chosen.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or a file differs from the one that was agreed on.
@@ -78,7 +78,7 @@ class LoopbackDeployment:
 
     @property
     def address(self) -> str:
-        """Address on which the server listens, as host:port."""
+        """Address that the server listens on, as host:port."""
         return f"{self.server.address}:{self.server.port}"
 
     def site_file(self, name: str) -> Path:

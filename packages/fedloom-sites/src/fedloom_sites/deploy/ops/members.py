@@ -3,7 +3,7 @@
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
 agreement starts from the model of the last round. A site keeps the previous agreement until it has approved the new one
 (`accept_agreement`), and answers messages only under the agreement that it keeps. If a server adds sites without
-approval, it therefore receives only refusals.
+approval, all its messages are therefore rejected.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from fedloom_sites.deploy.settings import NormBound, find_case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
-"""Factor by which the norm of a difference may exceed the largest norm in the first round. In 20 rounds of the
+"""Maximum norm of a difference, as a multiple of the largest norm in the first round. In 20 rounds of the
 registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that with a channel
 that stores its errors, unless a method diverged. FedADMM inexact is an exception: the factor was 22, because its dual
 starts at zero."""
@@ -140,7 +140,7 @@ def plan_deployment(
         changes: maximum number of times that a site may leave the masked sums or return to them. None for
             `MAX_CHANGES`.
         verify: True if every site opens the masked sums itself and computes its models from them.
-        data_name: name of the data, under which sites remember sums and budgets across experiments.
+        data_name: name of the data. Sites remember sums and budgets across experiments under this name.
 
     Raises:
         ConfigError: several methods exist but none is chosen, the number of sites does not match the partition, or

@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError, FedloomError, Stop
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix of the line in which a Flower program reports why it ends. Details follow in the lines below."""
+"""Prefix of the line that explains why a Flower program ends. Details follow in the lines below."""
 
 
 _RETURNED_PORTS = set[int]()
@@ -112,7 +112,7 @@ class ManagedProcess:
 
 
 class ManagedProcesses:
-    """Context manager that ends its processes however the block is left, or when this process is killed.
+    """Context manager that ends its processes at the end of the block, or when this process is killed.
 
     A reaper process (`reaper`) ends them within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the
     block in the same way as Ctrl-C. While processes are being ended, further signals are held back.
@@ -135,7 +135,7 @@ class ManagedProcesses:
         return process
 
     def end(self, process: ManagedProcess) -> int:
-        """Kill what is left of a started process's group, and return the process's exit status.
+        """Kill the remaining processes in a started process's group, and return the process's exit status.
 
         Afterwards, the system may give the ID to another process, so neither this block nor the reaper uses it again.
         """

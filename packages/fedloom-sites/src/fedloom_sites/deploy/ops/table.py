@@ -22,7 +22,7 @@ records only the latter."""
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the latest test metrics, one row per site and model: ``site``, ``model``, ``round`` and metrics.
 
-    The metrics are from the last round in which the site reported any.
+    The metrics are from the last round that the site reported metrics for.
 
     Args:
         metrics: file `metrics.parquet`.
@@ -44,7 +44,7 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
 
     Means are over sites. If the server receives only sums, they are over samples.
 
-    ``sites``: number of sites over which a loss is averaged.
+    ``sites``: number of sites in the mean of a loss.
 
     Args:
         metrics: file `metrics.parquet`.

@@ -58,7 +58,7 @@ from fedloom_sites.transport.forms import Forms, Upload, score_names
 MAX_WORK_COUNT = 10**15
 """Largest amount of work that is plausible."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
-"""Pattern of the text in which Flower wraps an error raised in a site's process."""
+"""Pattern of the text that Flower puts around an error from a site's process."""
 
 
 class _ReplyDraft(NamedTuple):
@@ -91,7 +91,7 @@ class ReplyChecks:
         job: run. None until the sites have sent their sizes.
         forms: formats of the run's messages.
         keys: keys of the sites, keyed by client.
-        sizes: numbers of samples that the sites have declared ``[n, 3]``.
+        sizes: numbers of samples declared by the sites ``[n, 3]``.
         names: names of the numbers that arrive in addition to the scores of the last round.
 
     Attributes:

@@ -31,7 +31,7 @@ MESSAGE_TYPES: dict[Kind, str] = {
 """Flower's message types."""
 
 MAX_FLAG_DIGITS = 9000
-"""Maximum number of hexadecimal digits with which a site lists metrics, groups and cells.
+"""Maximum number of hexadecimal digits in a site's list of metrics, groups and cells.
 
 The limit for a field of a head is 10,000 characters.
 """
@@ -71,7 +71,7 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 """
 
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
-"""Kinds of messages of secure aggregation, in the order in which they are sent.
+"""Kinds of messages of secure aggregation, in sending order.
 
 A session contains ``masked``, or ``tally`` if only scores are summed. A session contains ``open`` if a site is accused,
 ``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
@@ -132,7 +132,7 @@ class SiteRequest(NamedTuple):
         client: number of the site. None if the message is a greeting, which asks for this number.
         arrays: encoded messages for the codec.
         more: additional fields of the header.
-        down: message that the client receives, from which the norm of the difference is computed.
+        down: message that the client receives, used to compute the norm of the difference.
         node: Flower's number for the node. The number is set when the message is sent.
         round: round of the message, if it differs from the round of the other messages sent with it.
         read, most: see `PendingRequest`.

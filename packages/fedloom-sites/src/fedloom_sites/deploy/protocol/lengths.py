@@ -14,7 +14,7 @@ from fedloom.engine.job import Job
 ABSOLUTE_SLACK = 1e-6
 """Absolute tolerance for a number, which is added to the relative tolerance."""
 RELATIVE_SLACK = 1 + 1e-4
-"""Factor by which a number may exceed its range."""
+"""Allowed excess of a number over its range, as a factor."""
 
 
 def upload_norms(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def shorten_upload(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) ->
     Args:
         job: run.
         up: upload of one client, with finite fields ``[1, .]``.
-        down: message that the client has received.
+        down: message received by the client.
         bounds: maximum norm of a field's difference, keyed by the field's name. A field that is not listed has no
             bound.
 

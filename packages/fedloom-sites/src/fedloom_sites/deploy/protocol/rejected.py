@@ -25,7 +25,7 @@ class RejectedReply(FedloomError):
 
 
 class LateReply(RejectedReply):
-    """Error: a valid reply to a message for whose answer the server no longer waits."""
+    """Error: a valid reply to a message that the server no longer waits for."""
 
     def __init__(self) -> None:
         super().__init__(1, "too late, its round continues without it")

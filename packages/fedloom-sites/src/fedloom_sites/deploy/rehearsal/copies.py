@@ -1,7 +1,7 @@
 """Copies of a site for a rehearsal: its code, data and settings, with temporary keys and a temporary state.
 
 The other sites are stand-ins. They follow the protocol with all its checks and send zeros. An attack that isolates this
-site in a sum therefore reads exactly the numbers that this site has sent.
+site in a sum therefore reads exactly the numbers sent by this site.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ class RehearsedSite:
         return RogueServer(sites, client.trainer)
 
     def later_rogue(self, number: int, memory: Path) -> RogueServer:
-        """Return a server for one of several experiments on the same data, for which the site keeps a common record.
+        """Return a server for one of several experiments on the same data.
+
+        The site keeps a common record of these experiments.
 
         Args:
             number: number of the experiment, which is 0 for the experiment of the site's settings.

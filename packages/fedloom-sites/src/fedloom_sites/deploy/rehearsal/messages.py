@@ -316,7 +316,7 @@ def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -
 
 
 def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a table in which a column name changes the direction of text."""
+    """Return the outcome of a table with a column name that changes the direction of text."""
     path, data = _table_of(site)
     path.write_text(f"{BIDI_NAME},label\n1,0\n2,1\n", encoding="utf-8")
     reason = _read_table(site, data)

@@ -24,7 +24,7 @@ class AttackOutcome(NamedTuple):
     Attributes:
         verdict: see `Verdict`.
         tried: description of what was tried.
-        learned: what the server learned about the site.
+        learned: information that the server learned about the site.
         rule: rule that stopped the attack, or a description of the remaining risk.
     """
 
@@ -57,8 +57,8 @@ def judge_attack(is_open: bool, tried: str, rule: str, learned: str, nothing: st
         is_open: True if the attack succeeded.
         tried: description of what the attack tries.
         rule: rule that stops the attack.
-        learned: what the server learned if the attack succeeded.
-        nothing: what the server learned if the attack failed.
+        learned: information that the server learned if the attack succeeded.
+        nothing: information that the server learned if the attack failed.
     """
     if is_open:
         return AttackOutcome("OPEN", tried, learned, f"not stopped. The rule would be: {rule}")

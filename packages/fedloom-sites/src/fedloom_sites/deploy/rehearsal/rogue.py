@@ -102,7 +102,7 @@ class RogueServer:
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
-        """Return a download in which the first field is replaced by a given row."""
+        """Return a download with a given row in place of the first field."""
         down, server = self.first_download()
         return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
 
@@ -133,7 +133,7 @@ class RogueSession:
     """A session of secure aggregation that a dishonest server runs, after its first two steps.
 
     Attributes:
-        vectors: masked vectors that sites have sent, each preceded by a signature.
+        vectors: masked vectors from the sites, each preceded by a signature.
         shown: shares that open the counters, keyed by site.
         told: shares that a site reveals to open the sum, keyed by site.
     """
@@ -205,7 +205,7 @@ class RogueSession:
         )[0]  # fmt: skip
 
     def bound(self, terms: SessionTerms) -> bytes:
-        """Return the digest on which the masks of the session depend."""
+        """Return the digest that determines the masks of the session."""
         return secure.session_binding(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:

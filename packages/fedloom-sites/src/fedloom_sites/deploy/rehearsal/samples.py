@@ -1,4 +1,4 @@
-"""Attacks on samples, in which a dishonest server crafts models so that answers or refusals reveal a site's samples."""
+"""Attacks on samples: a dishonest server crafts models so that answers or rejections reveal a site's samples."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.vectors import UploadVector
 
 QUESTION_COUNT, QUESTION_SECONDS = 24, 90.0
-"""Maximum number of crafted models that are tried, and time in seconds after which no further model is tried."""
+"""Maximum number of crafted models to try, and time limit in seconds."""
 BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
 """Settings without a budget, for attacks that need more answers than an agreement allows."""
 READ_ERROR = 0.01
-"""Maximum relative error with which a sample counts as read."""
+"""A sample counts as read up to this relative error."""
 MAX_COMPARED_SAMPLES = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""Minimum AUROC of guessing the training samples at which a model is considered to memorize. 0.5 is chance."""
+"""A model memorizes if the AUROC of guessing its training samples is at least this high. 0.5 is chance."""
 MAX_REPLACEMENT_SAMPLES = 8
 """Maximum number of samples that are tried in place of the first sample."""
 UNIT_SCALE = 1e-3
@@ -165,7 +165,7 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
 
 
 def protection_of_upload(site: RehearsedSite) -> str:
-    """Return what protects a site's upload: masks, noise, or nothing."""
+    """Return the protection of a site's upload: masks, noise, or nothing."""
     trainer = site.copy().trainer
     if noise_of_site(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"

@@ -1,4 +1,4 @@
-"""Attacks on secure sums, in which a dishonest server tries to obtain a sum over one site, or mostly over one site."""
+"""Attacks on secure sums: a dishonest server tries to obtain a sum over one site, or mostly over one site."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, SecureSettings
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Time in seconds after which a series of sums ends. The number was chosen so that a person can wait for a rehearsal to
+"""Time limit for a series of sums, in seconds. The number was chosen so that a person can wait for a rehearsal to
 end."""
 UNMASKED_REASON = "uploads leave this site without masks. See the row on single uploads"
 
 
 def agreed_secure_settings(site: RehearsedSite) -> SecureSettings:
-    """Return the settings of secure sums on which the sites agreed.
+    """Return the agreed settings of secure sums.
 
     Raises:
         InapplicableAttack: the agreement does not include secure sums.
@@ -53,7 +53,7 @@ def play_session(
         site: the rehearsed site.
         rogue: the server.
         t: round.
-        download: model from which the sites start to train. None if only scores are requested.
+        download: initial model of the sites' training. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
         survivors: sites whose vectors have arrived, as claimed by the server. If None, these are the sites whose
@@ -95,7 +95,7 @@ def confirm_survivors(session: RogueSession, survivors: Collection[int]) -> None
 
 
 def nudge_model(row: Tensor, times: int) -> Tensor:
-    """Return a model in which each number is increased by a few floating-point steps."""
+    """Return a model with each number increased by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
@@ -119,7 +119,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums in which fewer than T sites, including this one, have samples.
+    """Return the outcome of sums over fewer than T sites with samples, including this site.
 
     This is requirement R5 of the trust audit.
     """
@@ -134,7 +134,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
             opened += [full] if session.is_open and site.client in session.vectors else []
     return judge_attack(
         bool(opened),
-        f"sums in which 1 to {agreed.threshold - 1} of {site.clients} sites have samples",
+        f"sums where 1 to {agreed.threshold - 1} of {site.clients} sites have samples",
         f"a sum needs {agreed.threshold} sites with samples",
         f"sums that contain this site and only {sorted({*opened})} sites with samples",
     )
@@ -164,7 +164,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums (of uploads and of scores) in which this site has nearly all of the weight."""
+    """Return the outcome of sums (of uploads and of scores) that give this site nearly all of the weight."""
     agreed, learned_sums = agreed_secure_settings(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -187,9 +187,9 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
             learned_sums.append(share)
     return judge_attack(
         bool(learned_sums),
-        f"sums in which this site has up to {HEAVY_SHARES[-1]:.0%} of the samples",
+        f"sums where this site has up to {HEAVY_SHARES[-1]:.0%} of the samples",
         f"no site may have more than {agreed.max_share:.0%} of the weight of a sum (max_share)",
-        f"a sum in which this site has {max(learned_sums, default=0):.0%} of the weight",
+        f"a sum where this site has {max(learned_sums, default=0):.0%} of the weight",
     )
 
 

@@ -108,7 +108,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
 
 
 def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    """Read the shares of the sites' secrets that a site has sent, keyed by the owner of each secret.
+    """Read the shares of secrets that a site sent, keyed by the owner of each secret.
 
     Raises:
         WireError: the bytes do not encode shares of these owners' secrets.

@@ -1,4 +1,4 @@
-"""Track which sites are in the sums, and how often each site has left or returned.
+"""Track the sites in the sums, and the number of times that each site has left or returned.
 
 Models of consecutive rounds hardly differ, and a malicious server can even send identical models. Two sums that differ
 by only one site therefore reveal the upload of this site. For this reason, all sums cover the same sites. If a site is
@@ -27,7 +27,7 @@ The number is small because every change reveals a difference between uploads of
 meant to hide. If a site is absent more often, the run has to wait for it.
 """
 EXPERIMENTS_REMEMBERED = 32
-"""Number of recent experiments for which a site stores the summed models and states.
+"""Number of recent experiments whose summed models and states a site stores.
 
 The sites in the latest sum are remembered across all experiments.
 """
@@ -42,10 +42,10 @@ Weights = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 class AnswerStates(NamedTuple):
-    """States from which the sites in a sum answer.
+    """States used by the sites for their answers in a sum.
 
     Attributes:
-        experiment: name of the experiment, in which rounds are counted.
+        experiment: name of the experiment that the rounds belong to.
         trained: round whose uploads are summed. None if the sum is not a sum of uploads.
         bases: last accepted round of each site, keyed by name.
     """
@@ -96,7 +96,7 @@ class CohortChanges(NamedTuple):
         return changed | (moved & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
-        """Return which of the given sites may not leave or return again."""
+        """Return the given sites that may not leave or return again."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
@@ -162,7 +162,7 @@ class CohortChanges(NamedTuple):
         return states
 
     def _is_latest_sum(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> bool:
-        """Return True if a sum of uploads has the round, sites, weights and states of the latest one."""
+        """Return True if a sum of uploads repeats the round, sites, weights and states of the latest sum."""
         newest = self._states.get(states.experiment, {})
         return (
             states.trained is not None

@@ -1,4 +1,4 @@
-"""Counters, from which each site determines how many sites answered, before it opens the sum of the vectors.
+"""Counters that tell each site how many sites answered, before it opens the sum of the vectors.
 
 A site sends its counters together with its vector, but under separate masks. The server first requests the shares that
 unmask the counters, and then sends all sites the masked counters together with these shares. Each site thus computes
@@ -6,18 +6,19 @@ the sum of the counters itself, so a server cannot forge it. The site opens the 
 permit it. Both sums cover the same sites. Sites may still drop out, as long as at least as many sites answer as the
 threshold requires.
 
-The sum shows how many sites have no answer, but not which ones. A colluding site can add any numbers to the sum, also
-negative ones. With a sum of zeros and ones, it would cancel the ones of other sites. Therefore a site without an answer
-draws a secret *token* r from 1..p-1 and sends its powers r, r^2, ..., r^(2n-1) modulo the prime p, where n is the
-number of sites. A site with an answer sends zeros. The sums of powers fill the Hankel matrix H with the entries
-H[a, b] = sum of r^(a+b+1) over all tokens, for a and b from 0 to n-1. The rank of H is the number of different tokens.
+The sum shows how many sites have no answer, but not which ones. A colluding site can add any numbers to the sum,
+including negative numbers. With a sum of zeros and ones, it would cancel the ones of other sites. Therefore a site
+without an answer draws a secret *token* r from 1..p-1 and sends its powers r, r^2, ..., r^(2n-1) modulo the prime p,
+where n is the number of sites. A site with an answer sends zeros. The sums of powers fill the Hankel matrix H with the
+entries H[a, b] = sum of r^(a+b+1) over all tokens, for a and b from 0 to n-1. The rank of H is the number of different
+tokens.
 
-Colluding sites add a matrix E that they have chosen before they learn the tokens. Let k honest sites have no answer.
-The determinant of the first k rows and columns of H + E is a polynomial in the k tokens. Its terms of the highest
-degree, k^2, are the determinant for E = 0, which is the product of all r_i and of all (r_i - r_j)^2. The polynomial is
-therefore not zero, and random tokens are a root of it with a probability of at most k^2 / (p - 1) (Schwartz, Zippel).
-For all other tokens, the rank of H + E is at least k. Colluding sites can thus make the number of sites without an
-answer larger, but not smaller.
+Colluding sites add a matrix E that they choose before they learn the tokens. Suppose that k honest sites have no
+answer. The determinant of the first k rows and columns of H + E is a polynomial in the k tokens. Its terms of the
+highest degree, k^2, are the determinant for E = 0, which is the product of all r_i and of all (r_i - r_j)^2. The
+polynomial is therefore not zero, and random tokens are a root of it with a probability of at most k^2 / (p - 1)
+(Schwartz, Zippel). For all other tokens, the rank of H + E is at least k. Colluding sites can thus make the number of
+sites without an answer larger, but not smaller.
 
 For this reason all counters are fixed before they are opened: a site gives its shares of the masks for one digest of
 all masked counters, and later reads only the counters with this digest (see `member`).
@@ -62,7 +63,7 @@ class AnswerCounts(NamedTuple):
 
 
 def counters_bytes(sites: int) -> int:
-    """Return the length in bytes of the message in which a site sends its counters, in a session of ``sites`` sites."""
+    """Return the length in bytes of a site's message with its counters, in a session of ``sites`` sites."""
     return SIGNATURE_BYTES + 8 * TOKEN_KINDS * (2 * sites - 1)
 
 
@@ -71,7 +72,7 @@ def draw_counters(sites: int, flags: Sequence[bool]) -> Integers:
 
     Args:
         sites: number of sites in the session.
-        flags: whether the site has samples but did not answer from them, and whether it is silent.
+        flags: True if the site has samples but did not answer from them, and True if it is silent.
     """
     tokens = [1 + randbelow(TOKEN_PRIME - 1) for _ in flags]  # also unused ones, so that all sites take the same time
     powers = [[pow(token, k, TOKEN_PRIME) for k in range(1, 2 * sites)] for token in tokens]
@@ -118,7 +119,7 @@ def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey], sites: int,
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """Return how many sites answered, and the sites whose shares are wrong.
+    """Return the number of sites that answered, and the sites whose shares are wrong.
 
     Args:
         session: agreed session.
@@ -184,7 +185,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _mask_label(bound: bytes) -> bytes:
-    """Return the label from which the masks of the counters are derived.
+    """Return the label for deriving the masks of the counters.
 
     With it, the mask streams of the counters differ from the mask streams of the vectors.
     """

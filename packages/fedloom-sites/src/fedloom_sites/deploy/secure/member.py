@@ -36,7 +36,7 @@ from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
 from fedloom_sites.deploy.settings import SecureSettings, Site
 
 COUNTERS_ENTRY = "digest of the counters"
-"""Key under which a site's record of a session stores the digest of all masked counters of the sum."""
+"""Key of the digest of all masked counters of the sum, in a site's record of a session."""
 
 
 def check_maskable(setting: Setting, *, verify: bool = False) -> None:
@@ -320,8 +320,8 @@ class SessionMember:
             openers: shares that unmask the counters, keyed by the site that sent them.
 
         Raises:
-            ProtocolBroken: opening the sum is not allowed. In a session with counters, this includes a sum in which too
-                few sites answered from their samples.
+            ProtocolBroken: opening the sum is not allowed. In a session with counters, this includes a sum with too few
+                answers from samples.
         """
         record = self._session(round, nonce, "unmask")
         signed = _read_parts(message, SIGNATURE_BYTES)
@@ -400,7 +400,7 @@ class SessionMember:
 
     @property
     def agreed(self) -> SecureSettings:
-        """Settings of secure aggregation on which all sites have agreed."""
+        """Settings of secure aggregation that all sites have agreed on."""
         return self._agreed
 
     @property

@@ -1,7 +1,8 @@
-"""Record of the sums that a site has helped to open, so that it can refuse a sum that would reveal a difference.
+"""Record of the sums that a site helped to open.
 
-There is one record per site and data set, and the data set is identified by its agreed name. The same record is
-continued in other experiments, with other snapshots of the rows, and with new keys.
+With this record, the site can reject a sum that would reveal a difference. There is one record per site and data set,
+and the data set is identified by its agreed name. The same record is continued in other experiments, with other
+snapshots of the rows, and with new keys.
 
 Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
 models are requested again in a different round or experiment, the sites and states must either be the same, or differ
@@ -36,7 +37,7 @@ REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
-"""File name ending of the files in which a site records each step of an analysis before it answers the step."""
+"""File name ending of a site's records of analysis steps. The site records a step before it answers the step."""
 ANALYSES_ENTRY = "analyses"
 """Key of the entry that applies to every analysis that has no own entry."""
 
@@ -92,7 +93,7 @@ class OpenedSums:
         Args:
             sums: round of each sum, by kind of sum.
             models: see `reveal`.
-            bases: round of the state from which each site in the sum answers, by the site's number.
+            bases: round of each site's state for its answer, by the site's number.
             question: see `reveal`.
             weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis (see
                 `reveal`).
@@ -130,7 +131,7 @@ class OpenedSums:
             sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
             models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis. Empty for
                 none.
-            bases: round of the state from which each site in the sum answers, keyed by the site's number.
+            bases: round of each site's state for its answer, keyed by the site's number.
             threshold: minimum number of sites in a sum.
             question: question that the sum answers, or an empty string if the session has none. For a question, the
                 round is its step number, and all steps cover the same sites.
@@ -226,7 +227,7 @@ class OpenedSums:
         self, what: str, bases: Mapping[str, int], question: str,
         weights: Mapping[str, Mapping[str, Sequence[float]]] | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return what the record of opened sums contains about a sum, except for its models.
+        """Return the entry of a sum in the record of opened sums, without its models.
 
         The other sums of the session do not matter: a round's uploads may be summed again without scores.
         """
@@ -280,10 +281,10 @@ class OpenedSums:
 
         If there is no such part, all rounds up to the newest round are treated as summed.
 
-        The newest round is determined from the existing states, and from the sessions in which the site sent shares
-        according to its log of sent data. All steps of analyses are then also treated as summed, unless complete
-        records show that the site has not answered any step. A site records a step before it masks a vector, and
-        reveals no shares for a sum that does not include its own vector.
+        The newest round is determined from the existing states and from the site's log of sent shares. All steps of
+        analyses are then also treated as summed, unless complete records show that the site did not answer any step. A
+        site records a step before it masks a vector, and reveals no shares for a sum that does not include its own
+        vector.
         """
         content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
         if content is not None:
@@ -327,7 +328,7 @@ def has_used_turns(record: Mapping[str, Any], limit: int) -> bool:
 
 
 def _summed_rounds(folder: Path) -> list[int]:
-    """Return the rounds of an experiment for which a site provided shares, according to its log of sent data."""
+    """Return the rounds of an experiment that a site provided shares for, according to its log of sent data."""
     return [
         line["round"]
         for line in lines_of(folder / SENT_FILE)

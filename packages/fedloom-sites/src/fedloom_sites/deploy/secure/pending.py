@@ -27,7 +27,7 @@ BYTES_FIELDS = ("signed", "counters", "shown")
 
 
 class PendingSum(NamedTuple):
-    """A sum that the server has requested from the sites.
+    """Sum requested by the server from the sites.
 
     Attributes:
         round: round of the session.

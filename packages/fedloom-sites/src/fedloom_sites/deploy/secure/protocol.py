@@ -7,9 +7,9 @@ out along the way.
 
 1. Every site creates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
    and a commitment to the seed.
-2. Every site splits its seed and its masking key into Shamir shares, any ``threshold`` of which restore the secrets. It
-   encrypts one share of each secret for every other site, and signs each of these messages, so that no other site can
-   have forged a bad share.
+2. Every site splits its seed and its masking key into Shamir shares. Any ``threshold`` of these shares restore the
+   secrets. It encrypts one share of each secret for every other site, and signs each of these messages, so that no
+   other site can forge a bad share.
 3. Every site adds to its vector a mask derived from its own seed, and for every other site a mask derived from the key
    that the two sites share. The two sites add this pairwise mask with opposite signs. Numbers are integers modulo 2^64
    (see `integers`), so a masked vector is uniformly distributed regardless of its content. The masks depend on the
@@ -175,7 +175,7 @@ def check_adverts(session: bytes, adverts: Collection[KeyAdvert], keys: Mapping[
 
     Raises:
         ProtocolBroken: an advertisement is forged, belongs to a different session or an unknown client, repeats a
-            client or a key, or contains a key with which no site can compute a common secret.
+            client or a key, or contains a key that cannot produce a common secret.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise ProtocolBroken("the keys of one site are advertised twice")

@@ -1,4 +1,4 @@
-"""Secret sharing among the sites, and proof of which site has violated the protocol.
+"""Secret sharing among the sites, and proofs that a site has violated the protocol.
 
 Every sealed share carries its sender's signature, which proves that the sender is to blame if the share cannot be
 decrypted. The receiver accuses the sender, which must then open its message by revealing the private key that it
@@ -236,7 +236,7 @@ def is_accused(session: Session, accuser: int, accused: int, signature: bytes, p
 
 
 def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
-    """Return True if a sealed share can be decrypted with the one-time key that its sender has revealed.
+    """Return True if a sealed share can be decrypted with the one-time key revealed by its sender.
 
     This check can be performed by anyone.
 
@@ -269,7 +269,7 @@ class UndecidedShares(ProtocolBroken):
     """Error: none of the subsets of shares that were tried yields the owner's secret.
 
     Args:
-        owner: number of the site to which the secret belongs.
+        owner: number of the secret's site.
         count: answers.
     """
 

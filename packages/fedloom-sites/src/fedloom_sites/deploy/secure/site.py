@@ -43,7 +43,7 @@ class MaskedAnswers:
         key: the site's signing key.
         trainer: object that trains and scores models at the site.
         folder: folder with the site's state in this experiment.
-        budget: record of the models for which the site has already answered requests.
+        budget: record of the models that the site has already answered requests for.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:

@@ -34,7 +34,7 @@ Figure = tuple[float, int]
 
 
 class MaskedSites(Sites):
-    """Sites of a run, with uploads and scores that are summed under masks (see `Sites`)."""
+    """Sites of a run with secure aggregation: uploads and scores are summed under masks (see `Sites`)."""
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)

@@ -30,7 +30,7 @@ from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 
 
 class Stage(IntEnum):
-    """Stage that a session has reached at the server or at a site."""
+    """Stage of a session at the server or at a site."""
 
     NEW = 0
     ADVERTISED = 1
@@ -52,10 +52,10 @@ STAGE_MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
     "count": (Stage.MASKED, Stage.COUNTED),
     "unmask": (Stage.MASKED, Stage.REVEALED),
 }
-"""Earliest stage at which each kind of message is answered, and the stage that the message leads to."""
+"""Earliest stage for answering each kind of message, and the stage that the message leads to."""
 
 REVEALED_ENTRY = "told"
-"""Key under which a site's record of a session stores the shares that the site has revealed."""
+"""Key of the shares that the site revealed, in a site's record of a session."""
 ENTRY_STAGES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
     "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED_ENTRY: Stage.REVEALED,
@@ -64,12 +64,12 @@ ENTRY_STAGES = {
 
 
 class SessionProgress(NamedTuple):
-    """Stage that a session has reached."""
+    """Current stage of a session."""
 
     stage: Stage = Stage.NEW
 
     def require_stage(self, stage: Stage) -> SessionProgress:
-        """Check that the session has reached a stage and still stores its secrets, and return its progress.
+        """Check that the session is at the given stage and still stores its secrets, and return its progress.
 
         Raises:
             ProtocolBroken: the session has not yet reached the stage, or has ended.
@@ -93,5 +93,5 @@ class SessionProgress(NamedTuple):
 
 
 def progress_of(record: Mapping[str, object]) -> SessionProgress:
-    """Return the stage that a session has reached according to the site's record."""
+    """Return the stage of a session according to the site's record."""
     return SessionProgress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))

@@ -2,7 +2,7 @@
 
 A site that has provably violated the protocol is named, and excluded from sessions until the server restarts. The
 server requests a round's uploads in a new session only if it has not yet requested any shares in the previous one. Once
-shares were requested, the sum must cover exactly the sites for which they were requested, or the round is lost.
+the server has requested shares, the sum must cover exactly the sites in this request, or the round is lost.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class SecureSums:
             pending = None  # an earlier version of fedloom has summed other numbers
         if pending is not None and pending.models.items() & terms.model_digests.items() != terms.model_digests.items():
             raise GivenUp(
-                f"round {terms.round}: this round was already summed for a different model, from which the server has "
-                "gone back. No site decrypts a second sum of a round",
+                f"round {terms.round}: this round was already summed for a different model, and the server has gone "
+                "back. No site decrypts a second sum of a round",
                 pending.clients,
             )
         if pending is None:
@@ -276,7 +276,7 @@ class SecureSums:
 
         Args:
             course: the session's progress.
-            session: session on which all sites agree.
+            session: agreed session.
             accusations: signatures keyed by accusing and accused site.
             sealed: sealed shares keyed by sender and receiver.
         """
@@ -479,7 +479,7 @@ class SecureSums:
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> tuple[Integers, dict[int, dict[int, bytes]]]:
-        """Request the shares that unmask a sum. Return the sum without masks, and the right shares of each site.
+        """Request the shares that unmask a sum. Return the sum without masks, and the correct shares of each site.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.

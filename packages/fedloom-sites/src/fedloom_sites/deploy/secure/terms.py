@@ -85,7 +85,7 @@ class SessionTerms(Value):
     accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of every requested site")
     download: str = Field(
         "",
-        description="SHA-256 of the message from which every site of the cohort trains. If sites verify the sums, the "
+        description="SHA-256 of the message that every site of the cohort trains from. If sites verify the sums, the "
         "newest link of their chain (see `fedloom_sites.deploy.relay`), also in `models`",
     )
     scored: int = Field(-1, ge=-1, description="round whose models are scored (-1: none)")
@@ -127,7 +127,7 @@ class SessionTerms(Value):
 
     @property
     def bases(self) -> dict[int, int]:
-        """Last accepted round of each site in the cohort: the round of the state from which the site answers."""
+        """Last accepted round of each site in the cohort, which is the round of the site's state for its answer."""
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
@@ -149,7 +149,7 @@ class SessionTerms(Value):
         Args:
             threshold: minimum number of sites in a sum.
             most: maximum share that one site may have of the samples in a sum.
-            parts: part of the data to which each metric belongs, in the order of the metrics' bits.
+            parts: part of the data for each metric, in the order of the metrics' bits.
         """
         lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
         dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
@@ -299,7 +299,7 @@ def check_terms(
         sizes: numbers of the site's training, validation and test samples.
         figures: metrics that the site's samples define.
         clients: number of sites in the experiment.
-        accepted: round of the state from which the site should answer.
+        accepted: round of the state that the site should answer with.
 
     Raises:
         ProtocolBroken: the terms are wrong. The message describes the error.

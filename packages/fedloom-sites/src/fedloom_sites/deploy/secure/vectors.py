@@ -33,7 +33,7 @@ SCORE_BITS, MAX_SCORE_TOTAL = 16, 2.0**40
 """Scores times numbers of samples are summed as multiples of 2^-16, each of at most 2^40. The sum of 100 sites is below
 2^63 steps."""
 RATIO_STEP = 2.0**-3
-"""Step to which a score times its number of samples is rounded, for scores that are not means over samples.
+"""Rounding step of a score times its number of samples, for scores that are not means over samples.
 
 Such a score is a ratio of counts, or a root. With a finer step, a sum over few sites would determine the value of each
 site.
@@ -52,7 +52,7 @@ The recall of a class with a single sample is 0 or 1. A sum over sites of differ
 the size of its site, would then show the recall at every site.
 """
 PROBE_DISTANCE = 2.0
-"""Amount by which artificial outputs, which probe a site's metrics, are shifted toward one prediction. The outputs
+"""Shift toward one prediction in the artificial outputs that probe a site's metrics. The outputs
 themselves vary by less than 1."""
 
 
@@ -87,8 +87,8 @@ class UploadVector:
             share: the site's weight in the cohort's mean, from -1 to 1.
             mass: the site's weight in sums that are kept or accumulated over rounds, from 0 to 1.
             before: rows that the sum currently contains for the site, as integers. None before the site's first upload.
-            is_neutral: True for a neutral upload, with which the site keeps its state, so that no quantity that depends
-                on a state changes.
+            is_neutral: True for a neutral upload. The site then keeps its state, so no quantity that depends on a state
+                changes.
             is_cut: True if the upload was scaled down because its norm was too large.
         """
         work = output.work[0].numpy().view(np.uint64)
@@ -133,7 +133,7 @@ class UploadVector:
         Args:
             total: sum of the sites' vectors, without masks.
             count: number of sites in the sum.
-            scale: number by which the shares were divided. Averaged fields are therefore multiplied by it.
+            scale: divisor of the shares. Averaged fields are therefore multiplied by it.
 
         Raises:
             ProtocolBroken: the sum is out of range.
@@ -277,7 +277,7 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> bool:  # fmt: skip
-        """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
+        """Return True if a site has scores, and all summed scores are finite and within the range of a sum.
 
         The arguments are the same as for `encode`. If a model could make a score constant, or not finite, at individual
         sites, the sum would reveal the score of the other sites.

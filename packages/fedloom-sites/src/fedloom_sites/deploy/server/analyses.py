@@ -39,7 +39,7 @@ class AnalysisServer:
 
     Args:
         sites: sites of the run.
-        agreed: analysis on which all sites have agreed.
+        agreed: agreed analysis.
         folder: folder with the checkpoints.
         request: request for the models that the analysis reads. None if the analysis reads no models.
         names: names of the sites, in the order of the clients.

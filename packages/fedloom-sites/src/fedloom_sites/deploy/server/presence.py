@@ -1,4 +1,4 @@
-"""Record of which site runs on each node, and of which nodes that Flower lists as online actually answer.
+"""Record of the site on each node, and of the nodes that actually answer. Flower may list more nodes as online.
 
 A round waits for a node as long as the median of the times that the other nodes took to answer in that round,
 multiplied by the server's `pace`. No node can therefore set the pace for the others. A node is marked as mute if it
@@ -34,13 +34,13 @@ class NodePresence(NodeRegister):
     Args:
         members: sites that may participate, keyed by client.
         clients: number of sites in the experiment.
-        patience: time in seconds for which a rejected node is ignored.
-        rounds: number of rounds in which a mute site still receives requests before it counts as absent.
-        pace: multiple of the other nodes' median time for which a round waits for a node.
+        patience: seconds before a rejected node is asked again.
+        rounds: number of rounds that a mute site still receives requests in before it counts as absent.
+        pace: maximum time to wait for a node, as a multiple of the other nodes' median time.
         client_of: client of every node that was accepted in an earlier run of the server, keyed by node.
 
     Attributes:
-        round: latest round of the run for which a message was sent.
+        round: round of the latest message of the run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NodePresence(NodeRegister):
         return sorted(here - set(self.nodes.values()) - set(self._refused))
 
     def welcome(self, client: int, node: int, sizes: list[int]) -> None:
-        """Record on which node a site is running.
+        """Record the node of a site.
 
         Raises:
             RejectedReply: another node already answers for the site, or the site's numbers of samples have changed.

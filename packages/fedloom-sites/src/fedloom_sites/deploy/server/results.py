@@ -77,7 +77,7 @@ class Results:
             stop: reason why the run ended. None while the run is still in progress.
             detail: explanation of the end.
             here: connected clients.
-            diverged: round by which the run had diverged, if it nevertheless continued to its end.
+            diverged: round in which divergence was detected, if the run still continued to its end.
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"

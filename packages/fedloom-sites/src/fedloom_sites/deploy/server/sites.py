@@ -82,7 +82,7 @@ class Sites(StreamedClients):
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
-        """Yield the model, part, name and value of each metric that the sites have summed after a round."""
+        """Yield the model, part, name and value of each metric summed over the sites after a round."""
         yield from ()
 
     def groups(self) -> list[GroupScore]:

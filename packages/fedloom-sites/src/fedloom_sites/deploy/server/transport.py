@@ -45,7 +45,7 @@ class Transport:
     Args:
         grid: Flower's.
         settings: the server's settings.
-        audit: log in which every reply is recorded.
+        audit: log of every reply.
         say: function that prints a line.
 
     Attributes:
@@ -337,7 +337,7 @@ class Transport:
     def _collect(self, open_requests: dict[str, PendingRequest], good: dict[int, ValidReply], bad: set[int]) -> int:
         """Check the replies that have arrived, including late ones, and return the number of replies.
 
-        Late replies answer messages for which the server no longer waits.
+        Late replies answer messages that the server no longer waits for.
         """
         now = time.monotonic()
         self._overdue = {id_: overdue for id_, overdue in self._overdue.items() if now <= overdue[1]}

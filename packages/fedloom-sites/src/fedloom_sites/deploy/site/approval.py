@@ -1,8 +1,8 @@
 """A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
 
 If approval is required, the site does not train before it is given. The sender of an agreement names the data, and this
-name determines which of its records a site uses for them. A site therefore continues to use the name under which it
-first used each source of samples.
+name determines which of its records a site uses for them. A site therefore keeps the name that it first used for each
+source of samples.
 """
 
 from __future__ import annotations
@@ -126,6 +126,6 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
 
 
 def count_experiments(site: Site) -> int:
-    """Return how many other experiments on the same data a site remembers."""
+    """Return the number of other experiments on the same data that a site remembers."""
     record = read_checked(site.memory_folder / OPENED_FILE) or {}
     return len({*record.get("experiments", {})} - {site.folder.name})

@@ -1,4 +1,4 @@
-"""Record of the models for which a site has answered, so that a server cannot repeat a round with many crafted models.
+"""Record of the models that a site has replied to, so that a server cannot repeat a round with many crafted models.
 
 Every answer reveals how a model performs on the samples. The answers to two slightly different models reveal even more
 by their difference. The same applies to masked answers, because every sum and every counter reveals something. A server
@@ -29,12 +29,12 @@ class AskedModelTooOften(RunDirError):
 
 
 class AskedModels:
-    """Models that a site has received in an experiment.
+    """Models received by a site in an experiment.
 
     Args:
         site: settings of the site, which include the agreed limit.
         memory: the site's state on disk.
-        trainer: the site's run, from which the number of rounds is taken.
+        trainer: the site's run, which defines the number of rounds.
     """
 
     def __init__(self, site: Site, memory: SiteState, trainer: Trainer) -> None:
@@ -54,7 +54,7 @@ class AskedModels:
 
         Args:
             terms: terms of the session.
-            accepted: round of the state from which the site answers.
+            accepted: round of the state that the site answers with.
 
         Raises:
             AskedModelTooOften: the request would exceed the number of models that is allowed in a round or in the run.

@@ -35,7 +35,7 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
     The check reads no samples.
 
     Args:
-        most: maximum factor by which a norm may change. None for any.
+        most: maximum factor between the old and the new norm. None for any.
         norms: norms of the received model.
         before: norms of the previous model. Empty if there is no previous model.
         where: site and round, which are named in the message.

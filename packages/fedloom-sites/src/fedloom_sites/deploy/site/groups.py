@@ -1,4 +1,4 @@
-"""Groups of a site's test samples, for which the site publishes scores after the last round."""
+"""Groups of a site's test samples. The site publishes their scores after the last round."""
 
 from __future__ import annotations
 

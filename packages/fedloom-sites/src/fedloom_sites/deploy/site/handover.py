@@ -40,7 +40,7 @@ OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
 """Environment variable that contains the ID of the site's network process. The variable is inherited by all processes
 that this process starts."""
 START_SECONDS = 10.0
-"""Time, in seconds, within which the site's process must be found or started. Otherwise, the answer is an error."""
+"""Time limit in seconds for finding or starting the site's process. After that, the answer is an error."""
 CONNECT_INTERVAL_SECONDS = 0.05
 MAX_LOG_BYTES = 1 << 20
 """Size of the log file, in bytes, above which a new process starts a new file."""
@@ -59,8 +59,8 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
     Args:
         site_file: file with the settings of the site.
         content: the message's content.
-        owner: ID of the process with which the site's process ends. If None, the owner is the site's network process if
-            the environment contains its ID, and otherwise the process that started this one.
+        owner: ID of the process whose end also ends the site's process. If None, the owner is the site's network
+            process if the environment contains its ID, and otherwise the process that started this one.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder does not belong to the site.
@@ -106,7 +106,7 @@ def main(words: list[str]) -> None:
 
 
 def _owner_process_id() -> int:
-    """Return the ID of the process with which the site's process ends.
+    """Return the ID of the process whose end also ends the site's process.
 
     If this process has been orphaned, the function returns its own ID rather than the ID of the process that adopted
     it.

@@ -6,13 +6,13 @@ A crash between the entry and the release uses up budget, although nothing was r
 the site answers with the reply that it has stored, so no new noise is added and the round is not counted again. If a
 round must be computed again because its download differs, it is counted again.
 
-Each line contains its number and the SHA-256 of the previous line. A line that a crash has cut short remains part of
-the chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than the number of
-releases in the state next to the ledger, or lacks a round that the server has accepted, it is unknown how much was
-spent, and nothing more is released.
+Each line contains its number and the SHA-256 of the previous line. A line cut short by a crash remains part of the
+chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than the number of
+releases in the state next to the ledger, or lacks a round accepted by the server, the site cannot know how much was
+spent, and releases nothing more.
 
-A site's limit applies to its data: the epsilon and delta of several experiments add up, so it includes the epsilon that
-other experiments have spent on data with the same name. The site's memory of these data stores the epsilon of every
+A site's limit applies to its data: the epsilon and delta of several experiments add up, so it includes the epsilon
+spent by other experiments on data with the same name. The site's memory of these data stores the epsilon of every
 ledger.
 """
 
@@ -60,7 +60,7 @@ class Ledger:
         self._least, self._accepted, self._memory = least, accepted, memory
 
     def releases(self) -> int:
-        """Return the number of entries, including an entry that a crash has cut short.
+        """Return the number of entries, including an entry cut short by a crash.
 
         Raises:
             BudgetSpent: the file is damaged, or entries are missing.

@@ -35,7 +35,7 @@ HASHED_SAMPLES = 4096
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
-    """Return the federation in which only client ``site.client`` has samples, namely the site's.
+    """Return a federation where only client ``site.client`` has samples, namely the site's samples.
 
     If a site's source contains no samples, its federation is empty: the site trains nothing, but receives the model.
 
@@ -88,7 +88,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
 
 
 def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
-    """Return a federation whose clients have known sizes, in which all samples are the same blank sample.
+    """Return a federation whose clients have known sizes and whose samples are all the same blank sample.
 
     Args:
         samples: description of a sample.
@@ -180,7 +180,7 @@ def part_sizes(fed: Federation, client: int) -> list[int]:
 
 
 def samples_digest(fed: Federation, client: int) -> str:
-    """Return the SHA-256 of a client's samples, part by part, in the order in which they are read during training."""
+    """Return the SHA-256 of a client's samples, part by part, in training order."""
     digest = hashlib.sha256()
     for part in DATA_PARTS:
         index = [] if fed.data.name == "blank" else fed.indices(part, client).split(HASHED_SAMPLES)
@@ -203,7 +203,7 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 
 
 def move_client_to_seat(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
-    """Return a federation of n clients in which client ``client`` is renumbered to ``seat``.
+    """Return a federation of n clients with client ``client`` renumbered to ``seat``.
 
     The samples of this client also replace the samples of all other clients.
 

@@ -166,7 +166,7 @@ def _read_model_row(one: OwnedModel) -> Tensor:
 
 
 def new_row_options(folder: Path) -> NewData:
-    """Return the options with which a site reads new rows, which are the same as for the site's data."""
+    """Return a site's options for reading new rows, which are the same as for the site's data."""
     return NewData(read_site(folder / "site.toml").data)
 
 
@@ -240,7 +240,7 @@ def export_state_dict(one: OwnedModel, out: Path, *, force: bool = False) -> Pat
 
     Args:
         one: a site and its model.
-        out: folder to which the file is written. If fedloom wrote a model to the same path earlier, this model is
+        out: folder for the file. If fedloom wrote a model to the same path earlier, this model is
             replaced.
         force: True to replace even a file of a different kind.
 

@@ -30,7 +30,7 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
         idle: upload that determines the shapes of the arrays.
 
     Returns:
-        The upload, in which numbers that are not finite are replaced by zeros. If the method needs samples to compute
+        The upload, with zeros in place of numbers that are not finite. If the method needs samples to compute
         its upload, all numbers are zero.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))

@@ -1,9 +1,9 @@
 """Program that runs a site's installed app, regardless of what the server sends, and protects its tasks with a secret.
 
 On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine could then
-fetch the site's tasks from the port over which its processes communicate. The site's network process and the process
-that starts its tasks share random bytes, which are generated anew at each start. This module is the program run by a
-task: Flower's program, but with fedloom's app.
+fetch the site's tasks from the port that its processes use. The site's network process and the process that starts its
+tasks share random bytes, which are generated anew at each start. This module is the program run by a task: Flower's
+program, but with fedloom's app.
 
 Neither process imports Flower's command-line programs where functions of Flower are sufficient. The process that starts
 tasks is forked before the network process starts a thread, so that the two processes share Flower's modules in memory.
@@ -27,7 +27,7 @@ from fedloom.errors import ConfigError
 
 SECRET_OPTION = "--superexec-auth-secret-file"
 CLIENT_PROGRAM = "flwr-clientapp"
-"""Name under which Flower starts the program of a task."""
+"""Flower's name for the program of a task."""
 REFUSED_CONNECTION_HINT = (
     "fedloom: the server has not accepted this site. Unless the line above names a TLS error, the server does not know "
     "the site's key, or a node with this key is already connected: another process of the site, a copy of its folder "
@@ -43,7 +43,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
     Args:
         words: command of the site's network process, which contains the port and the secret's file.
-        folder: folder with the experiment's state at the site, to which the tasks' program is written.
+        folder: folder with the experiment's state at the site, where the tasks' program is written.
 
     Raises:
         ConfigError: the secret or the program cannot be written, for example because the disk is full.

@@ -45,7 +45,7 @@ class PlainAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Cells of analyses in which the site has enough subjects, as a bit field in hexadecimal digits."""
+        """Cells of analyses with enough subjects at the site, as a bit field in hexadecimal digits."""
         return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:
@@ -76,7 +76,7 @@ class PlainAnswers:
         return samples, [], message_metrics(scores) | self._groups.sums.as_metrics(cells)
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return how many numbers in an answer's arrays come from models or samples, i.e. from an upload or from sums.
+        """Return the number of values in an answer's arrays that come from models or samples (an upload or sums).
 
         Args:
             kind: kind of the message.

@@ -43,8 +43,8 @@ class StateGeneration(NamedTuple):
 
     Attributes:
         round: round that produced the state.
-        base: accepted round from which the state was computed. 0 means the initial state.
-        digest: digest of the download from which the state was computed.
+        base: accepted round that the state was computed from. 0 means the initial state.
+        digest: digest of the download that the state was computed from.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
             were sent.
         reply: plain fields of the reply.
@@ -125,7 +125,7 @@ class SiteState:
         return self._accepted_rounds()[:2]
 
     def first(self) -> int:
-        """Return the oldest round to which the server can still go back, or for which it can still request scores."""
+        """Return the oldest round that the server can still go back to or request scores for."""
         accepted, previous = self.accepted()
         return (previous or accepted) - 1
 
@@ -172,11 +172,11 @@ class SiteState:
         return None if noted in (None, (samples,)) else noted[0]
 
     def note_samples(self, samples: str, days: Sequence[str] = ()) -> None:
-        """Store the digest of the site's samples for `changed`, and the days on which the samples have changed."""
+        """Store the digest of the site's samples for `changed`, and the days when the samples changed."""
         self._write_note(SAMPLES_FILE, samples=samples, days=[*days])
 
     def days_of_changes(self) -> list[str]:
-        """Return the days on which the samples have changed, once for every change."""
+        """Return the days when the samples changed, once for every change."""
         noted = self._read_note(SAMPLES_FILE, list[str], "days")
         return [] if noted is None else noted[0]
 
@@ -239,7 +239,7 @@ class SiteModel(NamedTuple):
     Attributes:
         experiment: fingerprint of the experiment.
         client: number of the site.
-        round: round after which the model was created.
+        round: last round before the model was created.
         kind: "personal" or "global".
         path: safetensors file with ``rows [1, d]`` and with the layout in its header.
     """

@@ -160,7 +160,7 @@ class Trainer:
         return torch.tensor([self.site.client])
 
     def weighed(self, share: float) -> Job:
-        """Return the run with the share of the objective that the server has assigned to the site."""
+        """Return the run with the weight in the objective that the server assigned to the site."""
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, StateGeneration | None]:
@@ -184,7 +184,7 @@ class Trainer:
             t: round.
             download: message from the server.
             send: function that encodes the upload, and those of its rows that the site stores.
-            weights: further numbers on which the upload depends.
+            weights: further numbers that affect the upload.
             stays_neutral: True to send the neutral upload, regardless of the result of the training.
 
         Raises:
@@ -264,8 +264,8 @@ class Trainer:
     def _check_result(self, job: Job, output: ClientOutput, down: Any, t: int) -> None:
         """Raise an error if a result is unusable.
 
-        Under masks, an upload beyond its bounds is unusable as well. If it were scaled down, a model that makes the
-        uploads of all sites but one too long would leave little in the sum but the upload of that site.
+        Under masks, an upload beyond its bounds is unusable as well. If it were scaled down, a crafted model could make
+        the uploads of all other sites too long, and the sum would then be almost exactly the upload of one site.
 
         Raises:
             ConfigError: the result is not finite, or (under masks) the norm of the upload or of a row of the site's

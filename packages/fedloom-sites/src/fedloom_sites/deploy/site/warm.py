@@ -49,11 +49,11 @@ message."""
 LOOK_INTERVAL_SECONDS = 5
 """Time in seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
-"""Time, in nanoseconds, within which a changed file may change again without a new modification time."""
+"""Within this time, in nanoseconds, a changed file may change again without a new modification time."""
 
 
 class WarmSite:
-    """A site's answers, for which the required data are cached in memory.
+    """Answers of a site, computed from data that are cached in memory.
 
     Args:
         site: the site's settings.
@@ -89,11 +89,11 @@ class WarmSite:
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
-"""For each file: path, inode, size, and the times in nanoseconds at which its content and its inode changed."""
+"""For each file: path, inode, size, and the times in nanoseconds when its content and its inode changed."""
 
 
 def file_stamps(site: Site) -> Stamp | None:
-    """Return the current state of the files that a site has read, or None if it cannot be determined."""
+    """Return the current state of the files read by a site, or None if it cannot be determined."""
     modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
     roots = [site.experiment, site.signing_key, site.experiment.parent / CODE_FOLDER, *map(Path, modules)]
     source = site.data["source"]
@@ -125,7 +125,7 @@ def _iterate_files(root: Path) -> Iterator[Path]:
 
 
 def serve_messages(listener: socket.socket, site_file: Path) -> None:
-    """Answer messages until the settings differ from those with which the process started."""
+    """Answer messages until the settings differ from the settings at the start of the process."""
     key, site = settings_digest(site_file), read_site(site_file)
     warm = WarmSite(site)
     warm.prepare()

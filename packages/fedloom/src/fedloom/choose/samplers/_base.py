@@ -45,7 +45,7 @@ class Sampler(Value, ABC):
 
     @property
     def by_samples(self) -> bool:
-        """True if clients are drawn in proportion to their samples, so that all clients in a cohort weigh the same."""
+        """True if clients are drawn in proportion to their samples, so that clients in a cohort have equal weights."""
         return False
 
     def adapted(self, n: int) -> Self:
@@ -165,7 +165,7 @@ class SizedSampler(Sampler, ABC):
 
 
 Masses = Literal["samples", "uniform"]
-"""Probability p_i with which a client is drawn, n_i / n or 1 / n."""
+"""Probability p_i of drawing a client, n_i / n or 1 / n."""
 
 
 def masses(ctx: Ctx, by: Masses) -> Tensor:

@@ -49,7 +49,7 @@ class Availability(SizedSampler):
         return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
-        """Return which clients are available in a round, as bool ``[n]``."""
+        """Return a mask ``[n]`` of the clients that are available in a round."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
         return (round - 1 + torch.arange(n)) % self.period < self.on

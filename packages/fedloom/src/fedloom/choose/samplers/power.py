@@ -36,7 +36,7 @@ class PowerOfChoice(SizedSampler):
     )
     estimate: Literal["loss", "batch", "last"] = Field(
         "loss",
-        description="loss by which candidates are ranked: over all samples (pow-d), over one mini-batch "
+        description="loss for ranking the candidates: over all samples (pow-d), over one mini-batch "
         "(cpow-d), or the last known loss (rpow-d)",
     )
 

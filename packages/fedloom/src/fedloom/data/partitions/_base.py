@@ -430,7 +430,7 @@ def _partition_notes(
         copies = len(held) - len(np.unique(np.concatenate([owners(d) * samples + d.index for d in cut.values()])))
     if copies:
         notes.append(
-            f"clients have samples several times: {copies} of {len(held)} entries are copies of a sample that the same "
+            f"clients have duplicate samples: {copies} of {len(held)} entries are copies of a sample that the same "
             "client already has. If this is not intended, assign every sample only once"
         )
     if shared := repeated - copies:

@@ -33,7 +33,7 @@ def offsets_of(sizes: Ints) -> Ints:
 
 
 def owners(dealt: Dealt) -> Ints:
-    """Return the client to which each entry of ``dealt.index`` belongs."""
+    """Return the client of each entry in ``dealt.index``."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
@@ -62,7 +62,7 @@ def sort_by_key(keys: Ints, start: Ints) -> Ints:
 
 
 def count_distinct(index: Ints, total: int) -> int:
-    """Return how many different numbers ``index`` contains. All of them must be from 0 to ``total`` - 1."""
+    """Return the number of distinct entries in ``index``. All of them must be from 0 to ``total`` - 1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
     return int(is_dealt.sum())

@@ -23,8 +23,10 @@ class Natural(Partition):
 
     kind: ClassVar[str] = "natural"
     purpose: ClassVar[str] = "writers"
-    """Purpose from which the seeds of the random draws are derived. It is the original name of this kind, which is kept
-    so that old seeds give the same draws."""
+    """Purpose of the random draws, used to derive their seeds.
+
+    It remains the original name of this kind, so that old seeds give the same draws.
+    """
     by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: all clients of the source)")
     per_client: int | None = Field(

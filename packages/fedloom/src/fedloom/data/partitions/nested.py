@@ -23,7 +23,7 @@ Below = Annotated[
     dict[str, Any],
     Field(
         default_factory=lambda: {"kind": "iid"},
-        description="partition to which the change is applied: a table with a `kind`",
+        description="partition to change: a table with a `kind`",
     ),
 ]
 
@@ -48,14 +48,14 @@ class FeatureNoise(Sized):
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "how often noise is drawn. per-sample: once per sample. per-batch: once per batch in "
-            "each step, as in FLAME's code. Validation and test samples then have fixed noise, and "
-            "passes over a whole training part have none"
+            "frequency of the noise draws. per-sample: once per sample. per-batch: once per batch in "
+            "each step, as in FLAME's code. Validation and test samples then have fixed noise, and passes over a "
+            "whole training part use no noise"
         ),
     )
     base: dict[str, Any] = Field(
         default_factory=lambda: {"kind": "iid"},
-        description="partition to whose samples noise is added, as a table with the key `kind` (FLAME's code: "
+        description="partition whose samples get the noise, as a table with the key `kind` (FLAME's code: "
         "{kind = 'iid', shuffle = false})",
     )
 
@@ -172,12 +172,12 @@ class MixedSkew(Sized):
     labels_per_client: int = Field(
         default=2,
         ge=1,
-        description="number of labels per client in the first partition (default: that partition's default)",
+        description="number of labels per client in the first partition (default: as in this partition)",
     )
     alpha: float = Field(
         default=0.5,
         gt=0,
-        description="concentration parameter of the second partition (default: that partition's default)",
+        description="concentration parameter of the second partition (default: as in this partition)",
     )
     first_partition: dict[str, Any] | None = Field(
         default=None, description="first partition: a table with a `kind` (None: shards)"

@@ -27,7 +27,7 @@ def cut_parts(
         y: classes of the whole data set [N], or None for a regression.
         quota: sizes of the training, validation and test parts.
         rng: random generator for the order of samples.
-        design: description of which samples belong together, or None. If it is given, subjects are divided instead of
+        design: groups of samples that belong together, or None. If it is given, subjects are divided instead of
             samples (see `parts_by_subject`).
     """
     owner, sizes = owners(dealt), np.diff(dealt.offsets)

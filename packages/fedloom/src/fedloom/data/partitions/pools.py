@@ -68,7 +68,7 @@ class Draw(NamedTuple):
         test: samples in the test part of each client, if the partition itself chooses them. In this case, the option
             ``test`` has no effect. These samples are changed, scaled and encoded in the same way as the samples in
             ``dealt``.
-        common: positions ``[k]`` (int64) of a common test set, on which global models are evaluated. These samples must
+        common: positions ``[k]`` (int64) of a common test set for global models. These samples must
             not belong to any client, and their table columns are scaled as for a new client. If None, the data set's
             own test set is used.
         noise: standard deviation of Gaussian noise on the features of each client, ``[n, 1]`` or (per channel) ``[n,
@@ -103,8 +103,8 @@ class Draw(NamedTuple):
         outside = dealt[~trains[owner]]
         shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
         note = (
-            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their {len(outside)} rows "
-            "form the common test set, on which only global models are scored, as for a new client"
+            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their {len(outside)} "
+            "rows form the common test set for global models, with the scaling of a new client"
         )
         return self._replace(
             dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),

@@ -90,7 +90,8 @@ class Shards(Sized):
     assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
-            "how labels are assigned. labels: each client has exactly q classes, and each class is shared evenly among "
+            "assignment of labels to clients. labels: each client has exactly q classes, and each class is shared "
+            "evenly among "
             "its clients (NIID-Bench). mcmahan: each client gets q of clients * q shards of the label-sorted samples. "
             "flame: each client gets q shards, and each class has ceil(q * clients / C) shards, so that a client's "
             "class may repeat and some shards stay unused"
@@ -226,7 +227,7 @@ class Dirichlet(Sized):
     )
     by: Literal["class", "client", "prior"] = Field(
         default="class",
-        description="what each Dirichlet draw determines. class: how a class's samples are divided among the "
+        description="role of each Dirichlet draw. class: how a class's samples are divided among the "
         "clients. client or prior: the class proportions of a client",
     )
     balanced: bool = Field(

@@ -28,7 +28,7 @@ MAX_UNPACKED_BYTES = 16 * 2**30
 """Maximum size in bytes of a single unpacked file. It exceeds the memory of most machines, so that it can be reached
 only by an attack or a mistake."""
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Number of unpacked bytes up to which any compression ratio is accepted. Small tables of identical rows may be
+"""Up to this number of unpacked bytes, any compression ratio is accepted. Small tables of identical rows may be
 compressed by a factor above `MAX_UNPACKING_RATIO`, and every machine has enough memory for this many bytes."""
 READ_CHUNK_BYTES = 2**20
 """Number of bytes to read at a time. It is limited because gzip and lzma copy their output."""
@@ -37,7 +37,7 @@ MAX_UNPACKING_RATIO = 400
 but 1,000 or more for a decompression bomb."""
 
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
-"""Number of seconds for unpacking any file, and number of packed bytes for which one more second is allowed. A 5 MB gz
+"""Number of seconds for unpacking any file, and number of packed bytes per additional second. A 5 MB gz
 file that contains 50 MB of table cells takes about 3 s on one core. A decompression bomb that consists of identical
 rows, with a ratio below `MAX_UNPACKING_RATIO`, takes minutes to unpack."""
 
@@ -117,7 +117,7 @@ def archive_bomb_error(where: str, size: int) -> DataError:
 
 
 def max_unpacked_bytes(packed: int) -> int:
-    """Return the maximum number of bytes to which a file of `packed` bytes may unpack."""
+    """Return the maximum unpacked size of a file of `packed` bytes, in bytes."""
     return min(MAX_UNPACKED_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING_RATIO * packed))
 
 
@@ -201,7 +201,7 @@ def iterate_entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[
     Each stream must be read before the next entry is requested.
 
     Names are relative, use forward slashes, and do not end in .gz or .xz. Folders are read in the order of their file
-    names. Archives (including those inside a folder) are read in the order in which their files are stored.
+    names. Archives (including those inside a folder) are read in the stored order of their files.
 
     Raises:
         DataError: `path` does not exist, an archive is damaged, or a declared size is implausible.

@@ -28,16 +28,16 @@ from fedloom.hints import unknown
 MAX_COMPARED_COLUMNS = 64
 """Maximum number of columns that are compared with each other in the search for near-duplicate rows."""
 MAX_NOTED_VALUES = 2**24
-"""Maximum number of values for which a data set is scanned to produce notes (64 MiB of float32)."""
+"""Maximum number of values in a data set that is scanned for notes (64 MiB of float32)."""
 MAX_EXACT_INTEGER = 2**24
-"""Largest integer up to which every integer can be represented exactly in float32."""
+"""Float32 represents every integer up to this number exactly."""
 Layout = Literal["image", "sequence"]
 """Meaning of samples ``[height, width]``: either images with one channel or sequences ``[time, features]``."""
 CHANNEL_COUNTS = (1, 3, 4)
 """Common numbers of channels in images: gray, RGB, and RGB with an alpha channel. Gray images with an alpha channel (2
 channels) are rare and are not included."""
 MIN_PIXEL_COLUMNS = 64
-"""Minimum number of columns for which a table is suspected to contain the pixels of images."""
+"""Minimum number of columns in a table that may contain the pixels of images."""
 LARGE_VALUE = 100.0
 """Median absolute value of a column, or largest value in images, above which the usual learning rates are too large."""
 
@@ -248,7 +248,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
         x: numbers ``[N, ...]``.
         out: array of the same shape.
         place: location of the data, named in error messages.
-        first: number of the first row, from which the row numbers in messages are counted.
+        first: number of the first row in messages.
 
     Raises:
         DataError: a number is outside the range that models can use.

@@ -43,7 +43,7 @@ SOURCES_BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
 FIRST_WEAK_PATTERN = 7
 """Index of the first weak pattern. Weak patterns are only used if no name matches a stronger one."""
 WEAK_MATCH_NAME_COUNT = 2000
-"""Number of names after which a match with a weak pattern is accepted."""
+"""Minimum number of names before a match with a weak pattern is accepted."""
 MAX_CHECKED_NAMES = 100_000
 """Maximum number of names in a folder that are checked before the search fails."""
 

@@ -23,7 +23,7 @@ class RemoteFiles(NamedTuple):
 
     Attributes:
         folder: subfolder of the data folder for this data set.
-        mirrors: addresses of folders that contain all files, in the order in which they are tried.
+        mirrors: addresses of folders that contain all files, first choice first.
         files: expected digests of the files, keyed by file name, as ``sha256:...`` or ``md5:...``.
     """
 
@@ -126,10 +126,10 @@ def fetch(
         name: key of `REMOTE_SETS`.
         data_dir: data folder. If None, the environment variable FEDLOOM_DATA is used.
         mirrors: additional addresses of folders that contain the files. These addresses are tried first.
-        timeout: number of seconds without a response after which the next address is tried.
+        timeout: seconds to wait for a response before the next address is tried.
 
     Returns:
-        Folder that contains the files, in which `fedloom.load` finds them.
+        Folder that contains the files, where `fedloom.load` finds them.
 
     Raises:
         ConfigError: the data set is unknown or has no files to download, no folder is given, an existing file has a

@@ -87,7 +87,7 @@ class LeafUserCollector:
             raise DataError(f"{where}: num_samples contradicts user_data. Fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
-        """Return samples ``[n, width]`` in the type in which they are stored, or a description of the problem."""
+        """Return samples ``[n, width]`` in their stored type, or a description of the problem."""
         features = _number_array(rows)
         if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]

@@ -96,7 +96,7 @@ def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T],
 
     Args:
         read: function that reads the samples at given positions, or all samples if the argument is None.
-        key: function that returns the values by which samples are compared.
+        key: function that returns the values to compare for each sample.
         count: number of samples.
         name: name of the data set, which is used in messages.
 

@@ -29,8 +29,12 @@ class Synthetic(Source):
     users = 100, factor = 5, test = 0.25.
     """
 
-    alpha: float = Field(default=0.0, ge=0, description="how much the clients' models differ (FedProx: 0, 0.5, 1)")
-    beta: float = Field(default=0.0, ge=0, description="how much the clients' features differ (FedProx: 0, 0.5, 1)")
+    alpha: float = Field(
+        default=0.0, ge=0, description="size of the differences between the clients' models (FedProx: 0, 0.5, 1)"
+    )
+    beta: float = Field(
+        default=0.0, ge=0, description="size of the differences between the clients' features (FedProx: 0, 0.5, 1)"
+    )
     iid: bool = Field(default=False, description="use the same model and the same feature distribution for all clients")
     spread_unit: Literal["std", "variance"] = Field(
         default="std",
@@ -38,7 +42,7 @@ class Synthetic(Source):
         "(the paper's text)",
     )
     clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx: 30, pFedMe: 100)")
-    factor: int = Field(default=1, ge=1, description="factor by which every client's size is multiplied (pFedMe: 5)")
+    factor: int = Field(default=1, ge=1, description="factor for every client's number of samples (pFedMe: 5)")
     test: float = Field(
         default=0.1,
         gt=0,

@@ -90,9 +90,9 @@ class Csv(TableSource):
         raise DataError(f"{place} contains no .csv file. Give the path of a .csv file")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all rows with the signs of the file.
+        """Load all rows with the separator and decimal sign of the file.
 
-        The signs must be known first, because a marker of missing cells may contain the decimal sign.
+        Both must be known first, because a marker of missing cells may contain the decimal sign.
         """
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 

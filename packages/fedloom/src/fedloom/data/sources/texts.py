@@ -42,7 +42,7 @@ TEXT_FIELD_INDEX = 4
 class Texts(FileSource):
     """Texts in a CSV or Parquet table, each with a class.
 
-    A column may contain the client to which each text belongs.
+    A column may contain the client of each text.
     """
 
     text: str = Field(description="name of the text column")
@@ -244,8 +244,7 @@ class Docstrings(Source):
     )
     modules: Literal["all", "even", "odd"] = Field(
         default="all",
-        description="which modules to use, by their position in the list sorted by name. The vocabulary covers "
-        "all modules",
+        description="modules to use, by their position in the list sorted by name. The vocabulary covers all modules",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

@@ -27,24 +27,24 @@ MAX_COMPARED_IMAGES = 10_000
 """Maximum number of images that are searched for near-duplicates. Computing the distances between more images would
 take seconds."""
 MAX_TREE_AXES = 8
-"""Maximum number of dimensions up to which a tree finds neighbors faster than a comparison of all rows does."""
+"""Up to this number of dimensions, a tree finds neighbors faster than a comparison of all rows."""
 MAX_COMPARED_BYTES = 1 << 29
 """Maximum number of bytes of samples that are compared. Comparing more bytes would take seconds, and the samples may be
 on disk."""
 THUMB_PIXELS = 32
-"""Maximum height and width in pixels at which images are compared. Larger images are averaged down to this size."""
+"""Maximum height and width of compared images, in pixels. Larger images are averaged down to this size."""
 MIN_IMAGE_PIXELS = 8
-"""Minimum height and width, in pixels, at which images can be distinguished."""
+"""Minimum height and width of images that can be distinguished, in pixels."""
 FREQUENCY_COUNT = 5
 COMPARED_COMPONENT_COUNT = 12
-"""Number of principal components of spectra and thumbnails in which images are compared."""
+"""Number of principal components of spectra and thumbnails for comparing images."""
 
 
 def count_near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
     """Return the number of rows with a neighbor that is much closer than others, or 0 if this could be due to chance.
 
     Args:
-        points: points ``[N, p]`` for which distances are meaningful.
+        points: points ``[N, p]`` with meaningful distances.
         units: subject of each row ``[N]``. Near-duplicates within a subject are not counted. None if all rows are
             independent.
         ties: True if identical points are considered copies. False to ignore points that are identical to several other

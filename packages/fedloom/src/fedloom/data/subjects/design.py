@@ -38,7 +38,7 @@ class Design:
             strata. None if there are none.
         held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if the partition chooses the test
             parts.
-        names: columns from which these values were read, keyed by option, such as ``{"subject": "patient_id"}``.
+        names: source columns of these values, keyed by option, such as ``{"subject": "patient_id"}``.
         doubts: notes on subjects in memory that may be the same, or unknown.
     """
 
@@ -78,7 +78,7 @@ class Design:
 
     @cached_property
     def units(self) -> Ints:
-        """Number ``[N]`` of the subject to which each row belongs, from 0 to N - 1.
+        """Subject number ``[N]`` of each row, from 0 to N - 1.
 
         If subjects are unknown, each row is treated as a separate subject.
         """
@@ -107,7 +107,7 @@ class Design:
         return tested
 
     def count(self, rows: Ints) -> int:
-        """Return the number of distinct subjects to which the rows belong."""
+        """Return the number of distinct subjects in the rows."""
         return len(np.unique(self.units[rows]))
 
     def counts(self, groups: Ints, rows: Ints, total: int) -> Ints:
@@ -208,5 +208,5 @@ def is_absent(value: object) -> bool:
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:
-    """Return the number of subjects to which the rows belong, or the number of rows if there is no design."""
+    """Return the number of subjects in the rows, or the number of rows if there is no design."""
     return len(rows) if design is None else design.count(rows)

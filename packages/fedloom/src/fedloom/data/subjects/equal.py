@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_LEVELS = 4
 MIN_EQUAL_ROWS = 3
-"""Minimum number of identical rows for which a note is issued."""
+"""Minimum number of identical rows for a note."""
 CHANCE_RATIO = 10
-"""Minimum ratio of the number of identical rows to the number expected by chance for which a note is issued."""
+"""Minimum ratio of the number of identical rows to the number expected by chance for a note."""
 MIN_FINE_SHARE = 0.2
 """Number of distinct values per row above which a column is considered to identify rows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -81,7 +81,7 @@ def _mix_digests(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDAr
 
 
 def note_equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on samples that are identical in two parts, if there are more of them than expected by chance.
+    """Return a note if two parts (such as training and test) share more identical samples than expected by chance.
 
     Args:
         data: data set as it was read.

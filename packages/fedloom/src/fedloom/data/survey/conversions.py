@@ -64,13 +64,13 @@ KNOWN_CONVERSIONS = (
     Conversion(1e6, "a step of a million, as g to ug", None),
 )  # fmt: skip
 NAMED_TOLERANCE = 1.3
-"""Maximum factor by which a ratio of medians may differ from a matching conversion factor of the column's units.
+"""Maximum factor between a ratio of medians and a matching conversion factor of the column's units.
 
 The patients at two sites also differ: in five generated hospitals, the ratio of medians of glucose and creatinine was
 0.9 to 1.2 times the conversion factor. The next conversion factor for the same column is farther away than this.
 """
 STEP_TOLERANCE = 1.15
-"""Maximum factor by which a ratio of medians in any column may differ from a power of ten that it matches.
+"""Maximum factor between a ratio of medians in any column and a matching power of ten.
 
 Together, the four powers match 8 % of the ratios from 2 to 2 million on a logarithmic scale, so differences that are
 not due to different units rarely match.

@@ -14,19 +14,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MIN_COMPARED_ROWS = 20
-"""Minimum number of rows for which a column is compared with an outcome."""
+"""Minimum number of rows for comparing a column with an outcome."""
 MAX_COMPARED_COLUMNS = 200
-"""Maximum number of numeric columns in which formulas and ranks in groups are searched."""
+"""Maximum number of numeric columns in the search for formulas and ranks in groups."""
 MIN_PRESENT_SHARE = 0.8
-"""Minimum share of the rows in which a column must have a number if it may be part of a formula."""
+"""A column can be part of a formula only if at least this share of its rows contains a number."""
 FORMULA_TOLERANCE = 5e-3
 """Maximum standard deviation, relative to that of the target, of its difference from a formula. Formulas of rounded
-numbers reach it, whereas a measurement error of a part in a hundred does not."""
+numbers reach it, whereas a measurement error of one percent does not."""
 MAX_FACTOR_ERROR = 0.1
 """Maximum error of factors in a formula for a rounded target, which must be simple."""
 MAX_DIGITS, ROUNDING_MARGIN, MAX_ROUNDING_ERROR = 7, 1.1, 0.15
-"""Maximum number of decimals of a rounded target, factor by which its distance from a formula may exceed the rounding
-error, and maximum rounding error that is considered, relative to the target's standard deviation."""
+"""Maximum number of decimals of a rounded target, maximum distance from a formula as a multiple of the rounding error,
+and maximum rounding error, relative to the target's standard deviation."""
 MIN_TERM_SHARE = 0.02
 """Minimum standard deviation of a term of a formula, relative to that of the target."""
 MAX_SHOWN_TERMS = 6
@@ -34,8 +34,8 @@ LATER_END = ", so it may be recorded after the outcome. Unless it is known befor
 MEAN_END = ", including test rows, so scores are too good. Compute it only from training rows, or add it to drop"
 """Ends of notes on columns that contain the target, and on columns that contain its means."""
 MIN_MEAN_LEVELS, MIN_SCALED_LEVELS = 4, 8
-"""Minimum number of groups for which means of the target by group are recognized, and minimum number if the means may
-also be in another unit or standardized."""
+"""Minimum number of groups for recognizing means of the target by group, and minimum number if the means may also be in
+another unit or standardized."""
 MAX_MISFIT = 0.005
 """Maximum mean squared distance between a column and the mean target of its groups, in squared standard errors.
 
@@ -45,15 +45,15 @@ MIN_EQUAL_LEVELS, MAX_EQUAL_ERROR = 0.5, 1e-6
 """Minimum share of levels that equal a smoothed mean, and maximum error. Two groups whose smoothed means are equal
 appear as one group."""
 MAX_GROUPINGS, MAX_GROUPS, MAX_GROUP_ROWS = 20, 300, 30
-"""Maximum number of columns by which rows are grouped, of groups of each, and of rows in a group."""
+"""Maximum number of grouping columns, of groups per column, and of rows per group."""
 MIN_LINEAR_GROUP_ROWS, MIN_LINEAR_GROUPS = 4, 3
-"""Minimum number of rows of a group, and of groups in which a column is exactly linear in the target.
+"""Minimum number of rows in a group, and minimum number of groups where a column is exactly linear in the target.
 
-A column that merely rises with the target inside groups, such as the age of a child with its height, is no leak.
+A column that only increases with the target within groups, such as the height of a child with its age, is not a leak.
 """
 MAX_LAG_ROWS, LAG_PROBES, MAX_TRIED_LAGS = 31, 64, 3
-"""Maximum distance of rows whose outcome a column may contain, number of rows in the first comparison, and maximum
-number of distances for which all rows are compared."""
+"""Maximum row offset of an outcome that a column may contain, number of rows in the first comparison, and maximum
+number of offsets with a comparison of all rows."""
 MIN_LAG_AGREEMENT, MIN_MEASURED_AGREEMENT = 0.95, 0.5
 """Minimum agreement, corrected for chance, of a column with the outcome of another row, and minimum if the outcome is a
 measurement, whose values rarely agree. In a table of visits, each last visit of a patient has no later outcome."""
@@ -64,7 +64,7 @@ the most common value. A symptom of a rare class may be as rare as the class."""
 
 
 def find_formula(numbers: Mapping[str, Floats], y: Floats) -> tuple[list[str], str]:
-    """Return the columns of which a weighted sum, or a product of powers, is the target, and the formula.
+    """Return the columns whose weighted sum, or product of powers, equals the target, and the formula.
 
     Without such a formula, both are empty.
 
@@ -127,7 +127,7 @@ def _formula_text(names: Sequence[str], factors: Floats, product: bool) -> str:
 
 
 def describe_level_means(levels: Floats, codes: Ints, y: Floats) -> str:
-    """Return "mean" or "sum" if the value of each group is that of the target over the group, or "" otherwise.
+    """Return "mean" or "sum" if each group's value is the mean or sum of the target over the group, otherwise "".
 
     The mean may be drawn toward the mean of all rows, as it is by smoothing.
 
@@ -179,7 +179,7 @@ def find_group_leaks(
     Args:
         of: name of the outcome.
         numbers: numbers ``[N]`` of each numeric feature. Missing numbers are NaN.
-        groupings: codes or numbers ``[N]`` by which rows may be grouped, keyed by a column name.
+        groupings: codes or numbers ``[N]`` that may group the rows, keyed by column name.
         outcomes: target ``[N]``, or one indicator for each class. Missing targets are NaN.
     """
     noted = set[str]()
@@ -215,7 +215,7 @@ def find_group_leaks(
 
 
 def _draw_groups(codes: Ints) -> tuple[Ints, Ints]:
-    """Return rows of the groups with the most rows, sorted by group, and the place of the first row of each group."""
+    """Return the rows of the largest groups, sorted by group, and the position of each group's first row."""
     counts = np.bincount(codes)
     order = np.argsort(codes, kind="stable")
     place = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -226,7 +226,7 @@ def _draw_groups(codes: Ints) -> tuple[Ints, Ints]:
 
 
 def _is_linear_by_group(x: Floats, y: Floats, starts: Ints) -> NDArray[np.bool_]:
-    """Return which columns ``[N, k]`` are exactly linear in the target ``[N]`` inside most groups, which are sorted."""
+    """Return a mask of the columns ``[N, k]`` that are exactly linear in the target ``[N]`` within most groups."""
     sizes = np.diff(np.r_[starts, len(y)])
 
     def center(values: Floats) -> Floats:
@@ -244,7 +244,7 @@ def _is_linear_by_group(x: Floats, y: Floats, starts: Ints) -> NDArray[np.bool_]
 
 
 def _describe_fixed(x: Floats, groups: Floats, y: Floats) -> str:
-    """Return how a column that is probably the same in all rows of a group depends on the target, or ""."""
+    """Describe how a column that is constant within groups depends on the target, or return ""."""
     x, groups, y = (values[~np.isnan(x)] for values in (x, groups, y))
     codes = np.unique(groups, return_inverse=True)[1]
     levels = np.zeros(int(codes.max(initial=0)) + 1)
@@ -253,7 +253,7 @@ def _describe_fixed(x: Floats, groups: Floats, y: Floats) -> str:
 
 
 def find_lag(x: Floats, y: Floats) -> int:
-    """Return how many rows below a row the outcome lies that a column contains, negative above it, or 0.
+    """Return the row offset of the outcomes that a column contains (negative for rows above), or 0 if there is none.
 
     Args:
         x: column ``[N]``, with NaN for missing cells.
@@ -289,7 +289,7 @@ def find_lag(x: Floats, y: Floats) -> int:
 def _corrected_agreement(a: Floats, b: Floats, least: float = -np.inf) -> float:
     """Return Cohen's kappa of two columns: 1 if they agree in every row, and 0 if only by chance.
 
-    If it is surely smaller than ``least``, return 0.
+    If it is certainly smaller than ``least``, return 0.
     """
     here = ~(np.isnan(a) | np.isnan(b))
     a, b = a[here], b[here]
@@ -311,7 +311,7 @@ def is_function_of(x: Floats, y: Floats, least: float) -> bool:
     Args:
         x: column ``[N]``, with NaN for missing cells.
         y: outcome ``[N]``.
-        least: minimum share of rows in which the column has the value that is most common for their outcome.
+        least: minimum share of rows whose value is the most common value for their outcome.
     """
     here = ~np.isnan(x) & ~np.isnan(y)
     levels, values = np.unique(x[here], return_inverse=True)

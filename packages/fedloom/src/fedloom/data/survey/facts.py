@@ -37,8 +37,8 @@ MAX_ODD_VALUES = 4
 """Maximum number of distinct non-numeric cells in a numeric column. A column with more of them is assumed to contain
 levels or texts."""
 CLEAR_ZERO_SHARE = 0.05
-"""Minimum ratio of a column's smallest nonzero number to its median at which a zero cannot be a small measurement. For
-insulin, this ratio is 14/125, or 0.11."""
+"""A zero cannot be a small measurement if the ratio of the column's smallest nonzero number to its median is at least
+this large. For insulin, this ratio is 14/125, or 0.11."""
 MIN_ZERO_STEPS = 5
 """Minimum distance between 0 and the smallest nonzero number, as a multiple of the smallest difference between numbers.
 
@@ -48,11 +48,11 @@ MAX_ZERO_SHARE = 0.6
 """Maximum fraction of zeros or codes in a column if they may represent missing values. If codes are more frequent, they
 are treated as regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Questionnaire codes that mean that no answer was given."""
+"""Questionnaire codes for "no answer"."""
 MIN_CODE_DISTANCE = 3
 """Minimum distance between such a code and the last regular answer."""
 MAX_ANSWER_CODES = 7
-"""Maximum number of different regular answers to a question for which 9, 99 or -1 may mean that no answer was given."""
+"""Maximum number of different regular answers to a question if 9, 99 or -1 may mean "no answer"."""
 ID_NAME_PATTERN = re.compile(
     r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|"
     r"(^|[_\W])(num|numero|numéro|record|seq|sequence|serial|counter|line|zeile|ligne|fila|linha|riga)$|"
@@ -68,7 +68,7 @@ NAMELESS_PATTERN = re.compile(
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
 """Pattern for names of dates of a person (such as birth) that do not indicate when a row was recorded."""
 MAX_DISTINCT_SHARE = 0.9
-"""Maximum ratio of distinct patients to rows at which patients are assumed to have several rows each. If the ratio is
+"""Patients have several rows each if the ratio of distinct patients to rows is at most this large. If the ratio is
 larger, the few repeated rows are considered duplicates."""
 MAX_INDEX_SPARSITY = 20
 """Maximum ratio of the largest number in a column to the number of rows if the column may number the rows.
@@ -80,15 +80,15 @@ MIN_CONSECUTIVE_SHARE = 0.8
 MAX_UNITS = 3
 """Maximum number of different units in the cells of one column."""
 MAX_FEW_LEVELS = 20
-"""Number up to which levels, classes or rows are considered few."""
+"""Maximum number of levels, classes or rows that counts as few."""
 MIN_ROWS_PER_LEVEL = 10
 """Minimum average number of rows per level or group."""
 SCORE_BINS = 50
-"""Number of equal-sized groups of a numeric column by which it is measured how well the column predicts a target."""
+"""Number of equal-sized groups of a numeric column, used to measure how well the column predicts a target."""
 SENTINEL_PATTERN = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
 """Pattern of numbers that often represent unknown values."""
 MIN_SENTINEL_SHARE = 0.004
-"""Minimum fraction of a column's numbers at which an extreme number is considered recurrent."""
+"""An extreme number is recurrent if at least this fraction of a column's numbers equals it."""
 LATER_NAME_PATTERN = re.compile(
     r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
     r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
@@ -337,7 +337,7 @@ def names_rows(name: str) -> bool:
 
 
 def is_row_number(name: str, values: NDArray[np.float64]) -> bool:
-    """Return True if a column only numbers the rows, so that all a model could learn from it is the order of the rows.
+    """Return True if a column only numbers the rows, so that a model could learn only the order of the rows from it.
 
     Both the name and the numbers of the column must suggest this. For example, a year that increases by one is not a
     row number.

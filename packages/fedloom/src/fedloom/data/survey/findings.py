@@ -35,18 +35,18 @@ MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
 """Maximum and minimum number of rows in the sample. The maximum is sufficient to measure a value with three digits, and
 the minimum is sufficient to recognize a perfect value."""
 CHANCE_MULTIPLE = 10
-"""Minimum ratio of the number of identical rows to the number expected by chance at which a note is issued.
+"""Minimum ratio of the number of identical rows to the number expected by chance for a note.
 
 It is larger than 1, because columns that depend on each other lead to a larger number of identical rows.
 """
 MIN_COPIES = 3
-"""Minimum number of identical rows for which a note is issued."""
+"""Minimum number of identical rows for a note."""
 MAX_TIED_SHARE = 0.05
 """Maximum share of rows with the same number in a column whose distances are used to find noisy copies."""
 MIN_NAMING_SHARE = 0.9
-"""Minimum number of different texts per row at which a text column is considered to identify rows."""
+"""A text column identifies rows if it contains at least this many different texts per row."""
 MIN_DISTINCT_SHARE = 0.2
-"""Minimum number of distinct values per row at which a column is considered to identify rows."""
+"""A column identifies rows if it contains at least this many distinct values per row."""
 MIN_UNIT_ROWS, MIN_UNIT_SHARE, MIN_UNIT_LEVELS = 10, 0.05, 8
 """Minimum number and share of rows in each of two units, and minimum number of different values in each unit."""
 MAX_UNIT_SPREAD = 2.0
@@ -64,7 +64,7 @@ ROW_NAMES = ("numbers the rows", "names the rows")
 """Reasons to omit a column that identifies rows. All other reasons describe what a column contains."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
-"""Number up to which all integers can be represented exactly in double precision."""
+"""Double precision represents every integer up to this number exactly."""
 NEGATIVE_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
 """Common names, in lower case, for a class that consists of the rows without the outcome."""
 
@@ -177,7 +177,7 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} differs in every row and has the name of a row number. Add it to drop"
     elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
         yield (
-            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels identify rows. "
+            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so each level is rare. "
             "Add it to drop, or group its levels"
         )
 
@@ -239,7 +239,7 @@ def _note_mixed_units(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _note_doubtful_classes(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield notes on a class that may represent a missing label, and on two classes whose second is not the outcome."""
+    """Yield notes on a class that may mean "missing", and on two classes whose second class is not the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:
@@ -266,8 +266,8 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iter
 
     Args:
         columns: compared columns, keyed by name.
-        where: text for the note if the columns do not include the outcome. Such rows are only noted if a column has
-            many different numbers, since rows of a few levels may have different outcomes.
+        where: text for the note if the columns do not include the outcome. Such rows are noted only if a column has
+            many different numbers. Equal rows of a few levels may well have different outcomes.
     """
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)

@@ -23,13 +23,15 @@ from fedloom.data.tables import is_number
 from fedloom.formats import shorten_list
 
 LEAK_SHARE = 0.995
-"""Minimum AUROC or R2 at which a single column is considered to leak the target, like a fact recorded after it."""
+"""A single column leaks the target (like a fact recorded after it) if its AUROC or R2 is at least this high."""
 MIN_CLIENT_ROWS = 20
-"""Minimum number of rows at a client for which missing cells are compared with classes."""
+"""Minimum number of rows at a client for comparing missing cells with classes."""
 MAX_CHECKED_CLIENTS = 50
 MIN_ORDERED_ROWS = 100
-"""Minimum number of rows at which groups whose targets do not overlap are considered a leak. If there are fewer rows,
-they may be due to the design of an experiment, such as load steps in a test of a few parts."""
+"""Minimum number of rows before groups with separate targets count as a leak.
+
+With fewer rows, such groups may be due to the design of an experiment, such as load steps in a test of a few parts.
+"""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -152,7 +154,7 @@ def _convert_target(column: ReadColumn, target: ReadColumn) -> Floats:
 
 
 def _groupings(features: Mapping[str, ReadColumn], users: ReadColumn | None) -> dict[str, Floats]:
-    """Return the columns by which rows may be grouped: the client, texts, and integers that repeat."""
+    """Return the columns that may group the rows: the client, texts, and integers that repeat."""
     groups = {"client": users.values} if users is not None else {}
     groups |= {name: c.values for name, c in features.items() if c.names}
     for name, column in features.items():

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from fedloom.data.tables import is_number, number_of
 
 MIN_PATTERN_CELLS = 10
-"""Minimum number of cells with which a pattern is compared. If there are fewer cells, most of them could be distinct by
-chance."""
+"""Minimum number of cells for comparing a pattern. With fewer cells, most cells could be distinct by chance."""
 MIN_PATTERN_SHARE = 0.8
 """Minimum fraction of a column's cells that must match a pattern. It is less than 1, because real columns also contain
 remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
-"""Minimum fraction of distinct cells at which text cannot be a category, as a level has only two rows on average."""
+"""Text cannot be a category if at least this fraction of its cells is distinct, because a level then has only two rows
+on average."""
 MIN_REPEATED_CELLS = 20
 """Minimum number of distinct cells for checking a column in which cells repeat, as for patients with several visits."""
 MIN_NAMES = 3
@@ -175,13 +175,13 @@ therefore do not match."""
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
-"""Pattern of a person's full name: at least two words that consist of letters, the first of which is capitalized."""
+"""Pattern of a person's full name: at least two words of letters, and the first word is capitalized."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """Pattern that matches a street and a number, in either order."""
 MIN_WORD_SHARE = 0.2
 """Minimum fraction of texts that are distinct without their digits if texts with numbers may be addresses."""
 MIN_SENTENCE_WORDS = 4
-"""Minimum number of words at which a cell is considered a sentence rather than the name of a level."""
+"""A cell with at least this many words counts as a sentence and not as the name of a level."""
 
 
 def plain_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Columns from which a target of two classes was computed with a threshold."""
+"""Detection of binary targets that were computed from columns with a threshold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 MIN_SEPARATED_ROWS = 100
-"""Minimum number of rows in which classes must be separated without an error.
+"""Minimum number of rows with classes that are separated without an error.
 
 If neither column predicts the target almost perfectly, noise does not separate that many rows.
 """
@@ -40,7 +40,7 @@ PAIR_FORMULAS: Mapping[str, Callable[[Floats, Floats], Floats]] = {
 
 
 def find_threshold(numbers: Mapping[str, Floats], y: Floats) -> tuple[tuple[str, str], str] | None:
-    """Return two columns from which a formula and a threshold give the class in every row, and the formula.
+    """Return two columns and a formula whose values, compared with a threshold, give the class of every row.
 
     Args:
         numbers: numbers ``[N]`` of each numeric feature that does not predict the target alone. Missing numbers are
@@ -108,7 +108,7 @@ def is_dense(values: Floats, event: Flags) -> bool:
 
 
 def is_separated(values: Floats, event: Flags) -> Flags:
-    """Return True for each column of values ``[N, ...]`` in which the classes do not overlap. NaN is ignored."""
+    """Return True for each column of values ``[N, ...]`` whose classes do not overlap. NaN is ignored."""
     if event.all() or not event.any():
         return np.zeros(values.shape[1:], bool)
     ends = [(np.fmin.reduce(part), np.fmax.reduce(part)) for part in (values[~event], values[event])]

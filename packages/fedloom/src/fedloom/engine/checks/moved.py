@@ -1,4 +1,4 @@
-"""Keys that analyses have replaced: the error for new files that use them, and the conversion of old documents."""
+"""Keys that were replaced by analyses: the error for new files that use them, and the conversion of old documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_moved_key(table: str, key: str, value: object) -> str:
 
 
 def check_moved(table: str, options: object) -> None:
-    """Raise an error if a table contains a key that an analysis has replaced.
+    """Raise an error if a table contains a key that was replaced by an analysis.
 
     Raises:
         ConfigError: the table contains such a key. The message shows how to write the analysis instead.
@@ -44,7 +44,7 @@ def check_moved(table: str, options: object) -> None:
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded experiment document with analyses in place of the keys that they have replaced.
+    """Return a recorded experiment document in which analyses replace the old keys.
 
     Documents that were recorded in runs, records and studies are converted in this way. In contrast, an old key in a
     new file is rejected.

@@ -28,7 +28,7 @@ UNSEEDED_CURE = "Runs cannot be repeated. Draw from ctx.rng(purpose), which the 
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
 UNSEEDED_DRAWS = 2
-"""Number of equal calls by which a user-defined sampler is tested. Unseeded cohorts may still be equal by chance."""
+"""Number of equal calls for testing a user-defined sampler. Unseeded cohorts may still be equal by chance."""
 
 
 def notes_of(
@@ -221,8 +221,8 @@ def _note_changed_values(oracle: Network) -> list[str]:
     if oracle.mixes_samples:
         notes.append(
             "the model's outputs for a sample depend on the other samples of its batch, for example because "
-            "an operation runs over the axis of the samples. Predictions then depend on which samples are "
-            "predicted together. Use another axis, such as dim=1"
+            "an operation runs over the axis of the samples. Predictions then depend on the other samples in the "
+            "same call. Use another axis, such as dim=1"
         )
     if oracle.unregistered:
         notes.append(

@@ -33,7 +33,7 @@ def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None,
     """Return the attackers' downloads and their forged uploads.
 
     The attack produces models, and the method encodes these models (`Algorithm.encode`). A forged model therefore has
-    the same effect on the server regardless of the representation in which the method sends models.
+    the same effect on the server, regardless of how the method represents models.
 
     Args:
         job: the run from the server's point of view.

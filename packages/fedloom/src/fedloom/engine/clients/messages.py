@@ -20,7 +20,7 @@ from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 
 UPDATE_FIELD = "update"
-"""Name of the single field in which all values that pass through the channel are sent."""
+"""Name of the single field that contains all values sent through the channel."""
 
 
 class CodecMessage(NamedTuple):
@@ -65,8 +65,8 @@ class Messages:
     Args:
         algorithm: the method.
         layout: layout of the method's models.
-        device: device on which the uploads are computed.
-        channel: channel through which uploads pass, or None.
+        device: device that computes the uploads.
+        channel: channel that transforms the uploads, or None.
         mixed: True if a mixer sends a different model to every client, so that the method's own encoding does not
             apply.
     """
@@ -90,7 +90,7 @@ class Messages:
 
     @cached_property
     def masks(self) -> Mapping[str, Tensor]:
-        """Masks of the sent coordinates, for upload fields of which only a part is sent."""
+        """Masks of the sent coordinates, for upload fields that are sent only in part."""
         return self._masks({name: kind.part for name, kind in self._kinds.items()})
 
     @cached_property
@@ -158,7 +158,7 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
-        """Return the upload from which `change` subtracted ``base``."""
+        """Return the upload before `change` subtracted ``base``."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:

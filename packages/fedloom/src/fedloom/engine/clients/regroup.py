@@ -30,7 +30,7 @@ def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, Sta
     recomputed with the new client weights. The new weights affect the server's model from the next step on.
 
     Returns:
-        The run with the current client weights, and the state from which it continues.
+        The run with the current client weights, and the state to continue from.
 
     Raises:
         RunStopped: some of the activations are not finite.
@@ -106,8 +106,8 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         if any(not kind.base.startswith("rows.") for kind in adds.values()):
             raise Refused(
                 f"{what} changes the clients' shares in the server's sum over all rounds, but with "
-                f"aggregator {kind_of(aggregator)!r} the server of {name} sums the results of that "
-                "rule, in which clients have no shares",
+                f"aggregator {kind_of(aggregator)!r} the server of {name} sums the results of that rule, which does "
+                "not use client shares",
                 rule="clusters-under-a-rule",
                 fix=cure,
             )

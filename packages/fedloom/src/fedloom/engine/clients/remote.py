@@ -163,7 +163,7 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def seconds(self) -> float:
-        """Return the elapsed seconds of the run, excluding the time during which no server was running."""
+        """Return the elapsed seconds of the run, excluding the time without a running server."""
 
     @abstractmethod
     def pause(self) -> None:

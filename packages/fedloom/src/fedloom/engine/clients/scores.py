@@ -30,7 +30,7 @@ computation would need more."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
-    """Return a mask ``[n]`` of the clients for which the hybrid model is the global model.
+    """Return a mask ``[n]`` of the clients whose hybrid model is the global model.
 
     A client uses its personal model unless the global model is strictly better on the client's part ``select_on``. If
     this part is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal
@@ -254,7 +254,7 @@ def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Te
 
     ``nonzeros`` is the number of nonzero parameters. If a prox creates low ranks and the ranks are cheap to compute,
     two more measures follow: ``rank`` is the sum of the numerical ranks of a model's matrices, and ``factorised`` is
-    the number of parameters if each matrix is stored as two thin factors whenever this is smaller.
+    the number of parameters if matrices are stored as two thin factors wherever this saves space.
     """
     forms = {find_form(value) for value in algorithm.proxes().values()}
     if not forms:

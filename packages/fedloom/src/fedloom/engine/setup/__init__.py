@@ -55,7 +55,7 @@ def make_job(
     Args:
         setting: setting of the run.
         fed: clients and their data.
-        folder: folder in which client states are stored. None keeps them in memory.
+        folder: folder for client states. None keeps them in memory.
         ranks: processes that run the job together. Each process must make this call.
         replay: given values that replace the run's own random draws.
 
@@ -107,7 +107,7 @@ def make_problem(
         setting: setting of the run.
         fed: clients and their data.
         replay: given values that replace the run's own random draws.
-        finds: True to compute the clusters on which client weights are based. To do so, all clients train once.
+        finds: True to compute the clusters that determine client weights. To do so, all clients train once.
             Otherwise, the weights are uniform.
 
     Raises:

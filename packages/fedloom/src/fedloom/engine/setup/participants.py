@@ -37,7 +37,7 @@ class Participants(NamedTuple):
         setting: settings of the run, with presets resolved.
         fed: training data on the run's device. If the run requires poisoned or pooled data, the data have already been
             poisoned or pooled.
-        eval_fed: federation on whose data the models are evaluated.
+        eval_fed: federation with the evaluation data of the models.
         attackers: ids of the attackers ``[b]``.
         notes: notes on settings that the run changes or ignores.
     """

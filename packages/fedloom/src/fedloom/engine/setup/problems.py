@@ -42,7 +42,7 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     Args:
         participants: checked run and its clients.
         replay: given values that replace the run's own random draws.
-        finds: True to compute the clusters on which client weights are based. To do so, all clients train once.
+        finds: True to compute the clusters that determine client weights. To do so, all clients train once.
             Otherwise, the weights are uniform.
 
     Raises:

@@ -42,7 +42,7 @@ class StartedMethod(NamedTuple):
     Attributes:
         setting: settings of the run, with the derived options of the method.
         states: initial states of the server, of a client, and of the fields that the server stores for a client.
-        memory: layout in which optimizer states are stored. None if optimizers start every round without a state.
+        memory: layout of stored optimizer states. None if optimizers start every round without a state.
         residue: initial state of the channel for one client.
         notes: notes that are known before round 1.
     """
@@ -92,7 +92,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
 
 
 def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> Fields:
-    """Check the weigher, the sampler and the channel, all of which read uploads.
+    """Check the weigher, the sampler and the channel, which all read uploads.
 
     Return the channel's initial state for one client.
 
@@ -132,7 +132,7 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
 
 
 def _summed_rows(problem: JobFacts, client: Fields) -> Fields:
-    """Return the rows from which the per-client sums of `JobFacts.summed_fields` start.
+    """Return the initial rows of the per-client sums of `JobFacts.summed_fields`.
 
     Changes of a client's row are added to the initial value of this row, and other fields are added to zero.
     """

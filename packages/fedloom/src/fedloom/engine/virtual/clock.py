@@ -45,7 +45,7 @@ client was busy, and its `ReplyOutcome`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
-"""Event in which a client replies or its task is abandoned. It consists of its time, the serial number of the dispatch,
+"""Event of a client's reply or of its abandoned task. It consists of its time, the serial number of the dispatch,
 the client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in
 seconds, and True if the task has been abandoned. Events are sorted by time and then by serial number."""
 
@@ -223,7 +223,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Read a clock from tensors that `tensors` has returned."""
+        """Read a clock from the tensors returned by `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -302,7 +302,7 @@ class TimeUse(NamedTuple):
 
 
 def divide_client_time(clock: Clock, fleet: Fleet) -> TimeUse:
-    """Return how each client has spent its time, according to the log and to the clients that are under way."""
+    """Return each client's busy, absent and idle time, from the log and from the clients that are still under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

@@ -117,7 +117,7 @@ def _cohort_positions(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
 
 
 def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return how many local steps ``[m]`` fit into the time that remains after receiving and sending a model."""
+    """Return the number of local steps ``[m]`` that fit into the time left after receiving and sending a model."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
@@ -159,7 +159,7 @@ class ObservedClients:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """Return the time at which all queried clients have answered, and the log rows of their answers."""
+        """Return the time of the last answer from the queried clients, and the log rows of their answers."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

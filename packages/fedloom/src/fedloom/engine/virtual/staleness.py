@@ -1,4 +1,4 @@
-"""Staleness: how the server uses an upload that was computed from an older model.
+"""Staleness: rules for uploads that were computed from an older model.
 
 A change from the received model is multiplied by a factor that depends on its staleness, and added to the current
 model. An absolute model is first converted to such a change. Values that the server accumulates or stores for each
@@ -41,7 +41,7 @@ def convert_stale_uploads(
         t: number of the round.
         ids: ids of the clients ``[m]``.
         upload: uploads as the clients sent them.
-        received: downloads from which the clients started.
+        received: downloads that the clients started from.
         staleness: number of server steps since the dispatch of each client ``[m]``.
     """
     schedule, fields = job.setting.schedule, find_discountable_fields(type(job.algorithm))

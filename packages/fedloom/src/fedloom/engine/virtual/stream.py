@@ -39,7 +39,7 @@ NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
 
 
 class Version(ABC):
-    """Interval between two server steps, in which the server's state does not change.
+    """Interval between two server steps. The server's state does not change during this interval.
 
     A subclass determines which clients are present (`_is_there`), how a client's training is prepared and started
     (`_compute`, `_dispatch`), and how the run waits for an upload (`_wait`).
@@ -113,7 +113,7 @@ class Version(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Advance the time to the next moment at which an upload may have arrived.
+        """Advance the time to the next possible arrival of an upload.
 
         Raises:
             RunStopped: no further upload can arrive.

@@ -81,10 +81,7 @@ def advise(
     check_type("advise: progress_bar", progress_bar, bool)
     check_type("advise: tune", tune, Mapping, type(None))
     if join and folder is None:
-        raise ConfigError(
-            "advise: `join` needs a folder in which the processes share their runs. Name a folder "
-            "that all processes can use"
-        )
+        raise ConfigError("advise: `join` needs a shared folder. Name a folder that all processes can use")
     place = None if folder is None else place_of(folder, "advise: folder")
     if "seeds" in choices:
         raise ConfigError(

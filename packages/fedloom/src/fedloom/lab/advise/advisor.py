@@ -77,10 +77,10 @@ class LapWork(NamedTuple):
 
     Attributes:
         lap: the lap.
-        setting: setting of the whole run to which the lap belongs.
+        setting: setting of the lap's whole run.
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
-        unit: unit of work, with the path at which the result is published.
+        unit: unit of work, with the path of its published result.
         before: round at which the previous lap (part of the training) of the same candidate and seed ended. None if
             this is the first lap.
     """

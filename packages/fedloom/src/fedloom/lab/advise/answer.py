@@ -79,13 +79,13 @@ class Advice(NamedTuple):
         verdict: conclusion of the race in words.
         method: best federated method. This method leads the race unless local training leads it.
         arms: chosen settings of each method, keyed by label.
-        metric: metric by which the methods are compared.
+        metric: metric that compares the methods.
         gains: gain of the method over local training and over FedAvg, keyed by the label of the baseline. Each gain is
             measured on validation data that the race did not use, and is above 0 if the method is better. A gain is
             None if a run failed.
         racing: labels of the methods that are still in the race, best method first.
-        departures: for each method that has left the race, the better method, the number of the interim analysis (look)
-            at which it left, the difference on the data of the race, and the reason if the method failed.
+        departures: for each method that has left the race, the better method, the interim analysis (look) after which
+            it left, the difference on the data of the race, and the reason if the method failed.
         left_out: reason why a method did not take part, keyed by the label of the method.
         more: number of additional gradients that would be needed to decide the race. None if no more gradients are
             needed, or if even the maximum number of seeds would not decide the race.
@@ -125,7 +125,7 @@ class Advice(NamedTuple):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Methods with which the recommended method is compared."""
+        """Methods that the recommended method is compared with."""
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
@@ -195,7 +195,7 @@ class Advice(NamedTuple):
 
     @property
     def _bound(self) -> str:
-        """Sentence about the margin (rounded up) at which the answer would be that training alone is enough."""
+        """Sentence about the smallest margin (rounded up) that gives the answer "training alone is enough"."""
         gain = self.gains.get(ALONE_METHOD)
         largest = math.nan if gain is None else gain.mean + gain.half_width()
         if not (math.isfinite(largest) and largest > 0):
@@ -248,7 +248,7 @@ def form_advice(
     Args:
         outcome: outcome of the race.
         fed: federation of the race.
-        metric: metric by which the methods are compared.
+        metric: metric that compares the methods.
         margin: largest difference that is considered irrelevant in practice. If None, every difference matters.
         budget: maximum number of sample gradients that the race was allowed to compute.
         work: number of gradients that one whole run computes.

@@ -31,9 +31,9 @@ def pack_lap(
     Args:
         seed: seed of the run.
         method: table of the method in an experiment file.
-        rounds: number of rounds of the whole run to which the lap belongs.
+        rounds: number of rounds in the lap's whole run.
         end: round at which the lap ends.
-        metric: metric by which the methods are compared.
+        metric: metric that compares the methods.
         seeds: all seeds of the race.
         before: folder of the previous lap. The lap continues from the checkpoint in this folder. If None, the lap
             starts at the first round.

@@ -172,7 +172,7 @@ class _ValidationCut:
         return chosen
 
     def make_federation(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
-        """Return a federation in which the given subjects are used to evaluate models.
+        """Return a federation that evaluates models on the given subjects.
 
         Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
         the validation part are not used in the race.
@@ -208,7 +208,7 @@ class _ValidationCut:
 
 
 def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
-    """Return the setting of a candidate's run, in which the end of a lap is evaluated."""
+    """Return the setting of a candidate's run, with an evaluation at the end of a lap."""
     evaluate = Evaluate(every=rounds, parts=(DECIDING_PART, ESTIMATING_PART), select_on=DECIDING_PART)
     return setting.with_(seed=seed, evaluate=evaluate, rounds=rounds)
 

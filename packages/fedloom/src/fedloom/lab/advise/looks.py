@@ -114,7 +114,7 @@ class PairedDifference(NamedTuple):
         return float(t.isf(level / 2, self.degrees) * self.error) if math.isfinite(self.error) else math.nan
 
     def seeds_needed(self, level: float, most: int = 1000) -> int | None:
-        """Return the number of seeds with which a mean of this size would differ significantly from 0.
+        """Return the number of seeds needed for a mean of this size to differ significantly from 0.
 
         The result is None if no number up to ``most`` is sufficient.
 

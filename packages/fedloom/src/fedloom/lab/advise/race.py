@@ -25,11 +25,11 @@ from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
 from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
 
 EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
-"""Fractions of the work of a whole run at which settings or methods are compared."""
+"""Fractions of a whole run's work after which settings or methods are compared."""
 FIRST_SEEDS, MOST_SEEDS = 2, 5
 """Number of seeds at the first comparison of methods, followed by the maximum number of seeds."""
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
-"""Maximum number of interim analyses (looks) at which methods may be eliminated."""
+"""Maximum number of interim analyses (looks) that may eliminate methods."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
 """Methods that take part in every race and serve as references for all other methods. Both methods are always trained
 for all rounds."""
@@ -84,7 +84,7 @@ class RaceOutcome(NamedTuple):
 
 
 def last_round(depth: float, rounds: int) -> int:
-    """Return the round at which a lap ends, in a run with the given number of rounds."""
+    """Return the last round of a lap, in a run with the given number of rounds."""
     return max(1, round(depth * rounds))
 
 

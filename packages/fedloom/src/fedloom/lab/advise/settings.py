@@ -32,7 +32,7 @@ LEFT_OUT_TABLES = ("method", "grid", "analysis")
 UPLOAD_TABLES = ("aggregator", "upload_transform", "personalized_aggregation")
 """Tables of an experiment file that apply to uploads, so they apply to all methods of a race except local training."""
 SETTING_DIGITS = 3
-"""Number of significant digits to which the numbers that are tried are rounded."""
+"""Number of significant digits of the numbers to try."""
 
 
 @cache
@@ -110,7 +110,7 @@ class RaceEntries:
         return tuple(self._methods)
 
     def metric(self, fed: Federation, seed: int) -> tuple[str, bool]:
-        """Return the name of the metric by which methods are compared, and whether higher values of it are better."""
+        """Return the name of the metric that compares methods, and True if higher values are better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
@@ -162,7 +162,7 @@ def spread_settings(
         first: settings in the experiment file. None if the space does not contain these settings.
         count: maximum number of settings to return. A space that consists of lists may contain fewer settings than
             this.
-        label: label of the method, on which the random draw depends.
+        label: label of the method, which affects the random draw.
         seed: seed of the random draw.
 
     >>> [one["mu"] for one in spread_settings({"mu": (0.1, 1.0)}, {"mu": 1.0}, 5, "fedprox", 0)]

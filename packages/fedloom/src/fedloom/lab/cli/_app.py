@@ -75,7 +75,7 @@ def _exit_on_closed_output() -> Iterator[None]:
 
 
 HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
-"""Groups of commands in the help text, in the order in which a new user needs them."""
+"""Groups of commands in the help text. The commands that a new user needs first come first."""
 
 
 COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
@@ -210,7 +210,7 @@ def say_json(value: object) -> None:
 
 
 def finite_only(value: Any) -> Any:
-    """Return a copy of nested lists and tables in which every number that is not finite is replaced by None.
+    """Return a copy of nested lists and tables with None in place of every number that is not finite.
 
     >>> finite_only({"a": [1.0, float("nan")]})
     {'a': [1.0, None]}

@@ -43,7 +43,7 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="minimum probability at which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="minimum probability for predicting the second class (default: 0.5)"),
 ]
 SetThresholdOption = Annotated[
     float | None,
@@ -151,7 +151,7 @@ FAR_ROWS_EXIT_CODE = 3
 
 
 class PredictionsFile:
-    """CSV file to which a command writes its predictions.
+    """CSV file with a command's predictions.
 
     Unless ``force`` is given, an existing file is replaced only if it has the same columns as the new file. This rule
     protects a labeled table, or a predictions file to which someone has added a column.

@@ -88,7 +88,7 @@ class LivePage:
 
     Args:
         folder: folder of a run or of a deployment.
-        every: interval in seconds at which the browser asks for updates.
+        every: seconds between the browser's requests for updates.
 
     Raises:
         RunDirError: the folder is neither a run directory nor a deployment.

@@ -120,7 +120,7 @@ def compare(
         tune: number of trials per method. Settings are chosen on validation data before the runs, with the same compute
             budget for all methods. The table ``[tune]`` of an experiment file is also accepted. If None, the settings
             are used unchanged.
-        baseline: label of the method against which the other methods are tested. If None, the baseline is local
+        baseline: label of the method that the other methods are compared with. If None, the baseline is local
             training or FedAvg if one of them was run.
         compare_model: which of a method's models is compared. ``best-on-validation`` is the model that a client would
             use (the better of the global and the personal model on the client's validation part), ``personal`` is the
@@ -164,10 +164,7 @@ def compare(
     check_type("compare: join", join, bool)
     check_type("compare: progress_bar", progress_bar, bool)
     if join and folder is None:
-        raise ConfigError(
-            "compare: `join` needs a folder in which the processes share their runs. Name a folder "
-            "that all processes can use"
-        )
+        raise ConfigError("compare: `join` needs a shared folder. Name a folder that all processes can use")
     callbacks = list_functions(callbacks, "compare: callbacks must be a list of functions of an event")
     if track is not None:
         check_tracker(track)

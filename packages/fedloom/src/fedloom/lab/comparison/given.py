@@ -31,7 +31,7 @@ from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
-"""Keys by which a mapping is recognized as a data set. Any other mapping is interpreted as clients, keyed by name."""
+"""Keys that identify a mapping as a data set. Any other mapping is interpreted as clients, keyed by name."""
 
 
 class InMemory(Source):
@@ -92,7 +92,7 @@ class GivenExperiment:
         call: name of the function that the user called, which is named in error messages.
 
     Attributes:
-        document: content of the equivalent experiment file, in which values take the place of tables.
+        document: content of the equivalent experiment file, with values in place of tables.
         experiment: experiment that was built from the document.
 
     Raises:

@@ -19,7 +19,7 @@ EVENT_INTERVAL_SECONDS = 0.2
 """Minimum time in seconds between two events of a run in another process if there are no new measurements."""
 
 ERROR_GRACE_SECONDS = 2.0
-"""Time in seconds after an error during which queued events are still delivered."""
+"""Seconds after an error to deliver queued events."""
 
 Figures = dict[str, float]
 """Metrics of the whole federation, keyed by ``model/part/metric``."""

@@ -77,7 +77,7 @@ class Plan:
             this experiment.
         dry: True to inspect the directory without changing it. Nothing is written or discarded in that case.
         reads: files that the caller reads, such as the experiment file.
-        ranks: distributed processes, all of which must make the same calls. Only rank 0 accesses the run directory,
+        ranks: distributed processes, which must all make the same calls. Only rank 0 accesses the run directory,
             except for rows that are stored separately on each machine.
 
     Attributes:
@@ -137,7 +137,7 @@ class Plan:
     def remarks(self) -> list[str]:
         """Remarks about the clients with the first seed, and about the methods.
 
-        Each remark is listed once, with the labels of the methods to which it applies.
+        Each remark is listed once, with the labels of the methods concerned.
         """
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
@@ -223,7 +223,7 @@ class Plan:
     def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
         """Let an executor perform the runs that are missing.
 
-        Return whether the user stopped it, and the failures keyed by run.
+        Return True if the user stopped it, and the failures keyed by run.
         """
         folders = [(run, self._directory.folder(CHECKPOINTS_FOLDER, *run)) for run in self.runs]
         missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]
@@ -288,7 +288,7 @@ class Plan:
         return outcomes
 
     def _finish(self, outcomes: list[Outcome], further: FurtherRuns, *, page: bool) -> None:
-        """Write the files of a directory in which several processes have computed results."""
+        """Write the files of a directory after several processes computed the results."""
         self._write(outcomes)
         further.write_published()
         self._write_page(outcomes, page=page)

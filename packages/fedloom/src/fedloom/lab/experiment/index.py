@@ -1,6 +1,6 @@
 """Cache of cards, names and the JSON schema, so that `list`, `describe` and `schema` run without importing torch.
 
-The cache is valid only for the source files from which it was built.
+The cache is valid only as long as the source files do not change.
 """
 
 from __future__ import annotations

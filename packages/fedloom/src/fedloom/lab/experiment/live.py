@@ -1,4 +1,4 @@
-"""Live metrics of an unfinished run, from which an interim report can be created."""
+"""Live metrics of an unfinished run, for interim reports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def copy_live_run(out: Path, into: Path) -> Path:
 
     Args:
         out: the run directory.
-        into: folder in which the copy is written.
+        into: folder for the copy.
 
     Raises:
         FileNotFoundError: the run ended, or was deleted, during the call.

@@ -186,7 +186,7 @@ class RunDirectory:
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings. If the table does not name a model, the user's model is inserted."""
+        """Return a table of settings. If the table does not name a model, it gets the user's model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
@@ -210,7 +210,7 @@ class RunDirectory:
 
     @cached_property
     def new_data(self) -> NewData:
-        """Options with which the models of the run read new data."""
+        """Options for reading new data with the models of the run."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
@@ -242,8 +242,8 @@ class RunDirectory:
             seed: seed of the run. If None, the first seed is used.
             client: client whose model makes the predictions for all rows. If None, each row uses the model of its site,
                 and rows without a site use the global model.
-            kind: "global", "personal" or "hybrid", or the path of an adapted model, with which predictions are then
-                made for all rows. If None, the best kind for each client is used.
+            kind: "global", "personal" or "hybrid", or the path of an adapted model, which then makes the predictions
+                for all rows. If None, the best kind for each client is used.
             data_dir: folder of data sets.
             id_columns: columns of the table that are copied to the table of predictions.
 
@@ -329,7 +329,7 @@ class RunDirectory:
         The metric is averaged over clients and seeds.
 
         Args:
-            seed: seed of the run. If None, the first seed for which the method has finished is used.
+            seed: seed of the run. If None, the first finished seed of the method is used.
             personal: True to compare the personal models of methods that have them. False to compare only global
                 models.
             shared: True if the method must produce a global model.
@@ -358,7 +358,7 @@ class RunDirectory:
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
     def low_rank(self, method: str) -> bool:
-        """Return whether the server of a method sends a low-rank model."""
+        """Return True if the server of a method sends a low-rank model."""
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:

@@ -186,7 +186,7 @@ def find_measured_runs(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
 def write_further(
     out: Path, analysis: Analysis, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
 ) -> None:
-    """Write the rows of additional runs, keyed by the label and seed of the run to which they belong.
+    """Write the rows of additional runs, keyed by the label and seed of the original run.
 
     Existing rows of the runs in ``keep`` remain in the file.
     """

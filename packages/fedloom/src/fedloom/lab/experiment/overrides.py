@@ -136,7 +136,7 @@ def _set_value(document: dict[str, Any], text: str, where: str, changed_keys: Co
 def _find_method_table(
     document: Mapping[str, Any], parts: list[str], text: str, where: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the method's table to which a dotted key refers, and the rest of the key."""
+    """Return the method's table named in a dotted key, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: method keys have the form method.LABEL.key. Labels: {', '.join(labels)}")

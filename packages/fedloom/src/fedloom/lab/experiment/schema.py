@@ -49,11 +49,11 @@ class Method:
 
     @property
     def entry(self) -> type[Algorithm] | Preset:
-        """Algorithm or preset to which the name `algorithm` refers."""
+        """Algorithm or preset with the name `algorithm`."""
         return self.kind or choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
 
     def settings(self) -> dict[str, Any]:
-        """Return the method as a TOML table in which defaults are filled in."""
+        """Return the method as a TOML table that includes defaults."""
         fields, algorithm = fields_of(self.entry), dump(self.setting.method)
         choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
         named = {"algorithm": self.algorithm, "label": self.label}
@@ -93,7 +93,7 @@ class Head(Value):
         (0,), min_length=1, description="random seeds. Every method runs once per seed"
     )
     defaults: Constants = Field(
-        "default", description="which default values to use for the methods' options: default, paper or released"
+        "default", description="default values of the methods' options: default, paper or released"
     )
 
     @field_validator("seeds")
@@ -109,7 +109,7 @@ class MethodKeys(Value):
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field(
-        "default", description="which default values to use for this method's options, if the file does not set them"
+        "default", description="default values of this method's options that the file does not set"
     )
 
 
@@ -169,7 +169,7 @@ SETTING_TABLES: dict[str, SettingTable] = {
 
 
 def file_places() -> KeyPlaces:
-    """Return the keys that an experiment file accepts, and the table to which each key belongs."""
+    """Return the keys that an experiment file accepts, and the table of each key."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
@@ -235,12 +235,12 @@ class Experiment:
         return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.compared}
 
     def with_(self, **choices: object) -> Experiment:
-        """Return a copy of the experiment in which the given settings are changed for every method."""
+        """Return a copy of the experiment with the given settings changed for every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)
 
     def settings(self) -> dict[str, Any]:
-        """Return the whole experiment as a TOML document in which defaults are filled in."""
+        """Return the whole experiment as a TOML document that includes defaults."""
         whole = self.common.document()
         shared = (*Setting.plain(), *SHARED_TABLES)
         common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}

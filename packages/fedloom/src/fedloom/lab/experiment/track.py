@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""Time in seconds after which a failed tracker is tried again. An unreachable server delays a run by up to
-`HTTP_SECONDS` and one retry, so that the run spends only a small part of its time on it."""
+"""Seconds before a failed tracker is tried again.
+
+An unreachable server delays a run by up to `HTTP_SECONDS` and one retry, so the run loses only a small part of its
+time.
+"""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
 """Timeout in seconds, and number of retries, for MLflow's server, unless other values are set in the environment. With
 MLflow's own defaults of 120 seconds and 7 retries, a run would be delayed by many minutes at every evaluation."""

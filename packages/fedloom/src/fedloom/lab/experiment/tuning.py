@@ -72,7 +72,7 @@ class Tune(Value):
         5, ge=1, description="number of trials that must be completed before any trial is stopped early"
     )
     simulated_seconds: float | None = Field(
-        None, gt=0, description="simulated time after which a trial ends and is scored, even if rounds remain"
+        None, gt=0, description="simulated time limit of a trial. The trial is then scored, even if rounds remain"
     )
     equal_work: bool = Field(
         True,

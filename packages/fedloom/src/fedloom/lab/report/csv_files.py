@@ -34,7 +34,7 @@ def neutralize_formula(cell: T) -> T | str:
 
 
 def render_csv(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
-    """Return a header and rows as CSV in which formulas are made harmless. Missing values are left empty."""
+    """Return a header and rows as CSV, with formulas made harmless. Missing values are left empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(map(neutralize_formula, columns))
@@ -45,7 +45,7 @@ def render_csv(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping
 
 
 def render_table_csv(table: pa.Table) -> bytes:
-    """Return an Arrow table as CSV in which formulas in names and texts are made harmless.
+    """Return an Arrow table as CSV, with formulas in names and texts made harmless.
 
     Numbers keep all their digits.
     """

@@ -40,7 +40,7 @@ CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'uns
 """Content security policy of the page. This policy allows the scripts that are embedded in the page, and blocks all
 network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
-"""End of a report's title, by which reports are recognized, because no other page has it."""
+"""End of a report's title. It identifies reports, because no other page has it."""
 SCRIPTS_FILE = "vega.js"
 """Name of the cache file for the scripts."""
 SECTION_ORDER = {

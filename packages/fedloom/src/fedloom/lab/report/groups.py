@@ -29,7 +29,7 @@ GROUPS_TEXT = (
 
 
 def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render an HTML table for each run in which groups were scored."""
+    """Render an HTML table for each run with scored groups."""
     text = ""
     for run in runs:
         best = leader_of(run, runs, rows, lead)

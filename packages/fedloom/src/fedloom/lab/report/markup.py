@@ -24,7 +24,7 @@ def render_part(name: str, /, **values: object) -> str:
 
 
 def render_page(**values: object) -> str:
-    """Render the whole page. String values are escaped, except values that `render_part` has returned."""
+    """Render the whole page. String values are escaped, except values returned by `render_part`."""
     page: str = _template_environment().get_template("page.html").render(**values)
     return page + "\n"
 

@@ -30,12 +30,12 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page in which metrics of the whole federation are shown, keyed by metric. All other metrics of the
+"""Sections of the page that show metrics of the whole federation, keyed by metric. All other metrics of the
 federation are shown in the section "others"."""
 
 
 def describe_figure(name: str) -> Metric:
-    """Return how a value named ``metric``, ``metric/statistic`` or ``metric@place``, or a total of costs, is shown.
+    """Return the display of a value named ``metric``, ``metric/statistic`` or ``metric@place``, or of a total of costs.
 
     >>> describe_figure("accuracy/worst10").title, describe_figure("accuracy/jain").unit
     ('Worst 10 %', '')
@@ -65,7 +65,7 @@ STATISTIC_TITLES = {
     "validation": "At the best validation round",
     "common": "Common test set",
 }
-"""Titles of statistics over clients, and of the other data on which a metric was measured."""
+"""Titles of statistics over clients, and titles of the other data of a metric."""
 
 
 def is_ratio(name: str) -> bool:

@@ -22,8 +22,10 @@ from fedloom.metrics import leading, worst
 from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
 BASELINE_ROLES = ("alone", "average")
-"""Roles of methods that can serve as the baseline, in order of preference. The first of these roles for which a method
-was run is used."""
+"""Roles of methods that can serve as the baseline, in order of preference.
+
+The first of these roles with a run is used.
+"""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
     "steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper",
@@ -35,12 +37,12 @@ completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs that have no result."""
 UNTESTED_REASON = "trained, but not evaluated because there is no test row"
-"""Status of a method for which no metric (not even the loss) was measured on test parts."""
+"""Status of a method without any metric (not even the loss) on test parts."""
 MIN_SEEDS = 5
 """Minimum number of seeds for a test. If there are fewer seeds, charts show the individual seeds instead of an
 interval."""
 EQUALITY_TOLERANCE = 1e-9
-"""Maximum relative difference at which two values are considered equal."""
+"""Two values are considered equal up to this relative difference."""
 
 
 class Curve(NamedTuple):
@@ -101,7 +103,7 @@ def _client_statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Metric for each seed, and its mean over the seeds for which it is finite (see `equal_seeds` for ``repeats``)."""
+    """Metric for each seed, and its mean over the seeds with a finite value (see `equal_seeds` for ``repeats``)."""
 
     by_seed: dict[int, float]
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])

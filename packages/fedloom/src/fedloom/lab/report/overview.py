@@ -28,7 +28,7 @@ from fedloom.lab.report.tables import columns_of, render_cell
 MAX_OPEN_NOTES = 4
 """Number of notes that are always visible. If there are more notes, the others are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
-"""Maximum ratio to the smallest amount of work at which methods are considered to do equal work, as in `fedloom tune`.
+"""Methods do equal work if their work is at most this multiple of the smallest amount, as in `fedloom tune`.
 A note lists the methods whose work exceeds the work of FedAvg by a larger ratio than this."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
 """Work and traffic, whose columns come after the primary metric."""
@@ -81,7 +81,7 @@ def render_cards(runs: list[Run], rows: list[Row], models: Models = "best-on-val
     Runs with different data or attacks are shown in separate groups of cards.
 
     Args:
-        runs: runs to which the rows belong.
+        runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
         models: which of a method's models to compare. Only one model per method is compared, even if all models are
             requested.
@@ -158,7 +158,7 @@ def render_results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 
     Args:
         rows: rows of the results table.
-        runs: runs to which the rows belong. The best row of a column is set in bold. It is chosen among rows with the
+        runs: runs that contain the rows. The best row of a column is set in bold. It is chosen among rows with the
             same data and attack, or among all rows if no runs are given.
     """
     columns = columns_of(rows)

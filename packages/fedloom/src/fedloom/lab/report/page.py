@@ -59,7 +59,7 @@ def write_report(
         columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. If None, up to six
             metrics that suit the task are chosen.
         charts: True to also write each chart as SVG, and its data as CSV, to the folder.
-        baseline: label of the method against which all other methods are tested. If None, the baseline is local
+        baseline: label of the method that all other methods are compared with. If None, the baseline is local
             training or, if it was not run, FedAvg. If neither was run, there is no baseline.
         compare_model: which of a method's models are included in ``results.tex`` and in the comparison: the model that
             a client would use, the personal model, or all models.
@@ -74,8 +74,8 @@ def write_report(
         RunDirError: a folder is not a run directory, or one of its files is damaged, or ``out`` would lie inside a
             file. In that case, nothing has been written.
         ConfigError: ``out`` does not end in ``.html``, or lies inside a run directory (other than ``RUN/NAME.html``),
-            or exists but is not a report, or its folder contains files that no report has written. This error is also
-            raised if a column or method does not exist, or if the margin is not a number above 0.
+            or exists but is not a report, or its folder contains files that do not belong to a report. This error is
+            also raised if a column or method does not exist, or if the margin is not a number above 0.
         CheckpointError: the disk is full or refuses the files. The recorded runs are not changed.
     """
     beside = check_report(run_dirs, out, force=force)

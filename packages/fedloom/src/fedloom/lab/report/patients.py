@@ -1,4 +1,4 @@
-"""Predictions for individual test samples, combined over the seeds or folds in which they were tested."""
+"""Predictions for individual test samples, combined over seeds or folds."""
 
 from __future__ import annotations
 

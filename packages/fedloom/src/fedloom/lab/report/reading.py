@@ -265,7 +265,7 @@ def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
 
 
 def rows_where(table: pa.Table, **values: object) -> pa.Table:
-    """Select the rows in which the given columns have the given values."""
+    """Select the rows with the given values in the given columns."""
     import pyarrow.compute as pc  # slow to import
 
     for name, value in values.items():

@@ -74,7 +74,7 @@ def _shared_settings(methods: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _methods_table(run: Run) -> str:
-    """Render a table of the methods, with the settings in which each differs from the others."""
+    """Render a table of the methods that shows the settings in which they differ."""
     agreed = _shared_settings([method for method in run.options.get("method", []) if isinstance(method, dict)])
     lines = []
     for method in compared_tables(run.options):

@@ -100,7 +100,7 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
 
 
 def headline_metrics(lead: str) -> tuple[str, ...]:
-    """Return the metrics with which an HTML table begins, given its primary metric."""
+    """Return the first metrics of an HTML table, given its primary metric."""
     return lead, f"{lead}/worst10", "attack_success", "calibration_error", "loss/variance", *COST_FIGURES
 
 
@@ -168,7 +168,7 @@ def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def decimals_of_metric(name: str) -> tuple[int, int]:
-    """Return the minimum and maximum number of decimal places with which a metric is shown."""
+    """Return the minimum and maximum number of displayed decimal places of a metric."""
     return PERCENT_DECIMALS if describe_figure(name).scale == 100 else PLAIN_DECIMALS
 
 

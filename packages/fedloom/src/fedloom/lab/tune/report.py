@@ -98,7 +98,7 @@ def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchRes
 
 
 def _exhausted_note(findings: Sequence[SearchResult]) -> str:
-    """Return a sentence about search spaces in which every setting was tried, or "" if there are none."""
+    """Return a sentence about search spaces that were searched completely, or "" if there are none."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
         return ""
@@ -114,7 +114,7 @@ def _length_note(goal: Goal, findings: Sequence[SearchResult]) -> str:
     if goal.samples is not None:
         return (
             f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed ({goal.samples:,} "
-            f"sample gradients over seeds {seeds}), in the number of its own rounds that comes nearest to this work."
+            f"sample gradients over seeds {seeds}), in as many of its own rounds as come closest to this work."
         )
     budgets = [
         f", of {f.study.method.label} {f.study.goal.rounds}" for f in findings if f.study.goal.rounds != goal.rounds

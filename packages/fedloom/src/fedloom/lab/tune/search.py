@@ -1,10 +1,10 @@
 """Search space of a method, and the choice of the setting to try next.
 
-The search space of a method consists of the defaults in `spaces.toml`, to which the changes in the experiment are
-applied. Each suggestion depends only on the finished trials and on (seed, method, trial number). A search that was
-interrupted therefore resumes with the same trials. If a space consists of lists and contains no more settings than
-there are trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested based on the results of
-past trials (TPESampler).
+The search space of a method consists of the defaults in `spaces.toml` and the changes in the experiment. Each
+suggestion depends only on the finished trials and on (seed, method, trial number). A search that was interrupted
+therefore resumes with the same trials. If a space consists of lists and contains no more settings than there are
+trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested based on the results of past trials
+(TPESampler).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def check_values(
 
 
 def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: object) -> dict[str, Any]:
-    """Return a copy of a document in which the given settings of method number ``place`` are replaced.
+    """Return a copy of a document with the given settings of method number ``place`` replaced.
 
     Everything else remains the same.
     """
@@ -151,7 +151,7 @@ class Search:
 
     Args:
         space: range or choices for every setting.
-        tune: number of trials, seed, and the rules by which trials are stopped early.
+        tune: number of trials, seed, and rules for stopping trials early.
         label: label of the method.
         higher: True if higher values of the metric are better.
         first: settings of trial 0, taken from the experiment file. None if the space does not contain these settings.
@@ -252,8 +252,8 @@ class SearchResult(NamedTuple):
 def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
     """Return a sentence about each method whose best trial exceeded its compute budget (`MAX_BUDGET_RATIO`)."""
     return [
-        f"{f.study.method.label} did other work: it took {percent(f.share)} of the gradients of "
-        f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
+        f"{f.study.method.label} did a different amount of work: in its own {f.best.rounds} rounds, it computed "
+        f"{percent(f.share)} of the gradients of {f.study.goal.rounds} plain rounds."
         for f in findings
         if f.best is not None and f.share is not None and f.share > MAX_BUDGET_RATIO
     ]

@@ -39,7 +39,7 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 Params = Mapping[str, Any]
 """Values of settings, keyed by name, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
-"""Number of points during a trial at which it is compared with earlier trials. Each point requires an evaluation. With
+"""Number of comparisons with earlier trials during a trial. Each comparison requires an evaluation. With
 this number, a hopeless trial can be stopped after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
@@ -223,9 +223,9 @@ def run_trial(
     """Train a setting, score it, and return the finished trial.
 
     Args:
-        method: method with the setting that is to be tried.
+        method: method with the setting to try.
         federations: federations without test data, keyed by seed.
-        goal: compute budget of the trial, and the metric by which it is scored.
+        goal: compute budget and scoring metric of the trial.
         trial: trial that Optuna suggested.
         folder: folder for the checkpoints of the trial. An interrupted trial is resumed from these checkpoints.
         emitter: function that returns the callback for a run, given the run's name and setting. The callback is called
@@ -331,7 +331,7 @@ def _score_records(records: Records, goal: Goal) -> float:
 
 
 def _gradient_samples(state: State) -> int:
-    """Return the number of sample gradients that a run has computed, including those for its last personal models."""
+    """Return the number of sample gradients computed in a run, including the gradients for its last personal models."""
     total = state.records.last("", "", "samples_backward")
     return 0 if total is None else int(total[0])
 

@@ -202,7 +202,7 @@ class Tuning:
             The result of the search for each method, in the order of the experiment.
 
         Raises:
-            RunStopped: the search was interrupted, or there is a method for which no trial was completed. In both
+            RunStopped: the search was interrupted, or no trial of some method was completed. In both
                 cases, finished trials are kept.
             CheckpointError: the disk is full or refuses a write. Finished trials are kept.
         """
@@ -426,7 +426,7 @@ class Tuning:
     def _check_directory(self) -> None:
         """Raise an error if the directory does not belong to this search.
 
-        The file ``search.toml`` in the directory records the settings on which the trials depend.
+        The file ``search.toml`` in the directory records the settings that affect the trials.
         """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
@@ -461,7 +461,7 @@ class Tuning:
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything on which the trials depend, as a TOML document."""
+        """Return everything that affects the trials, as a TOML document."""
         settings = self.experiment.settings()
         for free in TRIAL_FREE_PARTS:
             settings.pop(free)
@@ -510,7 +510,7 @@ def _dimension_table(dimension: Dimension) -> Any:
 
 
 def _changed_setting_message(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a message about a changed setting on which trials depend, or "" if no such setting has changed.
+    """Return a message about a changed setting that affects trials, or "" if no such setting has changed.
 
     The number of trials, the methods and the final number of rounds may be different.
     """

@@ -1,4 +1,4 @@
-"""Equal work: find the number of rounds in which a method computes as many gradients as local training does.
+"""Equal work: find the number of rounds that makes a method compute as many gradients as local training.
 
 The work of a run is the number of sample gradients that its rounds compute, plus the number that its personal models
 need after the last round. Rounds may differ in cost, for example the second round of FedALA, or rounds in which a rule
@@ -24,7 +24,7 @@ MIN_BUDGET_RATIO = 0.9
 """Minimum fraction of its budget that a run must spend. If the actual fraction is below this value or above
 `MAX_BUDGET_RATIO`, the run is planned again based on the measured cost of every round."""
 EQUAL_COST_TOLERANCE = 0.01
-"""Maximum relative difference in cost at which two rounds are treated as equal. A first plan then assumes that all
+"""Maximum relative difference in cost between two rounds that are treated as equal. A first plan then assumes that all
 later rounds have the same cost."""
 MAX_ROUND_MULTIPLE = 20
 """Maximum number of rounds in a plan that measures every round, as a multiple of the rounds of local training."""
@@ -69,7 +69,7 @@ class Budget(NamedTuple):
         return self.plan(setting, fed, whole=whole).rounds
 
     def plan(self, setting: Setting, fed: Federation, *, whole: bool = False) -> RoundPlan:
-        """Find the number of rounds, at least one, for which the work of a run comes closest to the budget.
+        """Find the number of rounds, at least one, that brings the work of a run closest to the budget.
 
         Args:
             setting: setting of the run.
@@ -163,11 +163,11 @@ class Goal(NamedTuple):
             federation, or else in rounds of the method.
         budget: budget of a trial with one seed. If None, the method's own number of rounds applies.
         metric: name of the validation metric that scores a trial.
-        seeds: seeds over which the score of a trial is averaged.
-        models: kinds of models over which the score is averaged.
+        seeds: seeds to average the score of a trial over.
+        models: kinds of models to average the score over.
         higher: True if higher values of the metric are better.
-        statistic: how the clients' values are averaged: "mean", or "weighted" by their numbers of samples.
-        time: virtual time in seconds after which a trial with one seed ends. If None, the trial runs all of its rounds.
+        statistic: type of mean over the clients: "mean", or "weighted" by their numbers of samples.
+        time: virtual time limit of a trial with one seed, in seconds. If None, the trial runs all of its rounds.
     """
 
     rounds: int
@@ -181,7 +181,7 @@ class Goal(NamedTuple):
 
     @property
     def figure(self) -> str:
-        """Name under which the score is recorded in each round."""
+        """Name of the recorded score in each round."""
         return f"{self.metric}/{self.statistic}"
 
     @property

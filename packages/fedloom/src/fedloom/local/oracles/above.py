@@ -63,7 +63,7 @@ class HeadNetwork:
             w: models ``[m, d]``.
             ends: outputs of the bodies ``[m, b, .]``.
             data: samples of the batch.
-            total: number by which the sum of the terms is divided ``[m, 1]``.
+            total: divisor of the sum of the terms ``[m, 1]``.
             functions: functions of the terms.
             terms: weights and arguments of each term.
             anchors: features of the samples for each term and anchor.

@@ -94,7 +94,7 @@ class Oracle(ABC):
         Args:
             out: rows ``[m, d]`` that are changed in place. Without terms, ``out`` may be ``w`` itself, which makes this
                 an SGD step in one pass.
-            w: models ``[m, d]`` at which the gradient is computed.
+            w: models ``[m, d]`` where the gradient is computed.
             batch: one batch for each row.
             beta: factor of ``out``, a number or ``[m, 1]``. If it is the number 0, the old values are ignored, even if
                 they are not finite.
@@ -171,7 +171,7 @@ class Oracle(ABC):
             ConfigError: the model has no representation, or the loss is not a mean over samples.
         """
         raise Refused(
-            f"gradient engine {self.name!r} has no representation to which a term could apply. Use a "
+            f"gradient engine {self.name!r} has no representation that a term could apply to. Use a "
             "method without terms"
         )
 

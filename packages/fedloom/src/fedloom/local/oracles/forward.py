@@ -111,7 +111,7 @@ def repeat_single(x: Tensor) -> Tensor:
 
 
 def samples_per_evaluation(module: nn.Module, sample: Tensor) -> int:
-    """Return how many samples are evaluated together, based on the largest activation for one ``sample [1, ...]``."""
+    """Return how many samples to evaluate together, based on the largest activation for one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [
         m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)

@@ -121,13 +121,13 @@ class Looped(TermNetwork):
         return outputs
 
     def _restore(self) -> None:
-        """Restore the initial values of all buffers and attributes that a forward pass has changed."""
+        """Restore the initial values of all buffers and attributes that a forward pass changed."""
         for owner, name, value in self._initial:
             put_value(owner, name, value)
 
     @cached_property
     def _layer(self) -> nn.Module:
-        """Layer at which the representation is found (see `spot`)."""
+        """Layer that provides the representation (see `spot`)."""
         return self.module.get_submodule(self.spot.name)
 
     def _features_of(self, row: Tensor, x: Tensor) -> Tensor:

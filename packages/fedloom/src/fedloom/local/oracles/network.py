@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 MAX_BOUNDED_GROWTH = 10.0
-"""Maximum factor by which outputs above 1 grow with the parameters if a model bounds them, as sigmoid and tanh do."""
+"""A model bounds its outputs, as with sigmoid or tanh, if outputs above 1 grow with the parameters by at most this
+factor."""
 SIGN_TRIALS = 16
 """Number of draws of random signs. A network that can have positive outputs almost surely has one with such signs."""
 
@@ -139,7 +140,7 @@ class Network(Oracle):
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
-        """Within the block, set the precision in which the gradient of a batch is computed."""
+        """Within the block, set the precision of batch gradients."""
         return use_bfloat16(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
@@ -397,7 +398,7 @@ class Network(Oracle):
             p.data = value
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Return samples ``[b, *shape]`` in the memory format in which the module is fastest.
+        """Return samples ``[b, *shape]`` in the module's fastest memory format.
 
         The values remain the same.
         """

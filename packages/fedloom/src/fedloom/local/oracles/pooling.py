@@ -77,7 +77,7 @@ class _ReLUMaxPoolFunction(torch.autograd.Function):
 
 
 def _numpy_view(x: Tensor) -> Any:
-    """Return a NumPy array for the compiled loops, in which bfloat16 values are represented by their bits."""
+    """Return a NumPy array for the compiled loops, with bfloat16 values represented by their bits."""
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 

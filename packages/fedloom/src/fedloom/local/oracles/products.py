@@ -187,7 +187,7 @@ class CompiledProducts(Products):
             layers: linear layers in the representation that `fedloom.kernels.descend` expects.
             samples: samples of the batch.
             count: number of samples of each client ``[m, 1]``.
-            total: number by which the sum of sample losses is divided ``[m, 1]``.
+            total: divisor of the sum of sample losses ``[m, 1]``.
         """
         block = samples.where.shape[1]
         if self._out is not self._w:

@@ -1,4 +1,4 @@
-"""Quadratic problems f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), for which all results are known exactly.
+"""Quadratic problems f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), whose results are all known exactly.
 
 They are used in tests and theory.
 """
@@ -81,7 +81,7 @@ class Quadratic(Oracle):
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return class counts for which the last sample is in the second class and all others are in the first."""
+        """Return class counts: the last sample is in the second class, and all others are in the first."""
         counts = torch.zeros(len(ids), self._classes, dtype=self.dtype)
         counts[:, 0], counts[:, 1] = self.count[ids] - 1, 1
         return counts

@@ -251,7 +251,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
         )
     if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _uses_pairing(task.objective.loss, outputs, y):
         raise ConfigError(
-            f"task: loss {name!r} does not depend on which output belongs to which target, for example because outputs "
+            f"task: loss {name!r} ignores the pairing of outputs and targets, for example because outputs "
             f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
             rule="loss-broadcasts",
             fix="make {task.loss} use outputs and targets of the same shape",
@@ -333,7 +333,7 @@ def _check_reduction(loss: UserFunction, outputs: Tensor, y: Tensor) -> None:
 
 
 def _gradient_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors with respect to which a loss has a gradient."""
+    """Return the tensors that a loss has a gradient for."""
     nodes: list[Any] = [loss.grad_fn or torch.autograd.graph.get_gradient_edge(loss).node]
     reached = {*nodes}
     for node in nodes:

@@ -142,7 +142,7 @@ class Aggregator(Value, ABC):
             raise refusal from None
 
     def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
-        """Return the error with advice on the maximum number of attackers (or used rows) for which m rows suffice."""
+        """Return the error with advice on the maximum number of attackers (or used rows) that m rows allow."""
         for name in ("f", "k"):
             now = getattr(self, name, None)
             for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():

@@ -29,11 +29,11 @@ class PrivateMean(Aggregator):
         1.0, ge=0, description="noise multiplier: standard deviation of the noise in the sum, in units of clip"
     )
     delta: float | None = Field(
-        None, gt=0, lt=1, description="delta for which epsilon is recorded (requires the extra 'privacy')"
+        None, gt=0, lt=1, description="delta of the recorded epsilon (requires the extra 'privacy')"
     )
     neighbours: Literal["replace", "zero"] = Field(
         "zero",
-        description="what epsilon protects: the presence or absence of an upload (sensitivity clip), or the "
+        description="change that epsilon hides: the presence or absence of an upload (sensitivity clip), or the "
         "replacement of one upload by another (sensitivity 2 * clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(

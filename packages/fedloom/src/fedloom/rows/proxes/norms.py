@@ -103,7 +103,7 @@ class GroupL1(Value):
     makes: ClassVar[Form] = "sparse"
     kind: Literal["group-l1"] = "group-l1"
     c: float = Field(0.01, ge=0, description="weight of the norm penalty")
-    by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="which parameters form a group")
+    by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="parameters that form a group")
     scaled: bool = Field(
         False, description="weight each group by s_g = sqrt(size of the group) (Yuan and Lin, Eq. 2.1) instead of 1"
     )

@@ -66,7 +66,7 @@ def decode_cells(cells: Cells) -> Cells:
 
 
 class CsvSigns(NamedTuple):
-    """Signs in a CSV file: the separator between cells, and the decimal sign of numbers."""
+    """Separator between cells and decimal sign of numbers in a CSV file."""
 
     separator: str
     decimal: Literal[".", ","]

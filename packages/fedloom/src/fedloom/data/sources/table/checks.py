@@ -23,7 +23,7 @@ MAX_CLASS_NUMBERS = 30
 MIN_CHECKED_ROWS = 10
 """Minimum number of rows in a table for notes on constant columns and outliers."""
 MAX_NOTED_NEGATIVE_SHARE = 0.05
-"""Maximum fraction of negative numbers in a column at which a note is added."""
+"""A note is added if at most this fraction of a column's numbers is negative."""
 OUTLIER_WIDTHS = 1000
 """Minimum distance of an outlier from the interquartile range of its column, in units of that range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
@@ -32,7 +32,7 @@ CODE_PATTERN = re.compile(r"0\d+|\d+[eE]\d+")
 ENTRY_NAME_PATTERN = re.compile(
     r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
 )
-"""Pattern of column names for the time at which a subject enters a study."""
+"""Pattern of column names for the time when a subject enters a study."""
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 """Codes of all rows ``[N]``, which are NaN for missing cells, and the levels."""
 
@@ -114,7 +114,7 @@ class SuspectSpellings:
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:
-    """Return numbers ``[N]`` as codes of levels, in which NaN has no level."""
+    """Return numbers ``[N]`` as codes of levels. NaN has no level."""
     has_value = ~np.isnan(values)
     distinct, places = np.unique(values[has_value], return_inverse=True)
     codes = np.full(len(values), np.nan)
@@ -137,7 +137,7 @@ def survival_time_errors(
     Args:
         times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
         events: name and numbers of the event column, in the same representation.
-        first: number of the first row, from which the row numbers in messages are counted.
+        first: number of the first row in messages.
     """
     for (column, values), wrong, allowed in (
         (times, times[1] < 0, "times must be at least 0"),
@@ -245,7 +245,7 @@ def note_doubtful_columns(
     Args:
         columns: numbers or codes ``[N]``, which are NaN for missing cells, keyed by column name.
         measured: names of the columns that are searched for outliers.
-        first: number of the first row, from which the row numbers in messages are counted.
+        first: number of the first row in messages.
         arrays: True if the columns come from an array and therefore do not have their own options. In arrays, negative
             numbers are not reported, even if they are rare.
     """

@@ -48,13 +48,13 @@ def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str)
 def replace_dates(
     cells: Iterator[ColumnPiece], days_since: Mapping[str, str], markers: tuple[str, ...], problems: Problems
 ) -> Iterator[ColumnPiece]:
-    """Yield pieces of columns in which dates are replaced by numbers of days.
+    """Yield pieces of columns with numbers of days in place of dates.
 
     Date columns are converted last, because their start may be in a column that comes later in the file.
 
     Args:
         cells: pieces of all columns.
-        days_since: start from which the days of each date column are counted, which is another column or a date.
+        days_since: start of the days of each date column, which is another column or a date.
         markers: texts that mark missing cells.
         problems: collector for cells that are not dates.
 
@@ -80,7 +80,10 @@ def replace_dates(
 
 
 def _has_zone(cells: Cells) -> set[bool]:
-    """Return whether the times in a column have a time zone. Dates without a time do not count."""
+    """Return a set: True if some times in a column have a time zone, False if some have none.
+
+    Plain dates do not count.
+    """
     texts = (str(cell).strip() for cell in cells if cell is not None)
     times = (text for text in texts if ":" in text and not MIDNIGHT_PATTERN.search(text))
     return {ZONE_PATTERN.search(text) is not None for text in times}

@@ -29,7 +29,7 @@ TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels, in lower case, that mark rows of the training part."""
 TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivation|learn)(?![a-z])", re.IGNORECASE)
-"""Pattern of column names for which 1 and yes mark training rows."""
+"""Pattern of column names whose values 1 and yes mark training rows."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
 ZONE_PATTERN = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
@@ -41,10 +41,10 @@ UNSORTED_DATE_FORMATS = ("%d%m%Y", 8), ("%m%d%Y", 8), ("%m.%Y", 7)
 """Formats of dates that are numbers but not in the order of time, because the year comes last."""
 FIRST_YEAR, LAST_YEAR = 1900, 2100
 MIN_DISTINCT_TIMES = 5
-"""Minimum number of distinct times at which their form or distance says something about them."""
+"""Minimum number of distinct times for judging their form or distance."""
 FAR_TIME_RATIO = 5.0
-"""Minimum ratio of the distance of a repeated first or last time to the span of all other times at which it may mark a
-missing time."""
+"""A repeated first or last time may mark a missing time if its distance from all other times is at least this multiple
+of their span."""
 ORDER_HINT = (
     "write numbers, or dates as 2024-09-01 or 1.9.2024, in every row. To leave rows without a time out, add their "
     "cells to missing and set unlabelled = 'drop'"
@@ -61,7 +61,7 @@ class DesignOptions(FileSource):
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates by which rows are ordered. Earlier rows are training rows, later "
+        description="column of numbers or dates that orders the rows. Earlier rows are training rows, later "
         "rows are test rows. The column is not a feature",
     )
     strata: tuple[str, ...] = Field(
@@ -187,7 +187,7 @@ class DesignReading:
         self._zones = set[bool]()
 
     def add(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
-        """Add a piece of the column by which the rows are ordered."""
+        """Add a piece of the column that orders the rows."""
         if piece.column != self.order:
             return
         rooms = [cast("NDArray[np.float64]", rows.reserve(piece.start, len(missing))) for rows in self._moments]
@@ -204,7 +204,7 @@ class DesignReading:
     def wrong(self, first: int) -> Iterator[str]:
         """Yield an error for each kind of invalid cell in the column that orders the rows.
 
-        ``first`` is the number of the first row, from which the row numbers in messages are counted.
+        ``first`` is the number of the first row in messages.
         """
         if self.order is None:
             return
@@ -347,7 +347,7 @@ def _days_of(values: NDArray[np.float64], form: str, length: int) -> list[dateti
     Args:
         values: numbers.
         form: format of dates.
-        length: number of characters to which the text of each number is padded.
+        length: padded length of each number's text, in characters.
     """
     days = list[datetime]()
     for value in values.tolist():

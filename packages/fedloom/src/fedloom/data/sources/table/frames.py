@@ -13,7 +13,7 @@ from fedloom.data.sources.table.cells import ColumnPiece, decode_cells
 from fedloom.errors import ConfigError
 
 READING_METHODS = ("read_all", "collect", "toPandas", "execute")
-"""Methods by which tables of other libraries read their rows: Arrow streams, polars, Spark and Ibis."""
+"""Methods that give access to the rows of other libraries' tables: Arrow streams, polars, Spark and Ibis."""
 
 
 def class_names(obj: Any, column: Any) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def _convert_to_arrow(obj: object) -> Any:
 
 
 def frame_names(obj: Any) -> list[str]:
-    """Return the column names of an object for which `is_frame` returns True."""
+    """Return the column names of an object accepted by `is_frame`."""
     return [str(name) for name in (obj.column_names if hasattr(obj, "column_names") else obj.columns)]
 
 
@@ -100,7 +100,7 @@ def coded_columns(obj: Any) -> list[str]:
 
 
 def frame_cells(obj: Any) -> Iterator[ColumnPiece]:
-    """Yield the columns of an object for which `is_frame` returns True. Missing cells become None."""
+    """Yield the columns of an object accepted by `is_frame`. Missing cells become None."""
     if is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]

@@ -74,7 +74,7 @@ def _normalize_level(name: str) -> str:
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Factors by which columns are multiplied. Each of them is one number, or one number per client."""
+"""Factors of columns. Each factor is one number, or one number per client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:
@@ -97,7 +97,7 @@ def unapplied_factor_notes(factors: Factors, users: str | None, clients: Collect
     """Return a sentence for each factor of a client that does not apply to any row.
 
     Args:
-        factors: factors by which columns are multiplied.
+        factors: factors of columns.
         users: name of the column that contains the client of each row.
         clients: clients that have at least one row each. None if the column does not exist.
     """
@@ -153,7 +153,7 @@ class AgreedColumnConverter:
         column: agreed column.
         impute: True if missing cells and unknown levels are to be filled instead of reported.
         cure: advice on how to handle the reported cells.
-        factor: factor by which numbers are multiplied.
+        factor: factor for numbers.
     """
 
     def __init__(self, column: TableColumn, impute: bool, cure: str, factor: float = 1.0) -> None:

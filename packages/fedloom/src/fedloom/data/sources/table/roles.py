@@ -46,10 +46,10 @@ class TableRoles(DesignOptions):
         default=None, description="column that identifies the client of each row. It is not a feature"
     )
     columns: tuple[str, ...] = Field(
-        default=(), description="columns by which a partition may split. They can be features too"
+        default=(), description="columns that a partition may split by. They can be features too"
     )
     group_columns: tuple[str, ...] = Field(
-        default=(), description="columns by which scores are grouped. They can be features too, unless drop names them"
+        default=(), description="columns to group scores by. They can be features too, unless drop names them"
     )
     missing: tuple[str, ...] = Field(
         default=(),
@@ -63,7 +63,7 @@ class TableRoles(DesignOptions):
     unlabelled: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
         description=(
-            "what to do with rows that have no target or client: raise an error, or leave the rows "
+            "handling of rows without a target or client: raise an error, or leave the rows "
             "out. In a multilabel task, 'keep' leaves out only rows without a client or without any known label"
         ),
     )

@@ -30,7 +30,7 @@ START_TIMEOUT_SECONDS = 60.0
 """Time in seconds that a process waits for the other processes before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Number of clients in the federation with which the cost per client is measured, and maximum bytes of their rows."""
+"""Number of clients in the federation for measuring the cost per client, and maximum size of their rows in bytes."""
 
 
 class ComputeWay(NamedTuple):

@@ -101,7 +101,7 @@ def measure_per_gradient(
     Args:
         settings: labels and settings of the methods.
         fed: the clients and their data.
-        fedavg: setting of FedAvg, with which all methods are compared.
+        fedavg: setting of FedAvg, the reference for all methods.
         rounds: number of measured rounds per block, after one round that is not measured.
 
     Returns:

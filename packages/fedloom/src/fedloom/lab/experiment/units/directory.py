@@ -1,4 +1,4 @@
-"""State of a run directory before its runs start, and the experiment to which the directory belongs."""
+"""State of a run directory before its runs start, and the experiment of this directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExperimentDirectory:
     """Run directory of an experiment, as the last process left it.
 
     Args:
-        experiment: experiment to which the directory belongs.
+        experiment: experiment of the directory.
         out: path of the directory.
         force: True if `prepare` is to discard existing results.
         partly: True to discard only the results of the methods in this experiment. The directory must already belong to
@@ -157,7 +157,7 @@ class ExperimentDirectory:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _discard_other_fits(self) -> None:
-        """Delete models that an analysis has fitted with other options, so that the models are fitted again."""
+        """Delete models that an analysis fitted with other options, so that they are fitted again."""
         for method, seed in self.runs:
             algorithm, before = method.setting.algorithm, Checkpoints(self.folder(CHECKPOINTS_FOLDER, method, seed))
             now = algorithm.analysis if isinstance(algorithm, Fitted) else None

@@ -120,7 +120,7 @@ def compute_units(
             bytes of a `UnitReply`. The function must be public.
 
     Yields:
-        Yield the index of each unit together with its reply, in the order in which the units end.
+        Yield the index and the reply of each unit as soon as the unit ends.
 
     Raises:
         FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
@@ -211,7 +211,7 @@ def _parse_number(text: str, kind: str) -> int:
 
 
 def _parse_options(text: str) -> dict[str, int | str]:
-    """Return options of the form ``key=value,key=value`` as a dictionary in which integers are converted."""
+    """Return options of the form ``key=value,key=value`` as a dictionary, and convert integers."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ConfigError(f"--executor slurm needs KEY=VALUE,..., for example slurm:timeout_min=60, got {wrong[0]!r}")

@@ -27,7 +27,7 @@ ROWS_FILE = "rows.parquet"
 
 
 class AnalysisRun(NamedTuple):
-    """Additional run for an analysis, the run (label and seed) to which it belongs, and its index within that run."""
+    """Additional run for an analysis, with the original run (label and seed) and its index within that run."""
 
     analysis: Analysis
     label: str
@@ -90,7 +90,7 @@ class FurtherRuns:
         write_parquet(folder / ROWS_FILE, [rows])
 
     def place(self, k: int) -> WorkUnit:
-        """Return a unit of the analysis as a unit of work, with the path at which its rows are published."""
+        """Return a unit of the analysis as a unit of work, with the path of its published rows."""
         _, label, seed, number, _ = self.units[k]
         place = self._analyses.index(self.units[k].analysis)
         name = f"{run_folder(self._out, CHECKPOINTS_FOLDER, label, seed).name}@{place}-{number}"
@@ -110,5 +110,5 @@ class FurtherRuns:
             write_further(self._out, analysis, tables, before)
 
     def write_published(self) -> None:
-        """Write the files of all analyses, based on the rows that the processes have published."""
+        """Write the files of all analyses, from the rows that the processes published."""
         self.write([pq.read_table(self.place(k).target / ROWS_FILE) for k in range(len(self.units))])

@@ -79,7 +79,7 @@ def _option_names(entry: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check_grid_key(key: str, names: Mapping[str, list[str]], where: str) -> None:
-    """Raise an error if there is a key for which no method accepts values."""
+    """Raise an error for a key that no method accepts."""
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:

@@ -18,7 +18,7 @@ from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
-"""Time in seconds between two searches for a unit that no process has claimed."""
+"""Time in seconds between two searches for an unclaimed unit."""
 BEGIN_STAGE, FINISH_STAGE = "begin", "finish"
 BEGUN_FILE, FAILED_FILE = "begun", "failed"
 
@@ -27,8 +27,8 @@ class WorkUnit(NamedTuple):
     """A unit of work that a process can claim.
 
     Attributes:
-        name: name under which the unit is claimed, which must be a valid folder name.
-        target: path at which the result is published.
+        name: name of the claim, which must be a valid folder name.
+        target: path of the published result.
     """
 
     name: str

@@ -161,7 +161,7 @@ def _merge_tables(
 
 
 def _read_parquet(path: Path) -> pa.Table:
-    """Return a table in which columns have the types with which they were written.
+    """Return a table with the original types of its columns.
 
     Parquet files change the names of list elements.
     """

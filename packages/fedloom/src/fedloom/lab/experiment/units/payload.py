@@ -40,7 +40,7 @@ def decode(content: bytes) -> Any:
 
 
 def _encode_form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value as JSON in which names replace tensors, and store the tensors under these names in ``tensors``."""
+    """Return a value as JSON with names in place of tensors, and store the tensors under these names in ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

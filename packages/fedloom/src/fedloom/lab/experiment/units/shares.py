@@ -22,7 +22,7 @@ from fedloom.processes.pool import Workers, usable_cores, useful_processes
 TRIED_CLIENTS = 8
 """Number of clients in each of the two rounds that are used to measure the cost of a run."""
 SYNCHRONY_COST = 1.1
-"""Factor by which a run with several processes takes longer than if its work were divided perfectly. The processes wait
+"""Slowdown factor of a run with several processes, compared with a perfect division of its work. The processes wait
 for each other at the end of every round."""
 
 
@@ -56,7 +56,7 @@ class ProcessShare(NamedTuple):
 
 
 def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = None) -> ProcessShare:
-    """Return the share with which a queue of runs ends first.
+    """Return the division of the processes that finishes a queue of runs first.
 
     In case of a tie, return the one with the largest number of runs.
 
@@ -74,7 +74,7 @@ def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = No
 
 
 def _last_end_seconds(seconds: Sequence[float], places: int) -> float:
-    """Return the time at which the last run ends if each run starts as soon as a slot becomes free."""
+    """Return the end time of the last run, if each run starts as soon as a slot becomes free."""
     free = [0.0] * places
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -84,7 +84,7 @@ def _last_end_seconds(seconds: Sequence[float], places: int) -> float:
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> ProcessShare:
-    """Decide how the processes of an experiment are divided among its runs.
+    """Divide the processes of an experiment among its runs.
 
     If every cohort is a single chunk, each run uses only one process. If cohorts have several chunks, rounds with a few
     clients are measured, and the division with the shortest estimated total time is chosen.

@@ -38,7 +38,7 @@ PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid",
 _UNIT_LOCK = threading.Lock()
 """Lock that makes a process compute its units one at a time, because torch's settings apply to the whole process."""
 _held = dict[str, bytes]()
-"""In-memory data that this process has received, keyed by digest."""
+"""In-memory data received by this process, keyed by digest."""
 
 
 class PackedExperiment(NamedTuple):

@@ -26,7 +26,7 @@ MAX_CALIBRATION_BINS, PER_BIN = 10, 10
 """Maximum number of bins in a calibration curve, followed by the minimum number of samples per bin."""
 DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
-"""Probability thresholds that are listed in the table, and thresholds at which the curves are evaluated."""
+"""Probability thresholds in the table, and thresholds of the points on the curves."""
 NORMAL_QUANTILE = 1.959963984540054
 CALIBRATION_TEXT = (
     "Patients above a threshold of the predicted probability are flagged, on all test samples of a site. Sensitivity: "

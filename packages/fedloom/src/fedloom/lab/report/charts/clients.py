@@ -26,7 +26,7 @@ from fedloom.lab.report.run import Integers, Key, Numbers, Run
 MAX_LABELED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
 """Maximum number of clients that are all shown individually, and number of worst clients shown if there are more."""
 MAX_NUMBERED_CLIENTS = 8
-"""Maximum number of clients for which values are printed in the cells of the heat map."""
+"""Maximum number of clients in a heat map with printed values."""
 MAX_CLIENT_PANELS = 16
 """Maximum number of clients whose results are drawn over rounds."""
 MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5

@@ -30,9 +30,9 @@ POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
 """Number of points per line, followed by the number of points per line in a chart with many lines. Curves with more
 points than this are thinned."""
 MIN_CROPPED_POINTS = 60
-"""Minimum number of points at which the worst 5 % of the points may lie outside the range of the axis."""
+"""With at least this number of points, the worst 5 % of the points may be outside the range of the axis."""
 MIN_LOG_RATIO = 100.0
-"""Minimum ratio of the largest to the smallest value at which a residual is drawn on a logarithmic axis."""
+"""Minimum ratio of the largest to the smallest value for drawing a residual on a logarithmic axis."""
 
 CURVE_AXES = {
     "round": ("by round", "Round", 1.0),

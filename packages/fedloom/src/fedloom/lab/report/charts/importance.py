@@ -22,7 +22,7 @@ IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "
 
 
 def draw_importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw a heat map of the best federated method for each run in which the importance of columns was measured."""
+    """Draw a heat map of the best federated method for each run with measured column importance."""
     figures = []
     for place, run in enumerate(runs, start=1):
         best = leader_of(run, runs, rows, lead)

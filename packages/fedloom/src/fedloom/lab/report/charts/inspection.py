@@ -20,7 +20,7 @@ from fedloom.lab.report.run import Key, Run
 MAX_CONFUSION_PANELS = 12
 """Maximum number of clients that are drawn."""
 MAX_NUMBERED_CLASSES = 6
-"""Maximum number of classes for which counts are printed in the cells."""
+"""Maximum number of classes in a chart with printed counts."""
 POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 

@@ -18,7 +18,7 @@ TICK_FORMAT = (
 )
 """Expression that formats axis ticks, as in 0.5, 20, 1.5k, 3M and 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""Minimum factor by which a result exceeds the better results if it is excluded from the range of the axis."""
+"""A result is excluded from the range of the axis if it exceeds the better results by at least this factor."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 INTERVAL_FILTER = {"filter": "isValid(datum.low)"}
@@ -42,7 +42,7 @@ class Figure:
         tab: title of the tab that contains the chart, if several charts have the same ``group``.
         chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
         data: data sets, keyed by name. The main data set is called ``rows``.
-        layout: how the page adapts the chart to the available width. ``facet`` changes the number of columns.
+        layout: adaptation of the chart to the available width. ``facet`` changes the number of columns.
             ``square`` does the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside``
             changes the width of the first of two charts.
         canvas: True if the page draws the chart as a bitmap because it contains a very large number of marks.

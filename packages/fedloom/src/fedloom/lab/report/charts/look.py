@@ -38,7 +38,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _replace_invalid_xml(value: object) -> Any:
-    """Return a copy of a value in which all characters that XML does not allow are replaced by U+FFFD.
+    """Return a copy of a value with U+FFFD in place of every character that XML does not allow.
 
     The rendering library would abort the process if it encountered one of these characters.
     """
@@ -134,7 +134,7 @@ def make_notebook_chart(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetCha
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """Return the chart in all formats from which a notebook can choose, with the richest format first."""
+        """Return the chart in all formats that a notebook supports, with the richest format first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": render_svg(drawn), "text/plain": repr(shown)}
 

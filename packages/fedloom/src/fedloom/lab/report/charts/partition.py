@@ -27,7 +27,7 @@ class and are not named."""
 MAX_DRAWN_PARTITIONS = 10
 """Maximum number of a run's partitions that are drawn. Fewer partitions are drawn if they are large."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
-"""Maximum number of rounds, and maximum number of clients, up to which recovered clusters are drawn."""
+"""Maximum number of rounds, and maximum number of clients, in a chart of recovered clusters."""
 SHARE_FIGURE = "share"
 """Name of the metric that records a client's weight in the objective, if the weights depend on recovered clusters."""
 PARTITION_TITLES = {
@@ -107,7 +107,7 @@ def _range_text(values: Numbers | None) -> str:
 
 
 def _group_by_data(runs: list[Run]) -> list[list[Run]]:
-    """Group the runs in which, with every seed, each client holds the same number of samples of each class."""
+    """Group the runs with the same class counts at each client, for every seed."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
         tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
@@ -222,7 +222,7 @@ def draw_clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     drawn = _draw_rounds(data, order, tint, ("cluster", "planted", "seed"))
     beside = (
         " Clients are sorted by their true group, which is shown at the end of their names. Each cluster has the "
-        "number of the group with which it shares most clients."
+        "number of the group that shares the most clients with it."
         if planted
         else " A cluster keeps its number if it shares most clients with a cluster of the previous round."
     )

@@ -103,7 +103,7 @@ def _draw_box_plots(
     """Draw box plots of the clients' values, sorted by median, with one dot per client below each box.
 
     Args:
-        runs: runs to which the rows belong.
+        runs: runs that contain the rows.
         rows: rows of the results table to compare.
         scores: values of the clients for each row.
         title: title of the axis.

@@ -54,7 +54,7 @@ def draw_tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure |
 
 
 def draw_costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
-    """Draw the total work and traffic of each method, and the cost at which it reached a common result."""
+    """Draw the total work and traffic of each method, and its cost of reaching a common result."""
     return [_draw_total_costs(rows), _draw_cost_to_target(runs, rows, lead, models)]
 
 
@@ -212,7 +212,7 @@ def _draw_total_costs(rows: list[Row]) -> Figure | None:
 
 
 def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
-    """Draw, as one dot per row, the cost at which the mean result first reached the target of its task.
+    """Draw one dot per row for the cost of first reaching the task's target with the mean result.
 
     Return None if fewer than two rows reached the target.
     """

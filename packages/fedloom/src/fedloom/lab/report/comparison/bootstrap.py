@@ -17,7 +17,7 @@ BOOTSTRAP_RESAMPLES = 1000
 """Number of bootstrap resamples. With this number of resamples, the relative error of a standard error is about 1 /
 sqrt(2 * 1000) = 2.2 %. Efron and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
 MAX_PAIRS = 10**8
-"""Maximum number of pairs (an event and another patient) for which the interval of a C-index is computed."""
+"""Maximum number of pairs (an event and another patient) for the interval of a C-index."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: StoredPredictions) -> Numbers:

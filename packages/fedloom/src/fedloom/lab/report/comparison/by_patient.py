@@ -32,7 +32,7 @@ CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "macro_auroc", "r2", "rmse", "mae", "deviance")
 """Metrics whose intervals are computed by the bootstrap."""
 MIN_CLASS_SAMPLES = 2
-"""Minimum number of test samples (or subjects) in each class for which the interval of a difference is computed."""
+"""Minimum number of test samples (or subjects) in each class for the interval of a difference."""
 
 BY_PATIENT_TEXT = (
     "The same, patient by patient: the mean prediction for every test sample over the seeds that "

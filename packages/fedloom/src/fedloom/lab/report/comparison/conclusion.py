@@ -35,7 +35,7 @@ class Conclusion(NamedTuple):
         compared: sentence that states which models are compared. If there is nothing to compare, the sentence is empty.
         cost: sentence that states the gradients and the traffic of the best method and of the baseline. If these costs
             were not recorded, the sentence is empty.
-        tests: comparisons with the baseline from which ``pairs`` is derived. The tuple is empty if there is no
+        tests: comparisons with the baseline, which determine ``pairs``. The tuple is empty if there is no
             baseline.
     """
 
@@ -69,7 +69,7 @@ def conclude_groups(
     """Return a conclusion for each group of comparable runs.
 
     Args:
-        runs: runs to which the rows belong.
+        runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
         baseline: label of the baseline. If None, it is local training, or else FedAvg, or else the first method if
             there is only one run.

@@ -30,7 +30,7 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
-"""Which rows of a method to compare. ``best-on-validation`` is the model that a client would use. ``personal`` is the
+"""Rows of a method to compare. ``best-on-validation`` is the model that a client would use. ``personal`` is the
 personal model that the papers report. If there is none, it is the global model. ``all`` means every model."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
@@ -40,7 +40,7 @@ def select_contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models =
     """Select the rows of the results table to compare.
 
     Args:
-        runs: runs to which the rows belong.
+        runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
         models: which rows of each method are selected.
     """
@@ -135,7 +135,7 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
 def _prefers_shared_mask(
     run: Run, local: Row, shared: Row, seed: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    """Return a mask ``[n]`` of the clients for which the shared model is strictly better on the choosing part.
+    """Return a mask ``[n]`` of the clients whose shared model is strictly better on the choosing part.
 
     The result is None if these scores were not recorded.
     """

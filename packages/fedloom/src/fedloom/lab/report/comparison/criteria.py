@@ -32,7 +32,7 @@ TARGET_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Criterion:
-    """Criterion by which one of the rows wins.
+    """Criterion that selects one of the rows as the winner.
 
     Attributes:
         figure: name of the metric, e.g. ``accuracy/worst10``.
@@ -60,7 +60,7 @@ class Winner:
         lead: mean difference from the runner-up over the seeds that both have. The lead is positive, and is given in
             the units of the criterion before scaling. For metrics that are compared as ratios (`is_ratio`), the lead is
             the logarithm of the ratio.
-        half: half-width of the confidence interval on which the test is based. NaN if there are fewer than two common
+        half: half-width of the confidence interval that decides the test. NaN if there are fewer than two common
             seeds.
         provisional: True if some runs have not finished.
         seeds: number of seeds that the winner and the runner-up have in common.
@@ -117,7 +117,7 @@ class HighlightedRows(NamedTuple):
 
 
 def find_highlighted_rows(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, HighlightedRows]:
-    """Return the marks for each column in which either high or low values are better, except costs.
+    """Return the marks for each column with a better direction (high or low), except costs.
 
     Each column forms one family of tests.
 

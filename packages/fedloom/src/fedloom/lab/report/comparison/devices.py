@@ -20,8 +20,8 @@ from fedloom.rundir import UPLOADS_FIGURE
 
 DEVICES_TEXT = (
     "The clients of every class of devices, with the model that a client would use: mean over seeds. "
-    "Uploads and staleness are per client. Idle is the fraction of its available time in which a "
-    "device has no work. The time is simulated, until the mean of the class reaches the target of "
+    "Uploads and staleness are per client. Idle is the fraction of a device's available time without work. The time "
+    "is simulated, until the mean of the class reaches the target of "
     "all methods: 95 % of the best result in the overview (if less is better, the best divided by 95 "
     "%). A dash means that some seed never reaches it. devices.csv contains the same figures."
 )
@@ -29,7 +29,7 @@ DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_sh
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render an HTML table for each run in which devices belong to several classes."""
+    """Render an HTML table for each run with several device classes."""
     text, shown = "", describe_figure(lead)
     for run in runs:
         by_class, lines = [*_device_class_figures(run, runs, rows, lead, models)], []

@@ -35,7 +35,7 @@ MODERATED_LEVEL = 0.025
 """Nominal level for a family of moderated tests. At a nominal level of 5 %, moderated tests reject 7.0 % of the true
 null hypotheses that were created by flipping signs in the recorded map (19 of 270). If methods collapse with some
 seeds, the distribution has heavier tails than the prior assumes. At a nominal level of 2.5 %, they reject 2.6 % of all
-these null hypotheses. In the four setups in which methods collapse, they reject 3 of 60."""
+these null hypotheses. In the four setups with collapsing methods, they reject 3 of 60."""
 
 
 class PairVerdict(StrEnum):
@@ -56,7 +56,7 @@ class DifferenceTest(NamedTuple):
 
     Attributes:
         mean: mean difference over the common seeds. NaN if there are no common seeds.
-        half: half-width of the confidence interval on which the verdict is based, or of the 95 % interval if the
+        half: half-width of the confidence interval that decides the verdict, or of the 95 % interval if the
             difference is not tested. NaN if there are fewer than two seeds.
         p: two-sided p-value of the t-test. NaN if the difference is not tested.
         holm: p-value adjusted by Holm's procedure for all tests of the family.
@@ -111,7 +111,7 @@ def untested_reason(comparison: DifferenceTest | None) -> str:
 
 
 def scope_sentence(ratio: float) -> str:
-    """Return the sentence that states to which samples a verdict applies.
+    """Return the sentence about the samples that a verdict applies to.
 
     The scope depends on ``ratio``, as in `run_family_tests`.
     """
@@ -126,8 +126,8 @@ def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> di
     If both metrics only repeat the values of an earlier seed for some seeds, only the first of these seeds is included.
 
     Args:
-        one: metric from which the other metric is subtracted.
-        other: metric that is subtracted.
+        one: first metric of the difference.
+        other: metric to subtract.
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
             0. The logarithm is infinite if only one of the two values is 0.
 

@@ -106,9 +106,9 @@ def site_gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
     """Return a table for each run that has few sites, a method that trains local models, and a federated method.
 
     Args:
-        runs: runs to which the rows belong.
+        runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
-        lead: metric by which the models are compared.
+        lead: metric that compares the models.
     """
     tables = (
         _gains_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run)
@@ -154,7 +154,7 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
 
     Args:
         rows: one row of each method.
-        lead: metric by which the models are compared.
+        lead: metric that compares the models.
     """
     return best_row([row for row in rows if row.algorithm and row.role not in ("alone", "pooled")], lead)
 

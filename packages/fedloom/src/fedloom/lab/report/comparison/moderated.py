@@ -31,7 +31,7 @@ class Prior(NamedTuple):
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
-        degrees: d0, the number of degrees of freedom to which the prior is equivalent, from 0 to infinity.
+        degrees: d0, the equivalent number of degrees of freedom of the prior, from 0 to infinity.
         most: sum of the residual degrees of freedom of all variances. The degrees of freedom of a shrunken variance
             cannot exceed this number.
     """
@@ -86,7 +86,7 @@ def _inverse_trigamma(y: float) -> float:
 
 
 def required_seeds(difference: float, prior: Prior, level: float, power: float) -> int:
-    """Return the number of seeds with which a difference would be significant with the given probability.
+    """Return the number of seeds needed to detect a difference with the given probability.
 
     The variance over seeds is assumed to be the variance of the prior. The result is at most `MAX_SEEDS`.
 

@@ -103,7 +103,7 @@ def compare_pairs(
     Runs with different data or attacks form separate families of tests.
 
     Args:
-        runs: runs to which the rows belong.
+        runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
         baseline: label of the baseline, such as ``local``. If there are several runs, it may also name a method of one
             run, such as ``local · run``. If None, the default baseline of each group of runs is used (see `reference`),

@@ -21,13 +21,13 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Run
 
 Blocks = Literal["seeds", "clients"]
-"""Unit (seed or client) within which methods are ranked against each other."""
+"""Unit (seed or client) for ranking the methods."""
 MIN_RANKED_METHODS, MIN_RANKED_BLOCKS = 3, 5
 RANK_LEVEL = 0.05
 
 
 class MethodNames:
-    """Names by which methods are labeled in a figure.
+    """Names of the methods in a figure.
 
     Args:
         rows: rows of the results table that the figure may show.
@@ -127,7 +127,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
 
 
 def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
-    """Rank the methods within each block in which all methods have a result. Return the ranks ``[blocks, methods]``.
+    """Rank the methods within each complete block (all methods have a result). Return the ranks ``[blocks, methods]``.
 
     The best method has rank 1.
 

@@ -37,7 +37,7 @@ class RecordedComparison:
 
     Args:
         folder: path of the run directory.
-        baseline: label of the method against which all other methods are tested. If None, the baseline is the first
+        baseline: label of the method that all other methods are compared with. If None, the baseline is the first
             method that trains without federation, or else FedAvg, or else the first method.
         compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
         margin: largest difference in the primary metric that does not matter in practice, in the units of the metric
@@ -77,7 +77,7 @@ class RecordedComparison:
         Return a table with the best method first.
 
         Args:
-            baseline: label of the method against which the others are tested. If None, the comparison's baseline is
+            baseline: label of the method that the others are compared with. If None, the comparison's baseline is
                 used.
             figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the
                 primary metric is compared.
@@ -217,7 +217,7 @@ class RecordedComparison:
 
         Args:
             name: name of the metric. If None, the methods are ranked by the primary metric.
-            over: "seeds" or "clients" (with their means over seeds): the blocks within which methods are ranked. The
+            over: "seeds" or "clients" (with their means over seeds): the blocks for ranking. The
                 clients of a run are not independent, so differences between ranks over clients appear to be more
                 certain than they are.
             width: width of the panel, in pixels.
