@@ -34,6 +34,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store(run / "confusion.parquet", ("method", "seed", "client", "model", "true", "predicted", "count"), cells)
     points = [("ditto", 0, c, "personal", float(k % 3), float(k), float(k * c)) for c in (2, 3) for k in range(9)]
     store(run / "tsne.parquet", ("method", "seed", "client", "model", "label", "x", "y"), points)
+    store(run / "hazards.parquet", ("column", "level", "hazard_ratio"), [("sex", "f", 1.0), (None, "m", 1.2)])
     return report.write_report([run], run / "report.html")
 
 
