@@ -100,8 +100,8 @@ def experiment_file_text(roles: ColumnRoles, place: Path, agreement: Path | None
                 else [_commented_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]
             ),
             _commented_lines(
-                {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
-                {"seeds": "repetitions (tests of differences need 5)"},
+                {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2, 3, 4]},
+                {"seeds": "repetitions (a test of a difference needs 5)"},
             ),
             "[data]",
             _commented_lines(_data_table(roles, agreement), _data_comments(roles)) + _proposal_comments(roles),
