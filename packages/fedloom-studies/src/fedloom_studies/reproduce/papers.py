@@ -331,7 +331,7 @@ def _claim_cell(
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None and one.measured:
-            favour = VERDICT_ORDER.index(one.verdict), one.least.look.difference
+            favour = VERDICT_ORDER.index(one.verdict), one.closest_rival.look.difference
             measured.append((not _is_full_length(recipe, summary), favour, name, one))
         elif one is not None:
             missing = ClaimCell(one.verdict, one.reason, recipe=name)
@@ -343,7 +343,7 @@ def _claim_cell(
 
 def _closest_rival_number(one: judge.JudgedClaim) -> str:
     """Render the difference from the closest rival or, if this rival is a number, the subject's own value."""
-    of, look, rival = unit(one.figure), one.least.look, one.least.name
+    of, look, rival = unit(one.figure), one.closest_rival.look, one.closest_rival.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
     sign = 1 if one.claim.higher is not None else -1

@@ -108,7 +108,7 @@ def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> Stacke
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
         raise NoSamples(f"{name} contains no samples")
-    return StackedSamples(x.done(), y, first, pictures)
+    return StackedSamples(x.trim(), y, first, pictures)
 
 
 def _sample_array(value: object) -> NDArray[Any]:

@@ -240,7 +240,7 @@ def predict_assigned_rows(rows: NewRows, choice: ModelAssignment) -> Predictions
         *choice.strange(rows.x),
     )
     far = choice.find_far(rows.x)
-    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept, far=far)
+    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.copied_columns, far=far)
 
 
 def survival_prediction_note(model: Model) -> list[str]:

@@ -165,7 +165,7 @@ class Goal(NamedTuple):
         metric: name of the validation metric that scores a trial.
         seeds: seeds over which the score of a trial is averaged.
         models: kinds of models over which the score is averaged.
-        higher: True if higher values of the metric are better.
+        higher_is_better: True if higher values of the metric are better.
         statistic: how the clients' values are averaged: "mean", or "weighted" by their numbers of samples.
         time: virtual time in seconds after which a trial with one seed ends. If None, the trial runs all of its rounds.
     """
@@ -175,7 +175,7 @@ class Goal(NamedTuple):
     metric: str
     seeds: tuple[int, ...]
     models: tuple[str, ...]
-    higher: bool
+    higher_is_better: bool
     statistic: str = "mean"
     time: float | None = None
 

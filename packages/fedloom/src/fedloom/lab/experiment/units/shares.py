@@ -30,22 +30,22 @@ class RunLoad(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
-        alone: time in seconds of the work that cannot be divided into chunks. This time does not depend on the number
-            of processes.
+        undivided_seconds: time in seconds of the work that cannot be divided into chunks. This time does not depend on
+            the number of processes.
         work: time in seconds of the local work that can be divided into chunks.
         chunks: number of chunks into which a cohort is divided. Any processes beyond this number would be idle.
     """
 
-    alone: float
+    undivided_seconds: float
     work: float
     chunks: int
 
     def seconds(self, workers: int) -> float:
         """Return the duration of the run in seconds if the given number of processes is used."""
         if workers == 1:
-            return self.alone + self.work
+            return self.undivided_seconds + self.work
         turns = math.ceil(self.chunks / min(workers, self.chunks))
-        return self.alone + self.work * turns / self.chunks * SYNCHRONY_COST
+        return self.undivided_seconds + self.work * turns / self.chunks * SYNCHRONY_COST
 
 
 class ProcessShare(NamedTuple):

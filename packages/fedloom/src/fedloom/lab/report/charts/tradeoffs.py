@@ -38,17 +38,17 @@ class CostAxis(NamedTuple):
     figure: str
     column: str
     title: str
-    less: bool = True
+    lower_is_better: bool = True
 
 
 def draw_tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw the primary metric against the variance of losses, the worst tenth of clients, and nonzero parameters."""
-    what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
+    what, side = metric(lead).title, "top" if metric(lead).higher_is_better else "bottom"
     variance = CostAxis("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
-    worst = CostAxis(f"{lead}/worst10", "worst", title, not metric(lead).higher)
+    worst = CostAxis(f"{lead}/worst10", "worst", title, not metric(lead).higher_is_better)
     fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
-    corner = "top right" if metric(lead).higher else "bottom left"
+    corner = "top right" if metric(lead).higher_is_better else "bottom left"
     tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the result of the worst tenth of the clients", corner)
     figures = [_draw_trade_off(runs, rows, lead, variance, fair), _draw_trade_off(runs, rows, lead, worst, tenth)]
     if any("nonzeros" in row.figures for row in rows):
@@ -99,7 +99,7 @@ def _draw_trade_off(
         ]
     if len(data) < 2 or len({point[price.column] for point in data}) == 1:
         return None
-    signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
+    signs = (1 if metric(lead).higher_is_better else -1, -1 if price.lower_is_better else 1)
     for _, _, task_rows in group_comparable_runs(runs, rows):
         sound = {(row.name, row.model): row.sound for row in task_rows}
         task_points = [point for point in data if (point["method"], point["model"]) in sound]
@@ -255,7 +255,7 @@ def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Mo
     never = f" Never reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = (
         f"{percent(TARGET_SHARE)} of the best result"
-        if metric(lead).higher
+        if metric(lead).higher_is_better
         else f"the best result over {percent(TARGET_SHARE)}"
     )
     caption = (
