@@ -195,7 +195,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
         for site, shift in shifts.items():
             if shift.factor is not None:
                 table.setdefault(name, {})[site] = float(f"{shift.factor:.6g}")
-                medians = f"median {shift.median:.4g}, {shift.usual:.4g} at the others"
+                medians = f"median {shift.median:.4g}, {shift.other_median:.4g} at the others"
                 lines.append(f"#   {_comment_text(name)} at {_comment_text(site)}: {medians}; {shift.units}\n")
     if not table:
         return proposed

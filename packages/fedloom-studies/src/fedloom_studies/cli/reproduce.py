@@ -321,8 +321,8 @@ def _verify_summary(
     code = f", commit {summary.commit}" if summary.commit else ""
     say(
         f"{recipe.name}, seed {summary.seeds[0]}: {word}: {equal} of {len(differences)} values equal, the largest "
-        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
-        f"noise is up to {significant(SUM_ORDER_TOLERANCE)})."
+        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.recorded_value} then, "
+        f"{worst.measured_value} now; noise is up to {significant(SUM_ORDER_TOLERANCE)})."
         f" Then: {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}"
     )
     if word == "not equal":

@@ -225,15 +225,15 @@ class Difference:
     """Value in a summary, and the value that the same run produces on this machine."""
 
     reference: str
-    was: float | None
-    now: float | None
+    recorded_value: float | None
+    measured_value: float | None
 
     @property
     def size(self) -> float:
         """Relative difference of the values, or absolute difference if the value in the summary is between -1 and 1."""
-        if self.was is None or self.now is None:
-            return 0.0 if self.was == self.now else math.inf
-        return abs(self.was - self.now) / max(1.0, abs(self.was))
+        if self.recorded_value is None or self.measured_value is None:
+            return 0.0 if self.recorded_value == self.measured_value else math.inf
+        return abs(self.recorded_value - self.measured_value) / max(1.0, abs(self.recorded_value))
 
 
 def verify_seed(

@@ -156,7 +156,7 @@ def papers_overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed:
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
         published, fair = (combine_verdicts(side) for side in zip(*cells, strict=True)) if cells else ("", "")
-        number = _choose_most_telling(sheet, cells)
+        number = _render_most_telling(sheet, cells)
         lines.append(
             f"| [{sheet.name}](#{_heading_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |"
         )
@@ -367,7 +367,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
     return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
 
-def _choose_most_telling(sheet: PaperSection, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+def _render_most_telling(sheet: PaperSection, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Render a paper's most telling number, from the fair test if possible, otherwise as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):

@@ -99,7 +99,7 @@ class Transport:
             names: names of the values that arrive with the scores of the last round.
         """
         self.checks = ReplyChecks(self._settings, self._keys, job, forms, self.sizes, names)
-        self.presence.fix()
+        self.presence.fix_sizes()
 
     def gather(self, everyone: str) -> None:
         """Greet nodes until all sites are connected, or until the patience runs out while the quorum is connected.

@@ -268,7 +268,7 @@ class Plan:
             outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
             if outcome.status == "interrupted":
                 raise KeyboardInterrupt
-            return None if outcome.result is not None or outcome.damaged else outcome.failure
+            return None if outcome.result is not None or outcome.is_damaged else outcome.failure
 
         with lock(self.out, joins=True):
             if session.is_begun:
@@ -365,7 +365,7 @@ class Plan:
             if self.ranks.size > 1:  # the other ranks wait for the first one
                 raise
             again = f"the other methods continued. To start it again: --force --method {shlex.quote(method.label)}"
-            outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", damaged=True)
+            outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", is_damaged=True)
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 

@@ -157,11 +157,11 @@ def equal_seeds(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
     for seed in sorted({seed for values in results for seed in values}):
-        first[seed] = next((k for k in first.values() if _same_run(results, k, seed)), seed)
+        first[seed] = next((k for k in first.values() if _is_same_run(results, k, seed)), seed)
     return {seed: earlier for seed, earlier in first.items() if earlier != seed}
 
 
-def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
+def _is_same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
     """Return True if all metrics are equal for two seeds, and at least one of the metrics is finite."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(are_close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)

@@ -176,7 +176,7 @@ class _TableReading:
         if column in self.numeric or column in self.agreed or (column in self.measured and self.numeric_label):
             self.spellings.add(column, block)
         if column in self.codes:
-            self._code(piece, missing)
+            self._add_levels(piece, missing)
         if column in self.agreed:
             rows[:, self.place[column]] = self.agreed[column].read(piece, missing, self.problems)
         elif column in self.numeric:
@@ -197,7 +197,7 @@ class _TableReading:
         self.events_seen.update(level_name(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]
 
-    def _code(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
+    def _add_levels(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
         """Add the levels in a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
         with name_file_in_errors(Path(where)):

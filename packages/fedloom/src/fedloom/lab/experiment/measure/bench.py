@@ -167,7 +167,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
     crowded = usable_cores() > 1 and setting.engine.device == "cpu"
     return MethodCosts(
         share=share,
-        result=statistics.median(w.passing / w.chunks for _, w in measured),
+        result=statistics.median(w.passing_seconds / w.chunks for _, w in measured),
         client=client,
         fixed=max(0.0, statistics.median(rest for rest, _ in measured) - client * fed.n),
         message=sum(w.bytes for _, w in measured) / sum(w.chunks for _, w in measured),
@@ -215,7 +215,9 @@ def _measured_rounds(
         return by_worker[-1]
 
     measured = measure_rounds(setting, fed, rounds + 1, through=record_workers)
-    return [(_cost_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
+    return [
+        (_cost_seconds(r) - w.work - w.passing_seconds, w) for r, w in zip(measured.rounds, by_worker, strict=True)
+    ][1:]
 
 
 def _cost_seconds(cost: RoundCost) -> float:
