@@ -224,7 +224,7 @@ def main() -> int:
             for place in PLACEMENTS:
                 with (
                     watch_others() as others,
-                    connect_machines(connection.rate, connection.trip / 2, counts),
+                    connect_machines(connection.bytes_per_second, connection.seconds_per_trip / 2, counts),
                 ):  # the process of the link does not count as another process
                     found = measure(method, given.workload, given.rounds, place, counts)
                 seconds = found["seconds"][1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -112,3 +113,24 @@ def test_the_papers_page_can_be_read_wide_and_narrow(address: str, browser: Brow
             assert len(tables) > 10
             assert [column for table in tables for column in table.evaluate(narrow)] == []
         page.close()
+
+
+@pytest.mark.parametrize("name", ["index", "map", "papers", "gallery"])
+def test_tables_and_texts_of_charts_fit_a_phone(address: str, browser: Browser, name: str) -> None:
+    width, height = SIZES["phone"]
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(f"{address}/{name}.html", wait_until="networkidle")
+    wide = "all => all.filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 40))"
+    assert page.locator("article .scrolls:has(table)").evaluate_all(wide) == []
+    for picture in page.locator("article img:visible").all():
+        picture.scroll_into_view_if_needed()
+        source = str(picture.get_attribute("src"))
+        if "/mark-" in source:
+            continue
+        shown, natural = picture.evaluate(
+            "image => image.decode().then(() => [image.getBoundingClientRect().width, image.naturalWidth])"
+        )
+        text = page.request.get(str(picture.evaluate("image => image.src"))).text()
+        sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)px"', text)]
+        assert min(sizes) * shown / natural >= 9, source
+    page.close()

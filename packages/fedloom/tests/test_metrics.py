@@ -48,7 +48,7 @@ def test_directions_and_bounds_are_those_of_the_metrics(name: str) -> None:
     assert set(good) <= set(METRICS)
     for key in good:
         low, high = METRICS[key].bounds
-        sign = 1 if METRICS[key].higher else -1
+        sign = 1 if METRICS[key].higher_is_better else -1
         assert bool((sign * good[key] > sign * bad[key]).all()), key
         assert bool(((low <= bad[key]) & (bad[key] <= high)).all()), key
     assert set(TASK_ROLES[name]) <= set(good)
@@ -78,7 +78,7 @@ def test_the_worst_tenth_is_the_bad_end_of_those_that_are_known() -> None:
     assert np.isnan(worst(np.array([np.nan]), low=True))
     for name in ("accuracy", "calibration_error"):
         found = over_clients(name, values, np.ones(22))
-        assert found[f"{name}/worst10"] == worst(values, low=metric(name).higher)
+        assert found[f"{name}/worst10"] == worst(values, low=metric(name).higher_is_better)
         assert (f"{name}/jain" in found) == (name in SELECTION_METRICS)
 
 

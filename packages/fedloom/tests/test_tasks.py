@@ -320,11 +320,11 @@ def test_sums_of_parts_give_the_metrics_of_all(task: Task, seed: int) -> None:
 def test_an_own_metric_has_its_name_and_direction() -> None:
     task = chosen(Binary(), metrics=(top_gap, "brier"))
     assert list(task.metrics(*problem(Binary(), 9, 0), torch.zeros(9).long(), 1))[-2:] == ["brier", "top_gap"]
-    assert (metric("top_gap").higher, metric("brier").higher) == (True, False)
+    assert (metric("top_gap").higher_is_better, metric("brier").higher_is_better) == (True, False)
     top_gap.higher_is_better = False
     try:
         chosen(Binary(), metrics=(top_gap,))
-        assert not metric("top_gap").higher
+        assert not metric("top_gap").higher_is_better
     finally:
         del top_gap.higher_is_better
 

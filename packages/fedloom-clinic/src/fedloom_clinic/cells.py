@@ -29,17 +29,17 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: names of the cells.
-        of: index of the merged cell for each original cell, ``[L]``. An original cell that has been merged
+        merged_index: index of the merged cell for each original cell, ``[L]``. An original cell that has been merged
             belongs to the cell "other".
     """
 
     names: tuple[str, ...]
-    of: Tensor
+    merged_index: Tensor
 
     @property
     def members(self) -> Tensor:
         """Matrix ``[cells, L]`` that is 1 where an original cell belongs to a merged cell."""
-        return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
+        return torch.nn.functional.one_hot(self.merged_index, len(self.names)).T.double()
 
     @property
     def named(self) -> int:
@@ -54,7 +54,7 @@ class MergedCells(NamedTuple):
         Args:
             flags: flags of the original cells ``[n, L]``, see `merge_small_cells`.
         """
-        empty = self.names[-1] in BLANK_LEVELS and not bool(flags[:, self.of == len(self.names) - 1].any())
+        empty = self.names[-1] in BLANK_LEVELS and not bool(flags[:, self.merged_index == len(self.names) - 1].any())
         return torch.arange(len(self.names)) < len(self.names) - empty
 
 
@@ -147,7 +147,7 @@ def merge_small_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: b
     support = flags.sum(0)
     if names[-1] in BLANK_LEVELS and not (bool(support[-1]) if gaps is None else gaps):
         cells = merge_small_cells(names[:-1], flags[:, :-1], rules)
-        return MergedCells((*cells.names, names[-1]), torch.cat([cells.of, torch.tensor([len(cells.names)])]))
+        return MergedCells((*cells.names, names[-1]), torch.cat([cells.merged_index, torch.tensor([len(cells.names)])]))
     enough = support - rules.missing >= rules.min_clients
     if bool(enough.all()):
         return unmerged_cells(names)

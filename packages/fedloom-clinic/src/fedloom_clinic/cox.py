@@ -428,7 +428,11 @@ def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> p
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,
         "bound": fit.bound,
     }  # fmt: skip
-    facts: dict[str, float | str] = {"likelihood": fit.fit.likelihood, "rows": fit.fit.rows, "events": fit.fit.events}
+    facts: dict[str, float | str] = {
+        "likelihood": fit.fit.likelihood,
+        "rows": fit.fit.row_count,
+        "events": fit.fit.events,
+    }
     facts |= {f"{name}_lost": count for name, count in zip(("late", "rare"), fit.losses[2:4], strict=True)}
     facts |= {"left_out": fit.losses.left_out, "bins": len(terms.ends), "least": terms.least, "ties": terms.ties}
     facts |= {} if fit.fit.ridge is None else {"ridge": fit.fit.ridge.strength}

@@ -166,10 +166,10 @@ class Glm(Penalized):
         figures = {"coefficient": fit.beta, "standard_error": fit.se, "low": low, "high": high, "p": fit.p_values}
         figures |= {"bound": bound}
         table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
-        facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
+        facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.row_count}
         facts |= {} if fit.ridge is None else {"ridge": fit.ridge.strength}
         facts["merged"] = list_omitted_columns(terms)
-        facts["left_out"] = int(terms.sizes.sum()) - fit.rows
+        facts["left_out"] = int(terms.sizes.sum()) - fit.row_count
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
         return table, linear_model(terms, fit.beta[self._intercepts(terms) :], float(fit.beta[0]))

@@ -54,7 +54,7 @@ class SummaryColumn:
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None if the column is coded.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
-        of: merged bin of each agreed bin, ``[bins]``.
+        merged_bins: merged bin of each agreed bin, ``[bins]``.
     """
 
     name: str
@@ -62,10 +62,10 @@ class SummaryColumn:
     edges: Tensor | None
     cells: MergedCells
     levels: int
-    of: Tensor
+    merged_bins: Tensor
 
     @property
-    def shown(self) -> int:
+    def cell_count(self) -> int:
         """Number of cells, without the cell for missing values."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
@@ -76,12 +76,12 @@ class SummaryColumn:
         There is one value for each cell. A numeric column also has the numbers of missing rows and of rows outside the
         range, and a sum.
         """
-        return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
+        return len(self.cells.names) if self.edges is None else int(self.merged_bins.max()) + 4
 
     @property
     def flags(self) -> int:
         """Number of the column's cells. For each cell, a client states whether it has enough subjects."""
-        bins = len(self.of)
+        bins = len(self.merged_bins)
         return len(self.cells.names) if self.edges is None else sum(-(-bins // width) for width in range_widths(bins))
 
 
@@ -153,7 +153,7 @@ def describe_code(
     column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of the table for a coded column, one for each level and each group that has rows."""
-    shown = counted[:, : column.shown]
+    shown = counted[:, : column.cell_count]
     some = [g for g in range(len(counted)) if counted[g].any()]
     full = [g for g in some if shown[g].any() and g < groups.named]  # rows without a group are not tested
     used, levels = shown[full][:, shown[full].any(0)], int(shown.any(0).sum())
@@ -162,12 +162,12 @@ def describe_code(
     gaps = [_difference(shown[a], shown[b]) for a, b in combinations(full, 2)]
     for g in some:
         for k, level in enumerate(column.cells.names):
-            if k >= column.shown and not counted[:, k].any():
+            if k >= column.cell_count and not counted[:, k].any():
                 continue  # there are no missing cells
             yield {
                 "column": column.name, "level": level, "group": groups.names[g], "rows": counted[g, k],
-                "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
-                "missing": counted[g, column.shown :].sum() if column.shown < counted.shape[1] else None,
+                "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.cell_count else None,
+                "missing": counted[g, column.cell_count :].sum() if column.cell_count < counted.shape[1] else None,
                 "standardized_difference": max(gaps, default=None),
                 "p_groups": _p_value_number(p), "p_clients": _p_value_number(between),
             }  # fmt: skip

@@ -164,7 +164,7 @@ class TableOne(ScriptedAnalysis):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         groups, columns = self._merged_cells(terms)
         client = self._fill_rare_gaps(client, terms, groups, columns)
-        code = groups.of[group_codes(client, terms, self.group)]
+        code = groups.merged_index[group_codes(client, terms, self.group)]
         if question.name == "counts":
             return _count_groups(client, terms, columns, groups, self.group)
         numbers = [column for column in columns if column.edges is not None]
@@ -181,8 +181,8 @@ class TableOne(ScriptedAnalysis):
             between.append((u[whole] - mean).sum() ** 2 / max(int(whole.sum()), 1))
             present.append(whole.any().double())
         for k, column in enumerate(column for column in columns if column.edges is None):
-            counts = _rows_by_level(client, column)[: column.shown]
-            wanted = counts.sum() * shares[k, : column.shown]
+            counts = _rows_by_level(client, column)[: column.cell_count]
+            wanted = counts.sum() * shares[k, : column.cell_count]
             chi.append(torch.where(wanted > 0, (counts - wanted) ** 2 / wanted.clamp(min=1e-300), 0.0).sum())
             present.append(counts.any().double())
         return torch.cat([torch.stack(part) for part in (between, chi, present) if part])
@@ -208,7 +208,9 @@ class TableOne(ScriptedAnalysis):
         shares = torch.zeros(len(codes), widest, dtype=torch.float64)
         for k, column in enumerate(codes):
             counts = torch.stack([block[column] for block in blocks]).sum(0)
-            shares[k, : column.shown] = counts[: column.shown] / counts[: column.shown].sum().clamp(min=1)
+            shares[k, : column.cell_count] = counts[: column.cell_count] / counts[: column.cell_count].sum().clamp(
+                min=1
+            )
         squares = ask(Question("spreads", {"centres": centres}))[0].view(count, -1)
         spread = (squares + whole * (centres - means) ** 2).sum(0) / whole.sum(0).clamp(min=1)
         values = {"means": means, "variances": spread.clamp(self._min_variance, 1.0), "shares": shares}
@@ -276,7 +278,7 @@ class TableOne(ScriptedAnalysis):
             fix = f"columns without {column.name!r}, fewer groups"
             of = merge_bins(cells, terms.rules, range_widths(self.bins), self.bins, what, fix)
             ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
-            kept.append(replace(column, edges=column.edges[[0, *ends]], of=of))
+            kept.append(replace(column, edges=column.edges[[0, *ends]], merged_bins=of))
         return groups, kept
 
     def _fill_rare_gaps(
@@ -290,7 +292,7 @@ class TableOne(ScriptedAnalysis):
         """
         if terms.rules.min_subjects == 1:
             return client
-        x, code = client.x.clone(), groups.of[group_codes(client, terms, self.group)]
+        x, code = client.x.clone(), groups.merged_index[group_codes(client, terms, self.group)]
         for column in columns:
             values, whole = client.x[:, column.place], ~client.x[:, column.place].isnan()
             gaps = [~whole]
@@ -330,7 +332,7 @@ def _scale_column(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Te
 def _rows_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of rows in each cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
-    return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
+    return torch.bincount(column.cells.merged_index[codes], minlength=len(column.cells.names)).double()
 
 
 def _subjects_by_cell(client: ClientRows, column: SummaryColumn) -> Tensor:
@@ -341,7 +343,7 @@ def _subjects_by_cell(client: ClientRows, column: SummaryColumn) -> Tensor:
     values = client.x[:, column.place]
     if column.edges is None:
         return count_subjects(level_codes(values, column.levels), client.subjects, len(column.cells.names))
-    whole, bins = _scale_column(client, column)[1], len(column.of)
+    whole, bins = _scale_column(client, column)[1], len(column.merged_bins)
     place = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
     subjects = client.subjects[whole]
     return torch.cat([count_subjects(place // width, subjects, -(-bins // width)) for width in range_widths(bins)])
@@ -351,7 +353,7 @@ def _count_groups(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
     """Return the number of rows in each group, and then the values of each column in each group."""
-    code = groups.of[group_codes(client, terms, group)]
+    code = groups.merged_index[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):
         some = client.select(code == g)

@@ -438,7 +438,7 @@ def test_a_new_agreement_may_be_anything(ready: Path) -> None:
             with pytest.raises(ConfigError):
                 check_proposal(ready / "sites" / "site-0", approval)
         path.write_bytes(content)
-    assert check_proposal(ready / "sites" / "site-0", approval).new
+    assert check_proposal(ready / "sites" / "site-0", approval).new_members
 
 
 def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:

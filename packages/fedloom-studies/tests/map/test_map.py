@@ -381,7 +381,7 @@ def test_the_planned_seeds_show_the_gain_with_its_probability() -> None:
     prior = fit_common_prior([np.array([s.figures["mean"].by_seed[k] for k in range(5)]) - np.array(
         [found.standings[0].figures["mean"].by_seed[k] for k in range(5)]) for s in found.standings[1:]])  # fmt: skip
     assert prior is not None
-    degrees = min(n - 1 + prior.degrees, max(prior.most, n - 1))
+    degrees = min(n - 1 + prior.degrees, max(prior.max_freedom, n - 1))
     error = np.sqrt(s2 / n * rng.chisquare(degrees, 40_000) / degrees)
     shown = np.abs(rng.normal(DETECTABLE_GAIN, math.sqrt(s2 / n), 40_000)) / error
     power = (shown >= stats.t.isf(MODERATED_LEVEL / members / 2, degrees)).mean()

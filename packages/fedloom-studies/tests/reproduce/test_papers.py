@@ -416,7 +416,10 @@ def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.M
 def test_why_and_claim_say_the_same_difference_with_the_same_interval() -> None:
     one = with_claim()
     summary = as_run(one)
-    assert compare_references(one, *summary.numbers["few"].values()) == judge_claims(one, summary.numbers)[0].least.look
+    assert (
+        compare_references(one, *summary.numbers["few"].values())
+        == judge_claims(one, summary.numbers)[0].closest_rival.look
+    )
 
 
 def test_what_was_not_run_says_why_and_what_it_would_take(tmp_path: Path) -> None:

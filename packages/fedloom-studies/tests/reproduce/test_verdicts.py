@@ -114,7 +114,7 @@ def test_fewer_than_five_seeds_decide_nothing_unless_it_holds_by_construction() 
 
 def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -> None:
     one = judge_claims(with_claim(margin=0.5), numbers(flame_personal=NEAR, fedavg_global=FAR))[0]
-    assert one.least.look.difference == pytest.approx(np.mean(NEAR) - np.mean(FAR))
+    assert one.closest_rival.look.difference == pytest.approx(np.mean(NEAR) - np.mean(FAR))
     a, close, ahead = [0.50, 0.51, 0.49, 0.50, 0.52], [0.501, 0.508, 0.491, 0.499, 0.521], [0.6, 0.61, 0.58, 0.6, 0.62]
     equal = with_claim(margin=0.05, equivalent=True)
     assert verdict(equal, close, a) == HOLDS
@@ -135,8 +135,8 @@ def test_a_claim_on_spreads_is_levenes_test_paired_and_knows_no_level() -> None:
     a, b = calm[:5], wild[:5]
     (one,) = judge_claims(less, numbers(flame_personal=list(a), fedavg_global=list(b)))
     distances = [abs(values - np.median(values)) for values in (a, b)]
-    assert one.least.look.difference == pytest.approx(np.mean(distances[1] - distances[0]))
-    assert one.least.look.p == pytest.approx(stats.ttest_rel(*distances).pvalue)
+    assert one.closest_rival.look.difference == pytest.approx(np.mean(distances[1] - distances[0]))
+    assert one.closest_rival.look.p == pytest.approx(stats.ttest_rel(*distances).pvalue)
     with pytest.raises(ConfigError, match="must compare references, not numbers"):
         with_claim(spread=True, than=[0.1])
 
@@ -163,11 +163,11 @@ def test_a_rival_is_one_number_per_seed_and_its_interval_is_the_one_that_decides
     for k, (rival, lead) in enumerate(zip(one.rivals, leads, strict=True)):
         step = min(sum(q < p[k] for q in p), rejected)
         interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOK_LEVELS[0][1] / (2 - step))
-        assert rival.clear == (interval.low > 0 or interval.high < 0)
+        assert rival.is_significant == (interval.low > 0 or interval.high < 0)
         assert rival.look.difference == pytest.approx(lead.mean())
         assert rival.look.half == pytest.approx((interval.high - interval.low) / 2)
         assert rival.look.p == pytest.approx(stats.ttest_1samp(lead, 0).pvalue)
-    assert one.least == one.rivals[1]
+    assert one.closest_rival == one.rivals[1]
 
 
 def test_work_and_variances_are_compared_by_ratios() -> None:
@@ -193,7 +193,7 @@ def test_one_rival_neither_carries_nor_drowns_the_others() -> None:
     assert judged(0.05, 0.05, 0.3, spread=0.1).verdict == HOLDS
     wild = judged(0.05, 0.05, 0.3, spread=20)  # spread in one rival is not spread in all
     assert wild.verdict in (PARTLY, UNDECIDED)
-    assert judged(0.3, 0.2, -0.02).least.name == "m2: global: accuracy"
+    assert judged(0.3, 0.2, -0.02).closest_rival.name == "m2: global: accuracy"
 
 
 def test_of_a_claim_that_does_not_hold_the_least_is_clearly_against_it() -> None:
@@ -203,8 +203,8 @@ def test_of_a_claim_that_does_not_hold_the_least_is_clearly_against_it() -> None
     measured = numbers(flame_personal=FAR, m0_global=list(wild), m1_global=list(clear))
     (one,) = judge_claims(with_claim(than=["m0: global", "m1: global"]), measured)
     assert one.verdict == FAILS
-    assert one.least == one.rivals[1]
-    assert one.least.look.difference > one.rivals[0].look.difference
+    assert one.closest_rival == one.rivals[1]
+    assert one.closest_rival.look.difference > one.rivals[0].look.difference
 
 
 def test_rivals_have_holms_correction() -> None:
@@ -238,7 +238,7 @@ def test_a_comparison_that_is_clearly_against_a_claim_leaves_it_in_part() -> Non
     for rival in ("fedavg: global", 0.6):  # a claim on each variant is not carried by the others
         (one,) = judge_claims(with_claim(each=True, than=[rival]), {"few": few, "many": many})
         assert (one.verdict, len(one.rivals)) == (FAILS, 2)
-        assert one.least.name == f"many | {rival if rival == 0.6 else 'fedavg: global: accuracy'}"
+        assert one.closest_rival.name == f"many | {rival if rival == 0.6 else 'fedavg: global: accuracy'}"
         assert judge_claims(with_claim(each=True, than=[rival]), {"few": few, "many": few})[0].verdict == HOLDS
 
 
@@ -253,7 +253,7 @@ def test_the_rivals_are_tested_on_the_seeds_that_all_of_them_have() -> None:
 
 def test_of_a_claim_of_equivalence_the_least_is_the_farthest_from_it() -> None:
     one = judged(0.06, -0.07, -0.05, margin=0.03, equivalent=True)
-    assert one.least.name == "m1: global: accuracy"
+    assert one.closest_rival.name == "m1: global: accuracy"
     assert one.verdict == FAILS
 
 
@@ -266,7 +266,7 @@ def test_a_claim_is_judged_at_the_round_chosen_on_validation_too() -> None:
         then = judge_at_validation(one, last_round, {"few": known | turned})
         assert then is not None
         assert then.claim.margin == margin
-        assert then.least.look.difference == pytest.approx(-last_round.least.look.difference)
+        assert then.closest_rival.look.difference == pytest.approx(-last_round.closest_rival.look.difference)
         assert judge_at_validation(one, last_round, {"few": known}) is None
     fixed = with_claim(higher="flame: personal: accuracy@2", than=[0.5])
     seen = {"few": {"flame: personal: accuracy@2": known["flame: personal: accuracy"]}}
@@ -287,7 +287,7 @@ def test_single_comparisons_have_holms_correction() -> None:
 @given(st.integers(0, 2**16), st.floats(-0.5, 1.5), st.integers(0, 24))
 def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, mean: float, n: int) -> None:
     lead = list(np.random.default_rng(seed).normal(mean, 1, n))
-    one = judge_claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].least.look if n else None
+    one = judge_claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].closest_rival.look if n else None
     expected = UNDECIDED
     for count, level in LOOK_LEVELS:
         if n >= count and expected == UNDECIDED:
@@ -309,7 +309,7 @@ def test_looks_see_the_recipes_own_seeds_first() -> None:
 
 def test_a_difference_called_detectable_is_decided_as_often_as_said() -> None:
     one, spread = with_claim(than=[0.0]), np.array([-0.2, -0.1, 0.0, 0.1, 0.2])
-    detectable = judge_claims(one, numbers(flame_personal=list(spread)))[0].least.look.detectable
+    detectable = judge_claims(one, numbers(flame_personal=list(spread)))[0].closest_rival.look.detectable
     leads = np.random.default_rng(0).normal(detectable, spread.std(ddof=1), (500, 5))
     verdicts = [judge_claims(one, numbers(flame_personal=list(lead)))[0].verdict for lead in leads]
     assert stats.binomtest(verdicts.count(HOLDS), len(verdicts), DETECTION_PROBABILITY).pvalue > 0.01

@@ -131,7 +131,7 @@ _COUNT_LEADS = (
     "took|until|up|used|uses|was|were|when|where|which|while|with|within|without"
 )
 """Words before a count. A count after any other word may be part of a name that a user chose, as in Week 1 visits."""
-_ONE_THING = re.compile(
+_SINGLE_COUNT_PATTERN = re.compile(
     r"(?<!\w)(?P<quote>['\"`]).*?(?P=quote)(?!\w)|"
     rf"(?P<lead>^|[:;,.=>|]\s|[(=>\n]|(?<![\w/\\.'\"-])(?i:{_COUNT_LEADS})\s)1 "
     rf"(?P<adjectives>(?:(?:{_COUNT_ADJECTIVES}) )*)(?:(?P<noun>{_COUNT_NOUNS})s|(?P<y>entr|categor)ies|"
@@ -158,7 +158,7 @@ def write_singular(text: str) -> str:
         noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
         return f"{lead}1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
 
-    sentence = _ONE_THING.sub(write, text)
+    sentence = _SINGLE_COUNT_PATTERN.sub(write, text)
     return Note.create(sentence, text.rule) if isinstance(text, Note) else sentence
 
 
@@ -177,7 +177,7 @@ def _file(table: str, key: str | None, value: str | None) -> str:
     if table in PLAIN_KEYS:
         return table if value is None else f"{table} = {_toml(value)}"
     if key is None:
-        return place if value is None else f"{place} {_options(value)}"
+        return place if value is None else f"{place} {_option_lines(value)}"
     return f"{place} {key}" if value is None else f"{place} {key} = {_toml(value)}"
 
 
@@ -221,7 +221,7 @@ def _toml(value: str) -> str:
     return {"True": "true", "False": "false"}.get(value, value)
 
 
-def _options(value: str) -> str:
+def _option_lines(value: str) -> str:
     """Return lines of an experiment file with the table that describes a value, the name of a kind, or a dictionary."""
     options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())

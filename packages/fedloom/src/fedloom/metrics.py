@@ -28,7 +28,7 @@ class Metric(NamedTuple):
         title: title that is shown to people.
         unit: unit of the displayed value.
         scale: factor of the displayed value.
-        higher: True if larger values are better than smaller ones.
+        higher_is_better: True if larger values are better than smaller ones.
         bounds: smallest and largest value that the metric can have.
         rated: True if either higher or lower values are better.
     """
@@ -36,7 +36,7 @@ class Metric(NamedTuple):
     title: str
     unit: str = ""
     scale: float = 1.0
-    higher: bool = True
+    higher_is_better: bool = True
     bounds: tuple[float, float] = (-math.inf, math.inf)
     rated: bool = True
 
@@ -49,7 +49,7 @@ METRICS = {
     "macro_f1": Metric("Macro F1", bounds=SHARE_BOUNDS),
     "micro_f1": Metric("Micro F1", bounds=SHARE_BOUNDS),
     "macro_precision": Metric("Macro precision", bounds=SHARE_BOUNDS),
-    "attack_success": Metric("Attack success", "%", 100.0, higher=False, bounds=SHARE_BOUNDS),
+    "attack_success": Metric("Attack success", "%", 100.0, higher_is_better=False, bounds=SHARE_BOUNDS),
     "recall": Metric("Recall", bounds=SHARE_BOUNDS),
     "precision": Metric("Precision", bounds=SHARE_BOUNDS),
     "dice": Metric("Dice", bounds=SHARE_BOUNDS),
@@ -68,49 +68,49 @@ METRICS = {
     "f1": Metric("F1", bounds=SHARE_BOUNDS),
     "c_index": Metric("C-index", bounds=SHARE_BOUNDS),
     "r2": Metric("R²", bounds=(-math.inf, 1.0)),
-    "calibration_error": Metric("Calibration error", higher=False, bounds=SHARE_BOUNDS),
+    "calibration_error": Metric("Calibration error", higher_is_better=False, bounds=SHARE_BOUNDS),
     "calibration_slope": Metric("Calibration slope", rated=False),
     "calibration_intercept": Metric("Calibration intercept", rated=False),
     "observed_expected": Metric("Observed / expected events", bounds=POSITIVE_BOUNDS, rated=False),
-    "brier": Metric("Brier score", higher=False, bounds=(0.0, 2.0)),
-    "perplexity": Metric("Perplexity", higher=False, bounds=(1.0, math.inf)),
-    "deviance": Metric("Poisson deviance", higher=False, bounds=POSITIVE_BOUNDS),
-    "rmse": Metric("RMSE", higher=False, bounds=POSITIVE_BOUNDS),
-    "mae": Metric("MAE", higher=False, bounds=POSITIVE_BOUNDS),
-    "loss": Metric("Loss", higher=False),
+    "brier": Metric("Brier score", higher_is_better=False, bounds=(0.0, 2.0)),
+    "perplexity": Metric("Perplexity", higher_is_better=False, bounds=(1.0, math.inf)),
+    "deviance": Metric("Poisson deviance", higher_is_better=False, bounds=POSITIVE_BOUNDS),
+    "rmse": Metric("RMSE", higher_is_better=False, bounds=POSITIVE_BOUNDS),
+    "mae": Metric("MAE", higher_is_better=False, bounds=POSITIVE_BOUNDS),
+    "loss": Metric("Loss", higher_is_better=False),
 }
 """Metrics computed on the samples of one client (`fedloom.tasks`). Recall and precision are recorded per class. AUROC,
 AUPRC and F1 are recorded per label (`class_metric_name`)."""
 
 FEDERATION_FIGURES = {
-    "cd": Metric("Client disagreement", higher=False),
+    "cd": Metric("Client disagreement", higher_is_better=False),
     "nmi": Metric("Cluster recovery (NMI)"),
-    "nnz": Metric("Non-zero parameters", higher=False),
-    "nonzeros": Metric("Non-zero parameters", higher=False),
-    "personal_nonzeros": Metric("Non-zero parameters of a personal component, mean", higher=False),
-    "factorised": Metric("Parameters as thin factors", higher=False),
-    "rank": Metric("Rank", higher=False),
-    "kkt": Metric("KKT residual", higher=False),
-    "consensus_gap": Metric("Consensus gap", higher=False),
-    "lagrangian": Metric("Augmented Lagrangian", higher=False),
-    "primal_residual": Metric("Primal residual", higher=False),
-    "dual_residual": Metric("Dual residual", higher=False),
-    "lyapunov": Metric("Lyapunov function", higher=False),
-    "local_iterations": Metric("Local iterations", higher=False),
+    "nnz": Metric("Non-zero parameters", higher_is_better=False),
+    "nonzeros": Metric("Non-zero parameters", higher_is_better=False),
+    "personal_nonzeros": Metric("Non-zero parameters of a personal component, mean", higher_is_better=False),
+    "factorised": Metric("Parameters as thin factors", higher_is_better=False),
+    "rank": Metric("Rank", higher_is_better=False),
+    "kkt": Metric("KKT residual", higher_is_better=False),
+    "consensus_gap": Metric("Consensus gap", higher_is_better=False),
+    "lagrangian": Metric("Augmented Lagrangian", higher_is_better=False),
+    "primal_residual": Metric("Primal residual", higher_is_better=False),
+    "dual_residual": Metric("Dual residual", higher_is_better=False),
+    "lyapunov": Metric("Lyapunov function", higher_is_better=False),
+    "local_iterations": Metric("Local iterations", higher_is_better=False),
     "criterion_met": Metric("Local criterion met"),
-    "epsilon": Metric("Privacy spent (epsilon)", higher=False),
-    "idle_share": Metric("Idle fraction of the devices' time", higher=False),
-    "unheard": Metric("Uploads that were late or lost", higher=False),
+    "epsilon": Metric("Privacy spent (epsilon)", higher_is_better=False),
+    "idle_share": Metric("Idle fraction of the devices' time", higher_is_better=False),
+    "unheard": Metric("Uploads that were late or lost", higher_is_better=False),
 }
 """Named metrics that describe the federation as a whole."""
 
 COST_FIGURES = {
-    "steps": Metric("Local steps", higher=False),
-    "samples_backward": Metric("Sample gradients", higher=False),
-    "bytes_up": Metric("MB up", "", 1 / MEGABYTE_BYTES, higher=False),
-    "bytes_down": Metric("MB down", "", 1 / MEGABYTE_BYTES, higher=False),
-    "seconds": Metric("Seconds", higher=False),
-    "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
+    "steps": Metric("Local steps", higher_is_better=False),
+    "samples_backward": Metric("Sample gradients", higher_is_better=False),
+    "bytes_up": Metric("MB up", "", 1 / MEGABYTE_BYTES, higher_is_better=False),
+    "bytes_down": Metric("MB down", "", 1 / MEGABYTE_BYTES, higher_is_better=False),
+    "seconds": Metric("Seconds", higher_is_better=False),
+    "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher_is_better=False),
 }
 """Cost metrics for comparing methods at equal work."""
 
@@ -200,7 +200,9 @@ def metric(name: str) -> Metric:
 
 def declare(directions: Mapping[str, bool]) -> None:
     """Register a user's metrics by name. The value is True if larger values of the metric are better."""
-    USER_METRICS.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
+    USER_METRICS.update(
+        {name: Metric(name.replace("_", " "), higher_is_better=higher) for name, higher in directions.items()}
+    )
 
 
 def titled(shown: Metric) -> str:
@@ -217,7 +219,7 @@ def over_clients(name: str, values: Values, sizes: Values, centre: float | None 
         sizes: number of samples of each client ``[n]``.
         centre: value of the global model on the common test set.
     """
-    low = metric(name).higher
+    low = metric(name).higher_is_better
     figures = {"mean": client_mean(values), "weighted": weighted_mean(values, sizes), "worst10": worst(values, low=low)}
     if name == "loss":
         return {f"loss/{k}": v for k, v in (figures | {"variance": variance(values)}).items()} | {

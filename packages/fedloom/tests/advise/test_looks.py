@@ -55,7 +55,9 @@ def test_mean_squares_are_those_of_a_two_way_analysis_of_variance() -> None:
     table = pd.DataFrame({"y": values.ravel(), "client": clients.ravel(), "seed": seeds.ravel()})
     squares = anova_lm(ols("y ~ C(client) + C(seed)", table).fit())["mean_sq"]
     ours = pair_differences(values)
-    assert [ours.of_clients, ours.of_seeds, ours.of_rest] == pytest.approx(squares.tolist(), rel=1e-9)
+    assert [ours.client_mean_square, ours.seed_mean_square, ours.residual_mean_square] == pytest.approx(
+        squares.tolist(), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(("of_clients", "of_seeds"), [(0.0, 0.0), (1.0, 0.0), (0.0, 0.3), (0.5, 1.0)])

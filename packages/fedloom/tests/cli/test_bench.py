@@ -138,7 +138,7 @@ def test_runs_side_by_side_take_less_time() -> None:
     plan = Bench(experiment(workers=2), rounds=1, oracles=["compiled"], workers=[1])  # twenty clients are one chunk
     speeds = list(plan.measure())
     assert plan.share == (2, 1)
-    assert {speed.way.workers for speed in speeds if speed.way.picked} == {1}
+    assert {speed.way.workers for speed in speeds if speed.way.is_chosen} == {1}
     assert plan.minutes(speeds) == pytest.approx((60 * speeds[0].seconds + 20 * speeds[1].seconds) / 60 / 2)
 
 

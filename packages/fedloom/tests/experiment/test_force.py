@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_stops_its_own_method_only(workers: int, copy: Path
     before = pq.read_table(copy / "metrics.parquet")
     outcomes = Plan(parse(document), copy).run(page=False)
     assert [o.status for o in outcomes] == ["done", "done", "failed", "done"]
-    assert [o.damaged for o in outcomes] == [False, False, True, False]
+    assert [o.is_damaged for o in outcomes] == [False, False, True, False]
     assert "no checkpoint can be read" in outcomes[2].reason
     assert outcomes[2].reason.endswith("--force --method 'two words'")
     now = pq.read_table(copy / "metrics.parquet")

@@ -198,7 +198,7 @@ def test_a_report_rates_own_metrics_in_their_own_direction(tmp_path: Path, monke
     assert table["wrong_worst10"][0].as_py() == pytest.approx(float(found.final("personal", "wrong").max()))
     assert table["margin_worst10"][0].as_py() == pytest.approx(float(found.final("personal", "margin").min()))
     for name, higher in (("wrong", False), ("margin", True)):
-        assert (metrics.metric(name).higher, metrics.metric(name).rated) == (higher, True)
+        assert (metrics.metric(name).higher_is_better, metrics.metric(name).rated) == (higher, True)
 
 
 def test_code_of_an_own_task_that_has_changed_does_not_go_on(own_module: Path, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_settings_are_chosen_by_an_own_metric_in_its_own_direction(tmp_path: Pat
     for metric, higher in (("wrong", False), ("margin", True)):
         text["tune"]["metric"] = metric
         tuning = Tuning(text, "own.toml", tmp_path / metric)
-        assert [study.goal.higher for study in tuning.studies] == [higher]
+        assert [study.goal.higher_is_better for study in tuning.studies] == [higher]
     text["tune"]["metric"] = "f3"
     with pytest.raises(
         ConfigError, match="'f3', but for these data it must be one of: .*balanced_accuracy.*margin, wrong"

@@ -45,7 +45,7 @@ def test_predictions_are_equal_where_the_matrices_are_of_that_rank(spec: ModelSp
         torch.testing.assert_close(found.module(x), module(x), rtol=0, atol=1e-5)
     assert set(found.ranks.values()) <= {3, 4}
     assert found.parameters == sum(p.numel() for p in found.module.parameters())
-    assert found.parameters < 0.8 * found.before
+    assert found.parameters < 0.8 * found.original_parameters
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
@@ -53,7 +53,7 @@ def test_predictions_are_equal_where_the_matrices_are_of_that_rank(spec: ModelSp
 def test_full_rank_replaces_only_where_smaller(spec: ModelSpec) -> None:
     module = spec.build((3, 16, 16), 10, seed=1).eval()
     found = factorise(module, tolerance=0)
-    assert (found.ranks, found.parameters) == ({}, found.before)
+    assert (found.ranks, found.parameters) == ({}, found.original_parameters)
     assert torch.equal(found.module(images((3, 16, 16))), module(images((3, 16, 16))))
 
 

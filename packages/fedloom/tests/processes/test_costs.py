@@ -77,7 +77,7 @@ def test_rows_travel_where_clients_are_drawn_anew(one: MethodCosts, cohort: int,
     assert drawn.bytes - all_of_them.bytes == pytest.approx(
         cohort * one.row * (1 - 1 / machines) / machines, abs=1e-6 * all_of_them.bytes
     )
-    assert drawn.link >= all_of_them.link >= FAR.trip
+    assert drawn.link >= all_of_them.link >= FAR.seconds_per_trip
 
 
 def states(watch: bool) -> tuple[Any, list[MeasuredWorkers]]:
@@ -96,7 +96,7 @@ def test_who_is_watched_does_the_same() -> None:
     (plain, _), (watched, seen) = states(False), states(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert [w.clients for w in seen] == [20] * 3
-    assert all(w.work > 0 and w.passing > 0 for w in seen)
+    assert all(w.work > 0 and w.passing_seconds > 0 for w in seen)
 
 
 def test_clients_that_are_asked_only_are_not_of_the_cohort() -> None:

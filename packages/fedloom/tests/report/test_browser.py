@@ -34,6 +34,7 @@ def rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store(run / "confusion.parquet", ("method", "seed", "client", "model", "true", "predicted", "count"), cells)
     points = [("ditto", 0, c, "personal", float(k % 3), float(k), float(k * c)) for c in (2, 3) for k in range(9)]
     store(run / "tsne.parquet", ("method", "seed", "client", "model", "label", "x", "y"), points)
+    store(run / "hazards.parquet", ("column", "level", "hazard_ratio"), [("sex", "f", 1.0), (None, "m", 1.2)])
     return report.write_report([run], run / "report.html")
 
 
@@ -145,6 +146,8 @@ def test_no_name_is_cut_on_a_phone(open_page: Open, tmp_path: Path) -> None:
     page = open_page(report.write_report([plain, other], tmp_path / "report.html"), "phone")
     drawn = {figure.get_attribute("id"): figure for figure in walk(page)}
     assert {"place-relative", "place-clients"} <= drawn.keys()
+    texts = page.locator("figure svg.marks text").evaluate_all("all => all.map(text => text.textContent)")
+    assert [text for text in texts if "…" in text] == []
     tabs = {tab.get_attribute("value"): tab for tab in page.locator(".tabs input").all()}
     for name in ("place-relative", "place-clients"):
         if not drawn[name].is_visible():

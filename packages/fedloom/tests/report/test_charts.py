@@ -16,6 +16,7 @@ from recorded import SPLIT, Recording
 from fedloom.data import partitions
 from fedloom.data.sources import source
 from fedloom.lab.report import overview
+from fedloom.lab.report.charts import look, tradeoffs
 from fedloom.lab.report.charts.kit import Figure
 from fedloom.lab.report.charts.partition import align_cluster_labels, label_skew, skew_table
 from fedloom.lab.report.numbers import benign_curve, method_rows
@@ -214,3 +215,37 @@ def test_settings_are_in_words_with_versions(small: Path) -> None:
     assert "<dt>Partition</dt><dd>mixed: clients 10, alpha 0.5</dd>" in text
     assert "torch 2.13.0" in text
     assert "kind = &#34;mixed&#34;" in text
+
+
+def test_a_point_far_off_the_axis_leaves_the_plot_its_width(tmp_path: Path) -> None:
+    """A text counts toward the width of a chart wherever it is, even without letters."""
+    run = Recording(methods=4, seeds=5, rounds=10, clients=6).write(tmp_path / "run")
+    table = pq.read_table(run / "metrics.parquet").to_pylist()
+    for row in table:
+        if row["method"] == "local" and row["metric"] == "loss":
+            row["value"] *= 1000
+    pq.write_table(pa.Table.from_pylist(table, pq.read_schema(run / "metrics.parquet")), run / "metrics.parquet")
+    chart = charts(read_runs([run]))["fairness"]
+    assert "Far outside the axis: local" in chart.caption
+    fitted = {**chart.spec(), "width": 640, "autosize": {"type": "fit-x", "contains": "padding"}}
+    axis = re.search(r'aria-label="X-axis.*?role-axis-title', look.render_svg(fitted), re.DOTALL)
+    assert axis
+    ticks = [float(x) for x in re.findall(r'<text text-anchor="\w+" transform="translate\(([\d.]+),', axis[0])]
+    assert max(ticks) - min(ticks) > 320
+
+
+def test_labels_of_points_do_not_overlap_on_a_phone(tmp_path: Path) -> None:
+    run = Recording(methods=10, seeds=2, rounds=10, clients=6).write(tmp_path / "run")
+    chart = charts(read_runs([run]))["fairness"]
+    x = chart.chart["layer"][-1]["encoding"]["x"]["scale"]["domain"]
+    y = chart.chart["layer"][-1]["encoding"]["y"]["scale"]["domain"]
+    for field, width in (("label", tradeoffs.WIDE_PLOT_WIDTH), ("label_narrow", tradeoffs.NARROW_PLOT_WIDTH)):
+        boxes = []
+        for row in chart.rows:
+            length = len(row[field]) * look.LETTER_WIDTH
+            at, height = (row["variance"] - x[0]) / (x[1] - x[0]) * width, (row["result"] - y[0]) / (y[1] - y[0]) * 360
+            boxes += [(at if row["side"] == "left" else at - length, length, height)] if row[field] else []
+        assert len(boxes) >= 3
+        for k, (left, length, height) in enumerate(boxes):
+            for other, size, level in boxes[:k]:
+                assert left + length <= other or other + size <= left or abs(height - level) >= 12

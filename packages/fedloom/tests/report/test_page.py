@@ -12,6 +12,7 @@ from pathlib import Path
 
 import altair as alt
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -22,10 +23,12 @@ from fedloom.lab import report
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.report import document, overview
 from fedloom.lab.report.charts.kit import slug
+from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.page import make_figures
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Key
+from fedloom.lab.report.sections import plain_section
 from fedloom.lab.report.tables import csv_text, render_latex_table
 from fedloom.rundir import RunRecord
 
@@ -61,6 +64,24 @@ def test_files_beside_the_page(page: Path) -> None:
     assert figures >= {"single-clients", "partition-0", "partition-2", "curves-loss-round"}
     assert all(path.read_text().startswith("<svg") for path in beside.glob("*.svg"))
     assert not list(page.parent.rglob("*.tmp"))
+
+
+def test_regions_have_different_names_and_no_head_of_a_row_is_empty(page: Path) -> None:
+    table = render_scrolling_table("Sites", ["Site", "Threshold"], [["All", "0.1"], ["", "0.2"]])
+    assert table.count("<th scope") == 3
+    text = own_part(page)
+    names = re.findall(r'role="region" aria-label="([^"]+)"', text) + re.findall(r"<h2 [^>]*>([^<]+)<", text)
+    assert len(names) > 10
+    assert len(set(names)) == len(names)
+    section = plain_section(read_runs([page_of_an_analysis(page.parent / "analysis")]), "cox.parquet")
+    assert f'aria-label="{section.title}"' not in section.body
+
+
+def page_of_an_analysis(path: Path) -> Path:
+    """Write a run with the table of an analysis."""
+    run = Recording(methods=1, seeds=1, rounds=5, clients=3).write(path)
+    pq.write_table(pa.table({"column": ["age"], "hazard_ratio": [1.2]}), run / "cox.parquet")
+    return run
 
 
 def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(

@@ -225,7 +225,7 @@ def test_the_result_table_marks_the_best_and_what_is_not_significantly_worse(run
     best = max(means, key=means.__getitem__)
     fresh = recomputed(run, rows, best)
     assert {shown[i].method for i in found["accuracy"].best} - {"fedprox"} == {best}
-    assert {shown[i].method for i in found["accuracy"].beside} - {"fedprox"} == {
+    assert {shown[i].method for i in found["accuracy"].not_worse} - {"fedprox"} == {
         m for m, f in fresh.items() if not f[2]
     }
     lines = results_latex([run], rows).splitlines()

@@ -95,7 +95,7 @@ def test_every_setting_comes_once_the_files_own_first(
     assert settings_of(space) == len(points)
     own = data.draw(st.sampled_from([None, *points]))
     search = search_of(space, len(points) + more, seed, own=own)
-    assert search.whole
+    assert search.is_exhaustive
     trials = played(search, [])
     assert len(trials) == len(points)
     assert all(any(t.params == point for t in trials) for point in points)
@@ -118,7 +118,7 @@ def test_the_order_is_seeded_by_the_search_and_the_method() -> None:
 def test_a_range_or_a_longer_list_is_not_gone_through_whole() -> None:
     for space in ({"a": Range(low=0.0, high=1.0)}, {"a": tuple(range(9))}):
         search = search_of(space, 8)
-        assert not search.whole
+        assert not search.is_exhaustive
         assert len(played(search, [])) == 8
 
 

@@ -112,7 +112,7 @@ def cox(
                 row |= {"with exact times": beta, "its standard error": se}
         print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
         baseline = "a baseline hazard for every site" if stratify else "one baseline hazard"
-        say(f"{fit.rows} rows at {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
+        say(f"{fit.row_count} rows at {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
         say_penalty(penalty, fit.ridge)
         parts = [SurvivalRows(x @ fit.beta, *y.T) for x, y in table.test]
         if parts:

@@ -62,5 +62,5 @@ def glm(
             for name, beta, se, values in zip(fit.names, fit.beta.tolist(), fit.se.tolist(), figures, strict=True)
         ])  # fmt: skip
         event = f" of {rows.data.classes[1]!r}" if family == "logistic" else ""
-        say(f"{family} regression{event}: {fit.rows} rows at {len(sites)} sites")
+        say(f"{family} regression{event}: {fit.row_count} rows at {len(sites)} sites")
         say_penalty(penalty, fit.ridge)

@@ -110,7 +110,7 @@ class TableSurvey:
             excluded: the target and its event column, which cannot be the site column.
         """
         fit = [
-            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
+            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.is_integer)
             and 2 <= len(c.levels) <= self.rows / MIN_ROWS_PER_LEVEL
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()
@@ -135,7 +135,7 @@ class TableSurvey:
             excluded: the target, its event, and the column that names each row's site.
         """
         fit = [
-            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
+            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.is_integer)
             and MAX_FEW_LEVELS < len(c.levels) <= MAX_DISTINCT_SHARE * len(c.present)
             and (c.personal in IDENTITY_KINDS if c.personal else is_repeated_unit(c.name, c.levels, len(c.present)))
         ]  # fmt: skip

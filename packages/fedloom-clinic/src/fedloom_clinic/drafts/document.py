@@ -100,8 +100,8 @@ def experiment_file_text(roles: ColumnRoles, place: Path, agreement: Path | None
                 else [_commented_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]
             ),
             _commented_lines(
-                {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
-                {"seeds": "repetitions (tests of differences need 5)"},
+                {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2, 3, 4]},
+                {"seeds": "repetitions (a test of a difference needs 5)"},
             ),
             "[data]",
             _commented_lines(_data_table(roles, agreement), _data_comments(roles)) + _proposal_comments(roles),
@@ -195,7 +195,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
         for site, shift in shifts.items():
             if shift.factor is not None:
                 table.setdefault(name, {})[site] = float(f"{shift.factor:.6g}")
-                medians = f"median {shift.median:.4g}, {shift.usual:.4g} at the others"
+                medians = f"median {shift.median:.4g}, {shift.other_median:.4g} at the others"
                 lines.append(f"#   {_comment_text(name)} at {_comment_text(site)}: {medians}; {shift.units}\n")
     if not table:
         return proposed

@@ -147,7 +147,7 @@ class ExperimentDraft:
         measured = (
             count
             or self._event is not None
-            or (target.kind == "number" and (not target.whole or len(classes) > MAX_FEW_LEVELS))
+            or (target.kind == "number" and (not target.is_integer or len(classes) > MAX_FEW_LEVELS))
         )
         self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
         self._task = "survival" if self._event is not None else "count" if count else self._task
@@ -418,7 +418,7 @@ class ExperimentDraft:
         if what := c.personal:
             return f"{what}, which identify patients"
         if is_repeated_unit(c.name, c.levels, len(c.present)) and (
-            c.whole or (c.kind == "text" and names_person(c.name))
+            c.is_integer or (c.kind == "text" and names_person(c.name))
         ):
             return "identifies patients or similar, and its values repeat"
         if what := c.quantity:

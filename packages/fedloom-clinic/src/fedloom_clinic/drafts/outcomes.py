@@ -164,7 +164,7 @@ def is_event(column: ColumnProfile) -> bool:
 def is_coded(column: ColumnProfile) -> bool:
     """Return True if a column may contain events with codes other than 0 and 1, such as 1 and 2 or competing causes."""
     values = set(column.numbers.tolist())
-    return column.whole and 2 <= len(values) <= MAX_EVENT_CODES and not is_event(column) and min(values) in (0, 1)
+    return column.is_integer and 2 <= len(values) <= MAX_EVENT_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
@@ -178,7 +178,7 @@ def is_count(column: ColumnProfile) -> bool:
     """Return True if a column has the name of a count, and more than two distinct integers with the minimum 0."""
     numbers = column.numbers
     return (
-        column.whole
+        column.is_integer
         and bool(COUNT_PATTERN.search(column.name))
         and len(set(numbers.tolist())) > 2
         and numbers.min() == 0
@@ -425,7 +425,7 @@ def _has_truth_levels(column: ColumnProfile) -> bool:
 def _is_known(column: ColumnProfile) -> bool:
     """Return True if a column identifies the date or the person of a row, which is never the target."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
-        column.whole and names_person(column.name) and len(column.levels) > MAX_FEW_LEVELS
+        column.is_integer and names_person(column.name) and len(column.levels) > MAX_FEW_LEVELS
     )
 
 

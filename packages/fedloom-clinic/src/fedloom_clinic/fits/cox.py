@@ -136,7 +136,7 @@ class CoxFit(Wald):
         se: standard errors of beta, ``[p]``.
         likelihood: log partial likelihood at beta.
         events: number of events.
-        rows: number of rows.
+        row_count: number of rows.
         ridge: ridge penalty, or None if the fit has no penalty. With a ridge, standard errors are computed from the
             penalized information.
     """
@@ -145,7 +145,7 @@ class CoxFit(Wald):
     se: Floats
     likelihood: float
     events: int
-    rows: int
+    row_count: int
     ridge: Ridge | None = None
 
 

@@ -68,7 +68,7 @@ class GlmFit(Wald):
             by the columns.
         beta: coefficients, ``[q]``.
         se: standard errors of the coefficients, ``[q]``.
-        rows: number of rows.
+        row_count: number of rows.
         ridge: ridge penalty, or None if the fit has no penalty. With a ridge, standard errors are computed from the
             penalized information.
         residual_degrees: residual degrees of freedom of a linear regression, which its intervals and tests use. None if
@@ -78,7 +78,7 @@ class GlmFit(Wald):
     names: list[str]
     beta: Floats
     se: Floats
-    rows: int
+    row_count: int
     ridge: Ridge | None = None
     residual_degrees: float | None = None
 

@@ -213,14 +213,14 @@ class FoldSums(NamedTuple):
     For each of S strengths, there is a fit without each of the F folds, and then a fit of all rows.
 
     Attributes:
-        rows: number of rows in each of these row sets, ``[F + 1]``.
+        row_counts: number of rows in each of these row sets, ``[F + 1]``.
         values: log-likelihood of the rows that a fit uses, ``[K]``.
         everywhere: log-likelihood of all rows at the coefficients of a fit, ``[K]``.
         gradients: gradients for the rows that a fit uses, ``[K, q]``.
         informations: information matrices for these rows, ``[K, q, q]``.
     """
 
-    rows: Floats
+    row_counts: Floats
     values: Floats
     everywhere: Floats
     gradients: Floats
@@ -249,7 +249,7 @@ def find_ridge_by_sums(
     here = ask(beta)
     if here is None:
         raise DataError("clients cannot answer the first step of the cross-validation. Set a strength")
-    penalty = np.outer(np.repeat(RIDGE_STRENGTHS, sets) * np.tile(here.rows, len(RIDGE_STRENGTHS)), weights)
+    penalty = np.outer(np.repeat(RIDGE_STRENGTHS, sets) * np.tile(here.row_counts, len(RIDGE_STRENGTHS)), weights)
     score = here.values
     step, rise = _penalized_steps(here, beta, penalty)
     compared, refused, left = len(RIDGE_STRENGTHS), 0, True
@@ -304,4 +304,4 @@ def _merge_accepted_steps(better: Mask, ahead: FoldSums, here: FoldSums) -> Fold
         np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         for new, old in zip(ahead[1:], here[1:], strict=True)
     )
-    return FoldSums(here.rows, *parts)
+    return FoldSums(here.row_counts, *parts)

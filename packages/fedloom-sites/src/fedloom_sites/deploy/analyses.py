@@ -84,7 +84,7 @@ class AgreedAnalysis:
         schema: columns and their agreed ranges.
         clients: number of sites.
         threshold: minimum number of sites in a sum. None without masks.
-        first: position of the analysis's first flag in a site's bit field.
+        first_flag: position of the analysis's first flag in a site's bit field.
     """
 
     name: str
@@ -92,7 +92,7 @@ class AgreedAnalysis:
     schema: Schema
     clients: int
     threshold: int | None
-    first: int = 0
+    first_flag: int = 0
 
     @cached_property
     def rules(self) -> Rules:
@@ -147,7 +147,9 @@ class AgreedAnalysis:
             missing: number of these sites that may be absent from a sum.
         """
         published = tuple(
-            torch.tensor([float(bits.get(c, 0) >> self.first + k & 1) for k in range(self.flags)], dtype=torch.float64)
+            torch.tensor(
+                [float(bits.get(c, 0) >> self.first_flag + k & 1) for k in range(self.flags)], dtype=torch.float64
+            )
             for c in range(self.clients)
         )
         return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
@@ -158,7 +160,7 @@ class AgreedAnalysis:
         Raises:
             CodeError: see `Analysis.check_step`.
         """
-        everything = dict.fromkeys(range(self.clients), (1 << self.first + self.flags) - 1)
+        everything = dict.fromkeys(range(self.clients), (1 << self.first_flag + self.flags) - 1)
         check_order(self.analysis, self.public([EXAMPLE_ROWS] * self.clients, everything, 0), at_sites=True)
 
     def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:

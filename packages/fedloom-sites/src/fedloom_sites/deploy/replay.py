@@ -148,7 +148,7 @@ class ModelReplay:
                 raise ProtocolBroken(
                     f"the relayed sum of round {round} comes after round {max(links)}, which is already opened"
                 )
-            before = bytes.fromhex(links[max(links)] if links else self._first)
+            before = bytes.fromhex(links[max(links)] if links else self._first_link)
             opened = open_relayed(self._agreed, self._agreement, self._public, round, nonce, before, parts)
             _, _, _, _, form = self._make(opened.terms.sizes)
             state = self._step(self._state(before.hex(), opened.terms.sizes), opened)
@@ -173,7 +173,7 @@ class ModelReplay:
             ProtocolBroken: the link is another one.
         """
         links = self._links()
-        recent = [self._first, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
+        recent = [self._first_link, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
         if link.hex() not in recent:
             with self.watch("a new session"):
                 raise ProtocolBroken(
@@ -200,7 +200,7 @@ class ModelReplay:
         if download is None and not models and {terms.download, *terms.models} <= {""} and terms.scored < 0:
             return None, []
         links, newest = self._links(), terms.round - terms.trains
-        link = links[max(known)] if (known := [t for t in links if t <= newest]) else self._first
+        link = links[max(known)] if (known := [t for t in links if t <= newest]) else self._first_link
         if (terms.download, terms.models) != (link * (download is not None), (link,) if models else ()):
             raise ProtocolBroken(
                 f"the terms must name this site's chain of opened sums up to round {newest}, and no other model"
@@ -277,7 +277,7 @@ class ModelReplay:
             _, job, server, _, _ = self._make(sizes)
             state, links = initial_state(job, server), self._links()
             t = next((t for t, one in links.items() if one == link), 0)
-            if not t and link != self._first:
+            if not t and link != self._first_link:
                 raise ProtocolBroken("the terms name a chain of opened sums that differs from this site's own chain")
             if t:
                 try:
@@ -314,7 +314,7 @@ class ModelReplay:
         return {int(t): link for t, link in (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"].items()}
 
     @cached_property
-    def _first(self) -> str:
+    def _first_link(self) -> str:
         return compute_first_link(self._site, self._experiment().methods[0].setting).hex()
 
     def _path(self, t: int) -> Path:

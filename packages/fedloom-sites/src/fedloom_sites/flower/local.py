@@ -167,7 +167,7 @@ class Local:
         y = _join_entries("target", [one.target for one in parts.values()])
         x, signature = fit_inputs(self.model, inputs)
         if _has_positions(y, signature.outputs):
-            return self._sequences(x, y, signature._replace(positions=True), parts)
+            return self._sequences(x, y, signature._replace(has_positions=True), parts)
         task, default = _choose_task(self.loss, y, math.prod(signature.outputs))
         if task == "regression":
             samples = Dataset("node", x, y.reshape(len(y), -1).float(), task, design=_subject_design(parts))

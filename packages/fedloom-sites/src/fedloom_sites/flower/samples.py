@@ -64,14 +64,14 @@ class Signature(NamedTuple):
         inputs: the module's inputs, which are stored next to each other in a row. The tuple is empty if the sample is
             the only input and is passed unchanged.
         outputs: shape of the output for one sample.
-        fields: True if the output is a dict or an object. Only its ``logits`` are used.
-        positions: True if a sample has a label for each position. Each position then has a row of ``outputs``.
+        has_fields: True if the output is a dict or an object. Only its ``logits`` are used.
+        has_positions: True if a sample has a label for each position. Each position then has a row of ``outputs``.
     """
 
     inputs: tuple[ModuleInput, ...]
     outputs: tuple[int, ...]
-    fields: bool
-    positions: bool = False
+    has_fields: bool
+    has_positions: bool = False
 
     @property
     def widths(self) -> list[int]:
@@ -143,12 +143,12 @@ def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
 
     The result is a copy, or the module itself if it already does this.
     """
-    if signature.inputs or signature.fields or len(signature.outputs) != 1:
+    if signature.inputs or signature.has_fields or len(signature.outputs) != 1:
         module = copy.deepcopy(module)
     if signature.inputs:
         module.register_forward_pre_hook(UnpackHook(signature), with_kwargs=True)
-    if signature.fields or len(signature.outputs) != 1:
-        module.register_forward_hook(use_logits_hook if signature.positions else flatten_outputs_hook)
+    if signature.has_fields or len(signature.outputs) != 1:
+        module.register_forward_hook(use_logits_hook if signature.has_positions else flatten_outputs_hook)
     return module
 
 
@@ -365,7 +365,7 @@ def _call_module(module: nn.Module, x: Tensor, parts: tuple[ModuleInput, ...]) -
         first = next((p for p in module.parameters() if p.is_floating_point()), two)
         args, keywords = (two.to(first),), dict[str, Any]()
         if parts:
-            args, keywords = UnpackHook(Signature(parts, (), fields=False))(module, args, keywords)
+            args, keywords = UnpackHook(Signature(parts, (), has_fields=False))(module, args, keywords)
         outputs = module.eval()(*args, **keywords)
     except Exception as error:
         inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in parts)

@@ -156,7 +156,7 @@ def reproduce(
                 )
 
             if (
-                time.left <= 0
+                time.remaining_seconds <= 0
                 or not run_with(seed_numbers)
                 or (decide and not _add_deciding_seeds(one, how_much, recorded, run_with))
             ):
@@ -274,14 +274,14 @@ def _run_frozen_list(out: Path, results: Path, data_dir: Path | None, workers: s
                 done = decide.add_seeds(
                     recipe, summary, seeds, out / name / "decide", data_dir=data_dir,
                     workers=worker_count(workers), budget=budget, show=count_progress,
-                ) if budget.left > 0 else None  # fmt: skip
+                ) if budget.remaining_seconds > 0 else None  # fmt: skip
                 if done is not None:
                     write_summary(done, results)
             else:
                 done = run(
                     recipe, "laptop", out / name / "laptop", results=results, data_dir=data_dir,
                     workers=worker_count(workers), budget=budget, show=count_progress,
-                ) if budget.left > 0 else None  # fmt: skip
+                ) if budget.remaining_seconds > 0 else None  # fmt: skip
             if done is None or not done.complete:
                 say(f"stopped at {name}. The same command resumes from here", err=True)
                 raise typer.Exit(130)
@@ -321,8 +321,8 @@ def _verify_summary(
     code = f", commit {summary.commit}" if summary.commit else ""
     say(
         f"{recipe.name}, seed {summary.seeds[0]}: {word}: {equal} of {len(differences)} values equal, the largest "
-        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
-        f"noise is up to {significant(SUM_ORDER_TOLERANCE)})."
+        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.recorded_value} then, "
+        f"{worst.measured_value} now; noise is up to {significant(SUM_ORDER_TOLERANCE)})."
         f" Then: {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}"
     )
     if word == "not equal":

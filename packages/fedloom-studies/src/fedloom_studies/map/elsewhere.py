@@ -106,9 +106,9 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
             work = CellWork(cell, folder, None, TimeBudget(), hide_progress, gradients)
             record = work.record(before, first, again=fields["look_again"])
         except DataError as missing:
-            return UnitReply({}, str(missing), worker=worker_name()).packed()
+            return UnitReply({}, str(missing), worker=worker_name()).pack()
     files = {} if record is None else {RECORD_FILE: json.dumps(record.__dict__).encode()}
-    return UnitReply(files, interrupted=record is None, worker=worker_name()).packed()
+    return UnitReply(files, interrupted=record is None, worker=worker_name()).pack()
 
 
 def _write_unit(

@@ -160,7 +160,7 @@ class _CellMeasurement(NamedTuple):
             while todo:
                 left_open = list[Cell]()
                 for cell in todo:
-                    if self.budget.left <= 0 or interrupted():
+                    if self.budget.remaining_seconds <= 0 or interrupted():
                         return False
                     with ExitStack() as stack:
                         if not self._has(cell, claims if join else None, stack):

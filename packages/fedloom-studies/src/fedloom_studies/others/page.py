@@ -231,7 +231,11 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
     if verdicts:
         yield from ("", "| claim | verdict | difference from the closest rival |", "|---|---|---|")
     for one in verdicts:
-        number = f"{interval_text(one.least.look, one.figure)} against {one.least.name}" if one.measured else "-"
+        number = (
+            f"{interval_text(one.closest_rival.look, one.figure)} against {one.closest_rival.name}"
+            if one.measured
+            else "-"
+        )
         yield f"| {one.claim.text} | {one.words} | {number} |"
     yield ""
 

@@ -74,14 +74,14 @@ class TimeBudget:
         self._stop_requested = False
 
     @property
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         """Remaining time in seconds."""
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def __call__(self, event: Event) -> None:
         """Stop a run that exceeds the time limit."""
         here = threading.current_thread() is threading.main_thread()  # events of other processes share one stop
-        if self.left <= 0 and not event.status and (here or not self._stop_requested):
+        if self.remaining_seconds <= 0 and not event.status and (here or not self._stop_requested):
             self._stop_requested = True
             signal.raise_signal(signal.SIGINT)
 
@@ -153,7 +153,7 @@ def reproduce(
         with summaries.count_spent_time(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
-            ended = budget.left > 0 and _run_variant(
+            ended = budget.remaining_seconds > 0 and _run_variant(
                 recipe, scale, variant, document, chooses, folder, data_dir, workers, show, join, executor, *listeners
             )
         done = summaries.summarise(recipe, scale, command, documents, out, samples)
@@ -225,15 +225,15 @@ class Difference:
     """Value in a summary, and the value that the same run produces on this machine."""
 
     reference: str
-    was: float | None
-    now: float | None
+    recorded_value: float | None
+    measured_value: float | None
 
     @property
     def size(self) -> float:
         """Relative difference of the values, or absolute difference if the value in the summary is between -1 and 1."""
-        if self.was is None or self.now is None:
-            return 0.0 if self.was == self.now else math.inf
-        return abs(self.was - self.now) / max(1.0, abs(self.was))
+        if self.recorded_value is None or self.measured_value is None:
+            return 0.0 if self.recorded_value == self.measured_value else math.inf
+        return abs(self.recorded_value - self.measured_value) / max(1.0, abs(self.recorded_value))
 
 
 def verify_seed(

@@ -73,14 +73,14 @@ class Unit(NamedTuple):
         gap: unit printed after a difference.
         scale: factor of a displayed value.
         words: words that follow a positive and a negative difference.
-        ratio: True if two values are compared by the logarithm of their ratio.
+        compares_ratios: True if two values are compared by the logarithm of their ratio.
     """
 
     name: str = ""
     gap: str = ""
     scale: float = 1.0
     words: tuple[str, str] = ("above", "below")
-    ratio: bool = False
+    compares_ratios: bool = False
 
     def value(self, mean: float, spread: float | None = None) -> str:
         """Render a mean, with its standard deviation if this is known: ``94.98 ± 0.20 %``."""
@@ -93,11 +93,11 @@ class Unit(NamedTuple):
 
     def lead(self, mean: float, half: float = math.nan) -> str:
         """Format a tested difference, or a ratio given its logarithm: ``1.16 (1.08 to 1.25) times``."""
-        return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
+        return (factor(mean, half) or "-") if self.compares_ratios else self.difference(mean, half)
 
     def write_words(self, mean: float, half: float = math.nan) -> str:
         """Render a tested difference in words: ``8.1 ± 5 points lower than`` or ``1.2 (1.1 to 1.3) times as many``."""
-        if self.ratio:
+        if self.compares_ratios:
             return f"{factor(mean, half)} {self.words[0]}"
         return f"{self._format_value(abs(mean), half)} {self.words[mean < 0]}"
 
@@ -117,9 +117,9 @@ class Unit(NamedTuple):
 
 
 POINTS_UNIT = Unit("%", "points", 100.0, ("points higher than", "points lower than"))
-GRADIENTS_UNIT = Unit("gradients", "gradients", words=("as many gradients", ""), ratio=True)
-TRAFFIC_UNIT = Unit("MB", "MB", 1e-6, ("as many bytes", ""), ratio=True)
-VARIANCE_UNIT = Unit(words=("as large", ""), ratio=True)
+GRADIENTS_UNIT = Unit("gradients", "gradients", words=("as many gradients", ""), compares_ratios=True)
+TRAFFIC_UNIT = Unit("MB", "MB", 1e-6, ("as many bytes", ""), compares_ratios=True)
+VARIANCE_UNIT = Unit(words=("as large", ""), compares_ratios=True)
 PLAIN_UNIT = Unit()
 
 
@@ -196,7 +196,7 @@ def _validation_curve(run: Run, key: Key) -> Curve:
     p_val, g_val = parts["personal", "validation"], parts["global", "validation"]
     if p is None or g is None or p_val is None or g_val is None:
         return EMPTY_CURVE
-    sign = 1.0 if metric(key.metric).higher else -1.0
+    sign = 1.0 if metric(key.metric).higher_is_better else -1.0
     chosen = np.where(sign * g_val.value > sign * p_val.value, g.value, p.value)
     rounds = np.unique(p.round)
     return Curve(rounds, np.array([np.nanmean(chosen[p.round == r]) for r in rounds]))
@@ -235,6 +235,6 @@ def _validation_scores(run: Run, reference: Reference, seed: int) -> tuple[np.nd
         points = _mean_curve(run, Key(reference.method, seed, reference.model, "validation", name))
         measured = np.isfinite(points.value)
         if measured.any():
-            sign = 1.0 if metric(name).higher else -1.0
+            sign = 1.0 if metric(name).higher_is_better else -1.0
             return points.round, np.where(measured, sign * points.value, -np.inf), sign
     return np.empty(0), np.empty(0), 1.0

@@ -68,17 +68,17 @@ class ClaimRival:
         name: name of the rival. The name includes the variant only if variants differ or the claim refers to each
             variant.
         look: test of its differences (one per seed) at the interim look that settles the claim.
-        clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
+        is_significant: True if the difference is significant by Holm's procedure over the rivals of the claim.
     """
 
     name: str
     look: InterimTest
-    clear: bool
+    is_significant: bool
 
     @property
     def verdict(self) -> ClaimVerdict:
         """Verdict on the claim with respect to this rival alone."""
-        return self.look.verdict if self.clear else UNDECIDED
+        return self.look.verdict if self.is_significant else UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class JudgedClaim:
         rivals: rivals that were run at least once.
         comparisons: all individual comparisons, one for each rival and variant.
         planned: number of comparisons that the recipe plans.
-        lost: number of comparisons that were run although one of the two methods has no result.
+        missing_results: number of comparisons that were run although one of the two methods has no result.
     """
 
     claim: Claim
@@ -99,12 +99,12 @@ class JudgedClaim:
     rivals: tuple[ClaimRival, ...]
     comparisons: tuple[ClaimPair, ...]
     planned: int
-    lost: int = 0
+    missing_results: int = 0
 
     @property
     def reason(self) -> Untested | None:
         """Reason why the claim was not tested. None if the claim is tested."""
-        return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
+        return None if self.measured else Untested.LOST if self.missing_results else Untested.NOT_RUN
 
     @property
     def words(self) -> str:
@@ -125,7 +125,7 @@ class JudgedClaim:
         return PARTLY if word == HOLDS and against and not self.claim.most else word
 
     @property
-    def least(self) -> ClaimRival:
+    def closest_rival(self) -> ClaimRival:
         """The rival that comes closest to contradicting the claim.
 
         This rival has the smallest difference or, if equivalence is claimed, the largest.
@@ -151,11 +151,13 @@ class JudgedClaim:
     @property
     def count(self) -> str:
         """Text that states how many comparisons hold as claimed, are clearly for and against it, and have no result."""
-        rest = self.planned - len(self.measured) - self.lost
+        rest = self.planned - len(self.measured) - self.missing_results
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"
         tested = "" if self.claim.construction else alone
-        left = "".join(f", {n} {word}" for n, word in ((self.lost, Untested.LOST), (rest, Untested.NOT_RUN)) if n)
+        left = "".join(
+            f", {n} {word}" for n, word in ((self.missing_results, Untested.LOST), (rest, Untested.NOT_RUN)) if n
+        )
         return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
 
     @property
@@ -236,10 +238,10 @@ def _test_at_look(
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
         verdicts = {name: HOLDS if least[name] >= -EQUAL_MEANS_TOLERANCE else FAILS for name in looks}
         return tuple(
-            ClaimRival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items()
+            ClaimRival(name, replace(look, verdict=verdicts[name]), is_significant=True) for name, look in looks.items()
         )
     if any(math.isnan(look.p) for look in looks.values()):
-        return tuple(ClaimRival(name, look, clear=False) for name, look in looks.items())
+        return tuple(ClaimRival(name, look, is_significant=False) for name, look in looks.items())
     return tuple(ClaimRival(name, *one) for name, one in zip(looks, decide_looks([*looks.values()]), strict=True))
 
 
@@ -358,7 +360,7 @@ def _leads_by_seed(claim: Claim, left: Reference, right: Side, numbers: Numbers)
     common = a.keys() & b.keys()
     if claim.spread:
         a, b = (_median_distances({seed: values[seed] for seed in common}) for values in (a, b))
-    subtract = log_ratio if unit(left.figure).ratio and not claim.spread else float.__sub__
+    subtract = log_ratio if unit(left.figure).compares_ratios and not claim.spread else float.__sub__
     return {seed: sign * subtract(float(a[seed]), float(b[seed])) for seed in common}
 
 

@@ -71,7 +71,7 @@ class InterimTest:
         difference: mean difference over the seeds.
         level: significance level of the test. This level is the level of the interim look or, with
             several rivals, the level of the step in Holm's procedure. NaN if no test was performed.
-        error: standard error of ``difference``. NaN if no test was performed.
+        standard_error: standard error of ``difference``. NaN if no test was performed.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
         verdict: "holds", "does not hold" or "undecided", at the level of the interim look.
     """
@@ -79,19 +79,19 @@ class InterimTest:
     n: int
     difference: float
     level: float
-    error: float
+    standard_error: float
     p: float
     verdict: ClaimVerdict
 
     @property
     def half(self) -> float:
         """Half-width of the interval that decides the test. NaN if no test was performed."""
-        return self._quantile * self.error
+        return self._quantile * self.standard_error
 
     @property
     def detectable(self) -> float:
         """Smallest difference that this number of seeds would detect with a probability of `DETECTION_PROBABILITY`."""
-        return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
+        return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.standard_error
 
     @property
     def _quantile(self) -> float:

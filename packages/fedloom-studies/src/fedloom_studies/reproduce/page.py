@@ -282,7 +282,7 @@ def _claims_table(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Move
 
 def closest_difference(verdict: judge.JudgedClaim) -> str:
     """Render the difference from the rival that comes closest to contradicting the claim, and the claim's margin."""
-    least, of = verdict.least, unit(verdict.figure)
+    least, of = verdict.closest_rival, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
     return f"{interval_text(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
@@ -296,7 +296,7 @@ def interval_text(look: looks.InterimTest, figure: str) -> str:
 
 def detectable_difference_text(verdict: judge.JudgedClaim) -> str:
     """Render the smallest difference that the seeds can detect for an undecided claim, or "" for other claims."""
-    look = verdict.least.look
+    look = verdict.closest_rival.look
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
     shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")

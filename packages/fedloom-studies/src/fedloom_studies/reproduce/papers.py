@@ -156,7 +156,7 @@ def papers_overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed:
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
         published, fair = (combine_verdicts(side) for side in zip(*cells, strict=True)) if cells else ("", "")
-        number = _choose_most_telling(sheet, cells)
+        number = _render_most_telling(sheet, cells)
         lines.append(
             f"| [{sheet.name}](#{_heading_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |"
         )
@@ -331,7 +331,7 @@ def _claim_cell(
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None and one.measured:
-            favour = VERDICT_ORDER.index(one.verdict), one.least.look.difference
+            favour = VERDICT_ORDER.index(one.verdict), one.closest_rival.look.difference
             measured.append((not _is_full_length(recipe, summary), favour, name, one))
         elif one is not None:
             missing = ClaimCell(one.verdict, one.reason, recipe=name)
@@ -343,7 +343,7 @@ def _claim_cell(
 
 def _closest_rival_number(one: judge.JudgedClaim) -> str:
     """Render the difference from the closest rival or, if this rival is a number, the subject's own value."""
-    of, look, rival = unit(one.figure), one.least.look, one.least.name
+    of, look, rival = unit(one.figure), one.closest_rival.look, one.closest_rival.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
     sign = 1 if one.claim.higher is not None else -1
@@ -367,7 +367,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
     return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
 
-def _choose_most_telling(sheet: PaperSection, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+def _render_most_telling(sheet: PaperSection, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Render a paper's most telling number, from the fair test if possible, otherwise as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):

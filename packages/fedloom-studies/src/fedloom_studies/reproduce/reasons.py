@@ -72,7 +72,7 @@ def _measured_text(
     if len(sides) == 1:
         text = of.value(float(np.mean(list(values[0].values()))))
     else:
-        look = judge.compare_references(recipe, *values, log=of.ratio)
+        look = judge.compare_references(recipe, *values, log=of.compares_ratios)
         if not look.half < abs(look.difference):
             shown = of.lead(look.difference, look.half)
             raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}. Omit the sentence")

@@ -204,7 +204,7 @@ class Scored:
     def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
         """Return the value of the primary metric. Higher is better."""
         value = float(self._scores(places)[self.lead])
-        return value if metric(self.lead).higher else -value
+        return value if metric(self.lead).higher_is_better else -value
 
     def _scores(self, places: NDArray[np.int64]) -> dict[str, Tensor]:
         source = torch.from_numpy(places)[:, self._column].to(self._features.device)

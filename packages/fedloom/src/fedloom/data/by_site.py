@@ -159,14 +159,14 @@ class Shift(NamedTuple):
 
     Attributes:
         median: median of the column at this site.
-        usual: median at the other sites.
+        other_median: median at the other sites.
         factor: known conversion factor that would correct the site's numbers. None if the ratio is
             not close to any known conversion.
         units: units between which the factor converts.
     """
 
     median: float
-    usual: float
+    other_median: float
     factor: float | None
     units: str
 
@@ -219,8 +219,12 @@ def note_unit_differences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
         return
     first = next(iter(shifted.values()))
     shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in shifted.items())
-    fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in shifted.values()])
-    sentence = f"medians differ by a factor of {fold:.3g} between sites ({shown}, {first.usual:.4g} at the others)"
+    fold = np.median(
+        [max(shift.other_median / shift.median, shift.median / shift.other_median) for shift in shifted.values()]
+    )
+    sentence = (
+        f"medians differ by a factor of {fold:.3g} between sites ({shown}, {first.other_median:.4g} at the others)"
+    )
     if units := {shift.units for shift in shifted.values() if shift.factor is not None}:
         unit_names = shorten_list(sorted(units), 3)
         yield f"{sentence}, as if the unit were different ({unit_names}). The draft proposes factors in a comment"

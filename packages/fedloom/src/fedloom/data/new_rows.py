@@ -37,14 +37,14 @@ class NewRows(NamedTuple):
         notes: notes on cells that were filled.
         unknown: those of the notes that are on levels that do not occur in the training data.
         files: file that contains each row, if each row has a separate file.
-        kept: columns that are written next to the predictions, as text, keyed by name.
+        copied_columns: columns that are written next to the predictions, as text, keyed by name.
     """
 
     x: Tensor
     sites: Sequence[str] | None = None
     notes: tuple[str, ...] = ()
     files: Sequence[str] | None = None
-    kept: Mapping[str, Sequence[str]] = {}
+    copied_columns: Mapping[str, Sequence[str]] = {}
     unknown: tuple[str, ...] = ()
 
 
@@ -112,7 +112,7 @@ def new_rows(
         new = _read_sequences(facts, convert_to_plain_array(rows, name), name)
     else:
         new = _read_array(facts, *stack_unlabelled_samples(rows, name), name, factors)
-    if keep and not new.kept:
+    if keep and not new.copied_columns:
         raise DataError(f"{name} has no column names, so {keep[0]!r} cannot be kept")
     if not len(new.x):
         raise NoSamples(f"{name} contains no rows to predict. Pass at least one row")
@@ -175,7 +175,8 @@ def _read_columns(
             columns[column] *= by_row
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
     unknown = [
-        f"column {n!r}: {one.unknown.total()} cells contain levels that the training data do not contain: {one.shown}"
+        f"column {n!r}: {one.unknown.total()} cells contain levels that the training data do not contain: "
+        f"{one.listed_levels}"
         for n, one in agreed.items()
         if one.unknown
     ]
@@ -183,7 +184,7 @@ def _read_columns(
     unknown = [*map(write_singular, unknown)]
     notes = [*map(write_singular, notes), *unknown]
     notes += [] if users in names else unapplied_factor_notes(factors or {}, users, None)
-    return NewRows(x, sites if users in names else None, tuple(notes), kept=kept, unknown=tuple(unknown))
+    return NewRows(x, sites if users in names else None, tuple(notes), copied_columns=kept, unknown=tuple(unknown))
 
 
 def _read_sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:

@@ -50,14 +50,14 @@ class StackedSamples(NamedTuple):
         x: features ``[N, ...]``, bytes or float32.
         y: targets, before any conversion.
         dtype: numpy name of the type of the first sample.
-        pictures: True if samples were pictures. Their channels have been moved to the first axis.
+        are_pictures: True if samples were pictures. Their channels have been moved to the first axis.
         reader: function that reads samples again and draws new random changes. None if samples do not change.
     """
 
     x: NDArray[Any]
     y: list[Any]
     dtype: str
-    pictures: bool
+    are_pictures: bool
     reader: Reader | None = None
 
 
@@ -108,7 +108,7 @@ def stack_samples(samples: Iterable[tuple[object, object]], name: str) -> Stacke
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
         raise NoSamples(f"{name} contains no samples")
-    return StackedSamples(x.done(), y, first, pictures)
+    return StackedSamples(x.trim(), y, first, pictures)
 
 
 def _sample_array(value: object) -> NDArray[Any]:
@@ -310,7 +310,7 @@ def stack_features(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
     samples = values if isinstance(values, list | tuple) else ()
     if any(map(is_picture, samples)):
         stack = stack_samples(((value, 0) for value in samples), name)
-        return stack.x, stack.dtype, stack.pictures
+        return stack.x, stack.dtype, stack.are_pictures
     dtypes = {k: str(v.dtype) for k, v in enumerate(samples) if getattr(v, "ndim", 0) and hasattr(v, "dtype")}
     first = {dtype.endswith("uint8"): k for k, dtype in reversed(dtypes.items())}
     if len(first) > 1:

@@ -55,7 +55,7 @@ class SampleSet(NamedTuple):
     columns: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dtype: str = ""
-    pictures: bool = False
+    are_pictures: bool = False
     reader: Reader | None = None
 
     @classmethod
@@ -65,18 +65,18 @@ class SampleSet(NamedTuple):
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else convert_to_plain_array(users, name)
         array, dtype, pictures = stack_features(x, name)
-        return cls(array, convert_to_plain_array(y, name), owners, columns=columns, dtype=dtype, pictures=pictures)
+        return cls(array, convert_to_plain_array(y, name), owners, columns=columns, dtype=dtype, are_pictures=pictures)
 
     @classmethod
     def stacked(cls, stack: StackedSamples, name: str, **more: Any) -> SampleSet:
         """Create a set from stacked samples."""
-        more |= {"dtype": stack.dtype, "pictures": stack.pictures}
+        more |= {"dtype": stack.dtype, "are_pictures": stack.are_pictures}
         return cls(stack.x, convert_to_plain_array(stack.y, name), reader=stack.reader, **more)
 
     def placed(self, channels_last: bool | None, place: str) -> SampleSet:
         """Return the set after moving the channels of images to the first axis (see `channels_first`)."""
         read = self.reader
-        if self.pictures:
+        if self.are_pictures:
             return self
 
         def placed(places: Sequence[int]) -> NDArray[Any]:

@@ -85,7 +85,7 @@ class EarlyStop(Value):
 
     def _best(self, history: list[tuple[int, float]]) -> int:
         """Return the index of the best value. A later value must be better by more than ``min_delta``."""
-        sign = -1.0 if facts(self.metric).higher else 1.0
+        sign = -1.0 if facts(self.metric).higher_is_better else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):
             if sign * value < sign * best - self.min_delta:

@@ -161,7 +161,7 @@ class Result:
                 group_values = r.values[member == k]
                 if len(group_values) and not np.isnan(group_values).all() and math.isinf(reached[label]):
                     mean = float(np.nanmean(group_values))
-                    if mean >= target if facts(name).higher else mean <= target:
+                    if mean >= target if facts(name).higher_is_better else mean <= target:
                         reached[label] = times[r.round]
         return reached
 

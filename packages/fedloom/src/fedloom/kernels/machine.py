@@ -52,11 +52,11 @@ def _lock_cache(loop: Any) -> Callable[..., Any]:
         return loop  # type: ignore[no-any-return]
     stored = loop._cache
     for name in ("load_overload", "save_overload"):
-        setattr(stored, name, _run_locked(getattr(stored, name), stored.cache_path))
+        setattr(stored, name, _wrap_with_lock(getattr(stored, name), stored.cache_path))
     return loop  # type: ignore[no-any-return]
 
 
-def _run_locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
+def _wrap_with_lock(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
     @wraps(step)
     def locked(*args: Any) -> Any:
         with _lock_folder(folder):

@@ -182,7 +182,7 @@ def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
     """Return the index of the completed row with the best mean of the primary metric, or None if there is none."""
     means = {k: float(str(row[column_of(lead)])) for k, row in enumerate(rows)
              if row["status"] == "done" and row[column_of(lead)] is not None}  # fmt: skip
-    return (max if metric(lead).higher else min)(means, key=means.__getitem__, default=None)
+    return (max if metric(lead).higher_is_better else min)(means, key=means.__getitem__, default=None)
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:

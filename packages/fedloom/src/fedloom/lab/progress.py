@@ -86,7 +86,7 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
                 words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
             left = runs.estimate_remaining()
-            line_of_all = runs.after or ("" if left is None else f"about {duration(left / 60)} left")
+            line_of_all = runs.closing_text or ("" if left is None else f"about {duration(left / 60)} left")
             bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
 
         yield hear
@@ -139,7 +139,7 @@ class _RunsProgress:
         return True
 
     @property
-    def after(self) -> str:
+    def closing_text(self) -> str:
         """Description of the work in progress once all runs have ended, or "" before that."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
@@ -193,8 +193,8 @@ class _ProgressLines:
         elif left_of_run is not None and not end:
             parts.append(f"about {duration(left_of_run / 60)} left of this run")
         print_remark(f"{_run_name(event)}: {', '.join(filter(None, parts))}")
-        if self._runs.after:
-            print_remark(self._runs.after)
+        if self._runs.closing_text:
+            print_remark(self._runs.closing_text)
 
     def _must_wait(self, now: float) -> bool:
         return now - self._last < SECONDS_PER_LINE
@@ -235,9 +235,9 @@ class _NotebookLine:
                 NotebookOutput(escape(f"{_run_name(event)}: {event.diverged}"), f"{_run_name(event)}: {event.diverged}")
             )
         now = time.monotonic()
-        if self._runs.after:
-            self._show(NotebookOutput(escape(self._runs.after), self._runs.after))
-        if now - self._last < NOTEBOOK_INTERVAL_SECONDS or self._runs.after:
+        if self._runs.closing_text:
+            self._show(NotebookOutput(escape(self._runs.closing_text), self._runs.closing_text))
+        if now - self._last < NOTEBOOK_INTERVAL_SECONDS or self._runs.closing_text:
             return
         self._last, left = now, self._runs.estimate_remaining()
         done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())

@@ -18,13 +18,13 @@ class Factorised(NamedTuple):
     Attributes:
         module: changed copy of the original module, in evaluation mode. The original module remains unchanged.
         parameters: number of parameters of the changed copy.
-        before: number of parameters of the original module.
+        original_parameters: number of parameters of the original module.
         ranks: rank of each replaced layer, keyed by the name of the layer.
     """
 
     module: nn.Module
     parameters: int
-    before: int
+    original_parameters: int
     ranks: dict[str, int]
 
 

@@ -27,13 +27,13 @@ class FileKind(NamedTuple):
 
     Attributes:
         name: one of the names in `FILE_KINDS`.
-        what: description of this kind of file, e.g. ``"a file of predictions"``.
+        description: description of this kind of file, e.g. ``"a file of predictions"``.
         is_own: function that returns True if an existing file is of this kind and was written by fedloom. Such a file
             may be replaced.
     """
 
     name: str
-    what: str
+    description: str
     is_own: Callable[[Path], bool]
 
 

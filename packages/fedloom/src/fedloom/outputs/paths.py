@@ -77,13 +77,13 @@ def check_output_file(
         return path
     option = "" if force is None else "add --force"
     if exists and not kind.is_own(path):
-        why = "" if kind.is_own is never_own else f", and is not {kind.what} that fedloom wrote"
+        why = "" if kind.is_own is never_own else f", and is not {kind.description} that fedloom wrote"
         replace = f"{option} to replace this file, or " if option else ""
         raise ConfigError(f"{path} already exists{why}. {capitalize(f'{replace}choose another path')}")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
-            f"{path}: {path.suffix} is the wrong extension for {kind.what}. Use a name that ends in "
+            f"{path}: {path.suffix} is the wrong extension for {kind.description}. Use a name that ends in "
             f"{' or '.join(FILE_KINDS[kind.name])}{f', or {option} to keep this name' if option else ''}"
         )
     return path

@@ -107,14 +107,14 @@ class AskRequest(NamedTuple):
         round: number of the round.
         ids: ids of the clients ``[m]``.
         model: global model ``[d]``.
-        describes: True if clients train the model for one round and return their activations, which determine clusters
-            and weights. False if they return answers that determine how clients are sampled.
+        asks_activations: True if clients train the model for one round and return their activations, which determine
+            clusters and weights. False if they return answers that determine how clients are sampled.
     """
 
     round: int
     ids: Tensor
     model: Tensor
-    describes: bool = False
+    asks_activations: bool = False
 
 
 class Answers(NamedTuple):
@@ -189,7 +189,7 @@ class AskTask(NamedTuple):
 
     round: int
     ids: Tensor
-    describes: bool = False
+    asks_activations: bool = False
 
 
 class ScoreTask(NamedTuple):
@@ -242,7 +242,10 @@ class LocalClients:
         return [TrainTask(request.round, *piece) for piece in pieces]
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        tasks = [AskTask(request.round, ids, request.describes) for ids in _split_into_chunks(request.ids, self._chunk)]
+        tasks = [
+            AskTask(request.round, ids, request.asks_activations)
+            for ids in _split_into_chunks(request.ids, self._chunk)
+        ]
         return self._workers.map(self._handlers.ask, request.model, tasks)
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:

@@ -38,7 +38,7 @@ class MeasuredWorkers:
     Attributes:
         workers: workers that compute the chunks.
         work: time of the local work, in seconds.
-        passing: time in seconds to write results for other ranks and to read their results.
+        passing_seconds: time in seconds to write results for other ranks and to read their results.
         bytes: number of bytes of these results.
         clients: number of clients that were trained.
         chunks: number of chunks.
@@ -46,7 +46,7 @@ class MeasuredWorkers:
 
     workers: Workers
     work: float = field(default=0.0, init=False)
-    passing: float = field(default=0.0, init=False)
+    passing_seconds: float = field(default=0.0, init=False)
     bytes: int = field(default=0, init=False)
     clients: int = field(default=0, init=False)
     chunks: int = field(default=0, init=False)
@@ -61,7 +61,7 @@ class MeasuredWorkers:
             packed = parcel.pack_tensors(text, tensors)
             for text, data in parcel.unpack_tensors(packed):
                 parcel.decode_value(text, parcel.cut_tensors(data.clone(), parcel.tensor_forms(text)))
-            self.passing += time.perf_counter() - done
+            self.passing_seconds += time.perf_counter() - done
             self.work += done - start
             self.bytes += len(packed)
             self.clients += len(result.ids) if isinstance(result, ChunkResult) else 0  # queries only add to `work`
@@ -76,8 +76,8 @@ class MeasuredWorkers:
 class MachineLink(NamedTuple):
     """Link between machines: bytes per second, and seconds for each round trip."""
 
-    rate: float
-    trip: float
+    bytes_per_second: float
+    seconds_per_trip: float
 
 
 class ClusterShape(NamedTuple):
@@ -171,7 +171,7 @@ class MethodCosts(NamedTuple):
         return RoundTimeParts(
             work=self.share * max(most) * self.slowed(busy),
             results=self.result * count * (size > 1),
-            link=trips * place.link.trip + received / place.link.rate,
+            link=trips * place.link.seconds_per_trip + received / place.link.bytes_per_second,
             clients=self.client * n,
             fixed=self.fixed,
             bytes=received,

@@ -37,13 +37,13 @@ class Claimant(NamedTuple):
         host: name of the owner's machine.
         pid: id of the owner's process on this machine.
         progress: text that describes the progress.
-        ended: True if the owner has released the unit or is known to have ended.
+        has_ended: True if the owner has released the unit or is known to have ended.
     """
 
     host: str
     pid: int
     progress: str
-    ended: bool
+    has_ended: bool
 
 
 class UnitClaim:
@@ -184,7 +184,7 @@ class Claims:
         """
         for unit in self.units():
             holder = self.claimant(unit)
-            if holder is not None and not holder.ended:
+            if holder is not None and not holder.has_ended:
                 raise RunDirError(
                     f"{self.folder.parent}: process {holder.pid} on {holder.host} has claimed {unit} "
                     "and may still be running. Use --join to join as well: a process that joins "

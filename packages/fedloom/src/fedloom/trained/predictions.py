@@ -35,7 +35,7 @@ class Predictions:
         notes: sentences about imputed values and about the choice of models.
         not_padding: mask ``[N, L]`` of the positions that are not padding, if each position has a prediction.
         files: source file of each row, if rows come from separate files.
-        kept: columns that are copied unchanged from the input.
+        copied_columns: columns that are copied unchanged from the input.
         threshold: minimum probability for predicting the second class of a binary task. If None, it is 1/2.
         far: columns whose median is far outside the training data, for example because they are in a different unit.
         set_threshold: threshold from a conformal analysis, which results in sets of classes or intervals of numbers. If
@@ -48,7 +48,7 @@ class Predictions:
     notes: tuple[str, ...] = ()
     not_padding: NDArray[np.bool_] | None = None
     files: Sequence[str] | None = None
-    kept: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    copied_columns: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     threshold: float | None = None
     far: tuple[str, ...] = ()
     set_threshold: float | None = None
@@ -102,7 +102,7 @@ class Predictions:
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
         files = {} if self.files is None else {"file": list(self.files)}
-        kept = {name: cells for name, cells in self.kept.items() if name not in ("row", "model")}
+        kept = {name: cells for name, cells in self.copied_columns.items() if name not in ("row", "model")}
         columns: dict[str, Any] = {"row": rows, **files, **kept, "model": owners.tolist()}
         if self.not_padding is not None:
             row, position = np.nonzero(self.not_padding)
@@ -240,7 +240,7 @@ def predict_assigned_rows(rows: NewRows, choice: ModelAssignment) -> Predictions
         *choice.strange(rows.x),
     )
     far = choice.find_far(rows.x)
-    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept, far=far)
+    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.copied_columns, far=far)
 
 
 def survival_prediction_note(model: Model) -> list[str]:

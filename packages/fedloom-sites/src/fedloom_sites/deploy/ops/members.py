@@ -167,12 +167,12 @@ class AgreementProposal(NamedTuple):
 
     Attributes:
         site: settings of the site under the new agreement.
-        new: members that the site does not yet know.
+        new_members: members that the site does not yet know.
         files: contents of the files that accompany the agreement, keyed by name.
     """
 
     site: Site
-    new: list[Member]
+    new_members: list[Member]
     files: dict[str, bytes]
 
 

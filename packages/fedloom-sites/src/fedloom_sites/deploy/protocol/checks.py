@@ -176,7 +176,7 @@ class ReplyChecks:
 
         A different release is reported before the other fields are checked.
         """
-        content, most = draft.message.content, draft.pending.most
+        content, most = draft.message.content, draft.pending.max_reply_bytes
         record = content.get(HEAD_RECORD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
         if isinstance(release, str) and release != __version__:

@@ -131,7 +131,7 @@ class SiteRequest(NamedTuple):
         kind: kind of the message.
         client: number of the site. None if the message is a greeting, which asks for this number.
         arrays: encoded messages for the codec.
-        more: additional fields of the header.
+        extra_fields: additional fields of the header.
         down: message that the client receives, used to compute the norm of the difference.
         node: Flower's number for the node. The number is set when the message is sent.
         round: round of the message, if it differs from the round of the other messages sent with it.
@@ -141,12 +141,12 @@ class SiteRequest(NamedTuple):
     kind: Kind
     client: int | None
     arrays: Sequence[bytes] = ()
-    more: Mapping[str, Any] | None = None
+    extra_fields: Mapping[str, Any] | None = None
     down: Any = None
     node: int = 0
     round: int | None = None
     read: Callable[[bytes], Any] | None = None
-    most: int = 0
+    max_reply_bytes: int = 0
 
 
 class PendingRequest(NamedTuple):
@@ -160,7 +160,7 @@ class PendingRequest(NamedTuple):
         nonce: nonce of this message.
         down: message that the client received, for computing the norm of the difference.
         read: function, provided by the caller, that decodes and checks the array of a step of secure aggregation.
-        most: maximum number of bytes in the entire reply.
+        max_reply_bytes: maximum number of bytes in the entire reply.
     """
 
     kind: Kind
@@ -170,7 +170,7 @@ class PendingRequest(NamedTuple):
     nonce: bytes
     down: Any = None
     read: Callable[[bytes], Any] | None = None
-    most: int = 0
+    max_reply_bytes: int = 0
 
 
 class ValidReply(NamedTuple):
@@ -233,9 +233,9 @@ def message_of(request: SiteRequest, round: int, experiment: str, ttl: float) ->
     nonce, round = new_nonce(), round if request.round is None else request.round
     client = -1 if request.client is None else request.client
     head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
-    records, kind = seal_message({**head, **(request.more or {})}, request.arrays), MESSAGE_TYPES[request.kind]
+    records, kind = seal_message({**head, **(request.extra_fields or {})}, request.arrays), MESSAGE_TYPES[request.kind]
     message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
-    down, read, most = request.down, request.read, request.most
+    down, read, most = request.down, request.read, request.max_reply_bytes
     return message, PendingRequest(request.kind, round, request.client, request.node, nonce, down, read, most)
 
 

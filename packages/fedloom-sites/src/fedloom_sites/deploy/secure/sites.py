@@ -252,7 +252,7 @@ class MaskedSites(Sites):
             accepted=tuple(self._accepted(c)["accepted"] for c in sorted(cohort)),
             download="" if download is None else link or hashlib.sha256(download).hexdigest(),
             scored=scored,
-            common=first is not None and bool((first.more or {})["global"]),
+            common=first is not None and bool((first.extra_fields or {})["global"]),
             models=(link,) if digests and link else tuple(digests),
             figures=tuple(self._transport.figures) if scored >= 0 else (),
         )

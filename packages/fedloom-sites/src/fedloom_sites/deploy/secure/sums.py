@@ -109,7 +109,9 @@ class SecureSums:
             lacking = self._relays.find_missing(t, cohort).get(r, [])
             nonce, parts = self._relays.read(r)
             ask = {
-                c: SiteRequest("relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, most=KEY_BYTES)
+                c: SiteRequest(
+                    "relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, max_reply_bytes=KEY_BYTES
+                )
                 for c in lacking
             }
             need = max(0, self._agreed.threshold - len(cohort) + len(lacking))
@@ -512,7 +514,9 @@ class SecureSums:
             return lambda message: read(c, message)
 
         requests = {
-            c: x._replace(more={**(x.more or {}), "session": course.nonce}, read=reader(c), most=most)
+            c: x._replace(
+                extra_fields={**(x.extra_fields or {}), "session": course.nonce}, read=reader(c), max_reply_bytes=most
+            )
             for c, x in requests.items()
         }
         last = kind in ("agree", "unmask")

@@ -97,7 +97,7 @@ class UploadVector:
             counter = [np.array([is_cut], dtype=np.uint64)] if self.is_counted else []
             return np.concatenate([self._noise.share(row).view(np.uint64), work, *counter]), {}, 0
         parts, rows, clipped = [], dict[str, Tensor](), 0
-        old = self.first(mass) if before is None else before
+        old = self.first_values(mass) if before is None else before
         weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -117,7 +117,7 @@ class UploadVector:
         counter = [np.array([is_cut or clipped > 0], dtype=np.uint64)] if self.is_counted else []
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
-    def first(self, mass: float) -> dict[str, Tensor]:
+    def first_values(self, mass: float) -> dict[str, Tensor]:
         """Return a client's rows in the server's sum before the client's first upload, as integers for its ``mass``."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():

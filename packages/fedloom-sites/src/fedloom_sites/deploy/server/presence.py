@@ -54,7 +54,7 @@ class NodePresence(NodeRegister):
         self._mute: dict[int, int] = {}
         self._fixed = False
 
-    def fix(self) -> None:
+    def fix_sizes(self) -> None:
         """Fix the sites' numbers of samples. Changes after that are rejected."""
         self._fixed = True
 

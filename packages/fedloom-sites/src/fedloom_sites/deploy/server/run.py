@@ -403,7 +403,7 @@ class _Run(Hooks):
         sizes = self._checkpoint_sizes()
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
-            self._transport.presence.fix()
+            self._transport.presence.fix_sizes()
         by = sample_count_reason(self._experiment.methods[0].setting.resolved())
         by = by or ("verify" if self._settings.verifies else "")
         self._transport.gather(by if sizes is None else "")

@@ -101,7 +101,7 @@ class Sites(StreamedClients):
         letters = dict[int, SiteRequest]()
         for c, message in forms.write_downs(request, downloads):
             ask = asks.pop(c, None)
-            parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
+            parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.extra_fields or {})["global"]))
             more = self._place(c) | {"scored": -1 if ask is None else scored, "global": has_global}
             letters[c] = SiteRequest("train", c, [message, *parts], more, downloads[c])
         need = max(1, min(self._settings.quorum, len(letters)))
@@ -207,7 +207,7 @@ class Sites(StreamedClients):
             models = letters[c].arrays if c in letters else ()
             site_terms = terms if request is None else terms.with_(models=self._model_digests(request, c))
             arrays, accepted = [site_terms.encode(), *models], {"accepted": terms.bases[c]}
-            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, most=8 * (form.length + count))
+            asks[c] = SiteRequest("analysis", c, arrays, accepted, read=read, max_reply_bytes=8 * (form.length + count))
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
         counted = AnswerCounts(len(replies), counts.count(ANSWERED_COUNTS), counts.count(SILENT_COUNTS))

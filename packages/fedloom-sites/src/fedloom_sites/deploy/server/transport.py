@@ -100,7 +100,7 @@ class Transport:
             names: names of the values that arrive with the scores of the last round.
         """
         self.checks = ReplyChecks(self._settings, self._keys, job, forms, self.sizes, names)
-        self.presence.fix()
+        self.presence.fix_sizes()
 
     def gather(self, everyone: str) -> None:
         """Greet nodes until all sites are connected, or until the patience runs out while the quorum is connected.
@@ -279,7 +279,7 @@ class Transport:
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
         longest = self.checks.longest
         return {
-            id_: pending._replace(most=longest(pending.kind, pending.most))
+            id_: pending._replace(max_reply_bytes=longest(pending.kind, pending.max_reply_bytes))
             for id_, (_, pending) in zip(pushed, messages, strict=True)
             if id_
         }
@@ -342,7 +342,7 @@ class Transport:
         now = time.monotonic()
         self._overdue = {id_: overdue for id_, overdue in self._overdue.items() if now <= overdue[1]}
         limits = {
-            id_: pending.most
+            id_: pending.max_reply_bytes
             for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
         }
         arrived = call_with_retry(lambda: pull_replies(self._grid, limits), self._settings.ttl) if limits else []

@@ -101,7 +101,7 @@ class SiteAnalyses:
         """Bit field of the cells where the site has enough subjects, for all analyses together."""
         if not self.agreed or not part_sizes(self._trainer.fed, self._trainer.site.client)[0]:
             return 0
-        return sum(one.publish(self._rows) << one.first for one in self.agreed.values() if one.flags)
+        return sum(one.publish(self._rows) << one.first_flag for one in self.agreed.values() if one.flags)
 
     @cached_property
     def _rows(self) -> ClientRows:

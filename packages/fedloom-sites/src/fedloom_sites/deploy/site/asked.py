@@ -69,7 +69,7 @@ class AskedModels:
         self._enter(models)
 
     def _enter(self, models: Mapping[tuple[str, int], str]) -> None:
-        record, first = read_checked(self._path) or {}, self._memory.first()
+        record, first = read_checked(self._path) or {}, self._memory.oldest_round()
         total: dict[str, int] = dict(record.pop(WHOLE_RUN_TEXT, {}))
         recent = {key: digests for key, digests in record.items() if int(key.partition(" ")[2]) >= first}
         most, new = self._site.models_per_round, dict[str, list[str]]()

@@ -124,7 +124,7 @@ class SiteState:
         """Return the last accepted round and the accepted round before it, or 0 if there is no such round."""
         return self._accepted_rounds()[:2]
 
-    def first(self) -> int:
+    def oldest_round(self) -> int:
         """Return the oldest round that the server can still go back to or request scores for."""
         accepted, previous = self.accepted()
         return (previous or accepted) - 1

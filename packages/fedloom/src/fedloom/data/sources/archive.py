@@ -54,8 +54,8 @@ class ArchiveEntry(NamedTuple):
 
     name: str
     stream: BinaryIO
-    where: str
-    packed: int
+    location: str
+    packed_bytes: int
 
 
 class _LimitedStream(io.RawIOBase):
@@ -286,7 +286,7 @@ def fill_array(entry: ArchiveEntry, out: NDArray[np.generic], what: str) -> None
         got = cast("io.BufferedReader", entry.stream).readinto(view[done:])
         if not got:
             raise DataError(
-                f"{entry.where} is truncated: {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
+                f"{entry.location} is truncated: {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
             )
         done += got
 
@@ -299,7 +299,7 @@ def check_no_trailing_bytes(entry: ArchiveEntry) -> None:
     """
     if entry.stream.read(1):
         raise DataError(
-            f"{entry.where}: more data follow the last declared record, so the file contradicts its own header"
+            f"{entry.location}: more data follow the last declared record, so the file contradicts its own header"
         )
 
 
@@ -342,7 +342,7 @@ class GrowingRows:
         self._data[start : start + len(kept)] = kept
         self.size = start + len(kept)
 
-    def done(self) -> NDArray[np.generic]:
+    def trim(self) -> NDArray[np.generic]:
         """Return all rows without the spare capacity of the array."""
         self._data.resize((self.size, *self._data.shape[1:]), refcheck=False)
         return self._data

@@ -36,7 +36,7 @@ ARRAY_KEYS = tuple(
 
 class _Header(NamedTuple):
     shape: tuple[int, ...]
-    fortran: bool
+    fortran_order: bool
     dtype: np.dtype[Any]
 
 
@@ -240,17 +240,17 @@ def _read_array_header(entry: ArchiveEntry) -> _Header:
         else:
             header = _Header(*np.lib.format.read_array_header_2_0(entry.stream))
     except ValueError as error:
-        raise DataError(f"{entry.where} is not an array written by numpy ({error}). Save the array again") from error
+        raise DataError(f"{entry.location} is not an array written by numpy ({error}). Save the array again") from error
     if header.dtype.hasobject or header.dtype.kind not in "uifbUS":
         raise DataError(
-            f"{entry.where} contains {header.dtype} (a pickle), but only numbers are allowed. Save "
+            f"{entry.location} contains {header.dtype} (a pickle), but only numbers are allowed. Save "
             "the array with a numeric type"
         )
     if any(length < 0 for length in header.shape):
         raise DataError(
-            f"{entry.where}: shape {header.shape} is impossible. The file is damaged, so save the array again"
+            f"{entry.location}: shape {header.shape} is impossible. The file is damaged, so save the array again"
         )
-    check_size(entry.where, math.prod(header.shape) * header.dtype.itemsize, entry.packed)
+    check_size(entry.location, math.prod(header.shape) * header.dtype.itemsize, entry.packed_bytes)
     return header
 
 
@@ -276,10 +276,10 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
 
 def _read_into_array(entry: ArchiveEntry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
     """Read an array into its buffer. If its type or the order of its axes must be changed, read it in blocks."""
-    if header.fortran and len(header.shape) > 1:
+    if header.fortran_order and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill_array(entry, turned, "the array")
-        narrow_numbers(_channels_first(turned.T) if turn else turned.T, out, entry.where)
+        narrow_numbers(_channels_first(turned.T) if turn else turned.T, out, entry.location)
     elif out.dtype == header.dtype and not turn:
         fill_array(entry, out, "the array")
     else:
@@ -288,7 +288,7 @@ def _read_into_array(entry: ArchiveEntry, header: _Header, out: NDArray[Any], *,
         for at in range(0, len(out), step):
             rows = block[: len(out) - at]
             fill_array(entry, rows, "the array")
-            narrow_numbers(_channels_first(rows) if turn else rows, out[at : at + step], entry.where, at)
+            narrow_numbers(_channels_first(rows) if turn else rows, out[at : at + step], entry.location, at)
     check_no_trailing_bytes(entry)
 
 

@@ -171,7 +171,7 @@ def _iterate_census_tables(
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
     for entry in iterate_entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
-        problems, table = Problems(entry.where, first=1), GrowingRows((len(schema),), np.float64)
+        problems, table = Problems(entry.location, first=1), GrowingRows((len(schema),), np.float64)
         for piece in iterate_column_pieces(csv_rows(entry, ",", comment="|"), list(schema), problems):
             codes = places.get(piece.column)
             missing = np.array([cell == "?" for cell in piece.cells]) & (codes is None or "?" not in codes)
@@ -187,10 +187,10 @@ def _iterate_census_tables(
                     problems.add("level", piece.column, what, cells, cure)
             table.reserve(piece.start, len(values))[:, list(schema).index(piece.column)] = values
         if sentences := problems.sentences():
-            raise_data_problems(entry.where, sentences)
+            raise_data_problems(entry.location, sentences)
         if table.size == 0:
-            raise NoSamples(f"{entry.where} is empty, but needs at least one row. Fetch the file again")
-        yield entry.name.rsplit("/", 1)[-1], table.done().astype(np.float64, copy=False)
+            raise NoSamples(f"{entry.location} is empty, but needs at least one row. Fetch the file again")
+        yield entry.name.rsplit("/", 1)[-1], table.trim().astype(np.float64, copy=False)
 
 
 def _normalize_level(cell: str) -> str:

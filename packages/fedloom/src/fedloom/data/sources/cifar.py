@@ -86,27 +86,27 @@ def _read_cifar(form: CifarVersion, place: Path, classes: tuple[str, ...], scale
     width, pickled = form.label_bytes + IMAGE_BYTES, ""
     for entry in iterate_entries(place, lambda file: form.files.search(file) is not None):
         if not entry.name.endswith(".bin"):
-            pickled = entry.where
+            pickled = entry.location
             continue
         before = x.size
         while block := entry.stream.read(RECORDS_PER_READ * width):
             if len(block) % width:
                 raise DataError(
-                    f"{entry.where} is truncated: records have {width} bytes, but "
+                    f"{entry.location} is truncated: records have {width} bytes, but "
                     f"{len(block) % width} bytes are left over. Fetch the file again"
                 )
             rows = np.frombuffer(block, np.uint8).reshape(-1, width)
             labels = rows[:, form.label_bytes - 1]
             if labels.max() >= len(classes):
                 raise DataError(
-                    f"{entry.where}: unknown label {labels.max()}: labels must be from 0 to "
+                    f"{entry.location}: unknown label {labels.max()}: labels must be from 0 to "
                     f"{len(classes) - 1}. This file belongs to a different data set"
                 )
             y.room(len(rows))[:] = labels
             x.room(len(rows))[:] = rows[:, form.label_bytes :].reshape(-1, 3, 32, 32)
             in_test.room(len(rows))[:] = "test" in entry.name.rsplit("/", 1)[-1]
         if x.size == before:
-            raise NoSamples(f"{entry.where} contains no records. Fetch the file again")
+            raise NoSamples(f"{entry.location} contains no records. Fetch the file again")
     if x.size == 0 and pickled:
         raise DataError(
             f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use the binary version "
@@ -114,6 +114,6 @@ def _read_cifar(form: CifarVersion, place: Path, classes: tuple[str, ...], scale
         )
     if x.size == 0:
         raise DataError(f"{form.name}: no batches in {place}; expected files such as {form.files.pattern}")
-    test = np.flatnonzero(in_test.done())
+    test = np.flatnonzero(in_test.trim())
     official = torch.from_numpy(test) if len(test) else None
-    return image_dataset(form.name, torch.from_numpy(x.done()), torch.from_numpy(y.done()), classes, scale, official)
+    return image_dataset(form.name, torch.from_numpy(x.trim()), torch.from_numpy(y.trim()), classes, scale, official)

@@ -104,7 +104,7 @@ def read_idx(name: str, place: Path, classes: tuple[str, ...], scale: Scale) -> 
         if IDX_FILES[file] == LABELS_MAGIC and (y[part] >= len(classes)).any():
             bad = int((y[part] >= len(classes)).argmax())
             raise DataError(
-                f"{entry.where}: sample {bad} has the unknown label {y[part][bad]}: labels must be "
+                f"{entry.location}: sample {bad} has the unknown label {y[part][bad]}: labels must be "
                 f"from 0 to {len(classes) - 1}. These labels belong to a different data set"
             )
     with name_file_in_errors(place):
@@ -128,8 +128,9 @@ def _read_idx_sizes(entry: ArchiveEntry) -> tuple[int, ...]:
     if header[0] != magic:
         got = f"0x{int(header[0]):08x}"
         raise DataError(
-            f"{entry.where}: wrong magic number, expected 0x{magic:08x}, got {got}. This is not the expected IDX file"
+            f"{entry.location}: wrong magic number, expected 0x{magic:08x}, got {got}. This is not the expected "
+            "IDX file"
         )
     sizes = tuple(int(size) for size in header[1:])
-    check_size(entry.where, math.prod(sizes), entry.packed)
+    check_size(entry.location, math.prod(sizes), entry.packed_bytes)
     return sizes

@@ -53,7 +53,7 @@ class _Pictures:
                 self._check(entry, image.size)
                 if image.mode in DEEP_MODES:
                     raise DataError(
-                        f"{entry.where} has more than 8 bits per pixel (mode {image.mode}), but "
+                        f"{entry.location} has more than 8 bits per pixel (mode {image.mode}), but "
                         "images are read as bytes, and the range of the numbers is unknown. Convert "
                         "the images to 8 bits, such as numpy.uint8(numpy.asarray(image) / largest * "
                         "255), or pass floats from 0 to 1 as an array or NPZ file"
@@ -68,7 +68,7 @@ class _Pictures:
             if isinstance(error, DataError):
                 raise
             why = "no known format, or truncated" if isinstance(error, UnidentifiedImageError) else error
-            raise DataError(f"{entry.where} is not a readable image ({why}). Replace or remove the file") from error
+            raise DataError(f"{entry.location} is not a readable image ({why}). Replace or remove the file") from error
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         if self._rows.size == 0:
             self._rows = GrowingRows(planes.shape, np.uint8)
@@ -77,20 +77,21 @@ class _Pictures:
     def _check(self, entry: ArchiveEntry, size: tuple[int, int]) -> None:
         if max(size) > SIDE_LIMIT:
             raise DataError(
-                f"{entry.where}: declares {size[0]}x{size[1]} pixels, but images may have at most {SIDE_LIMIT} per side"
+                f"{entry.location}: declares {size[0]}x{size[1]} pixels, but images may have at most "
+                f"{SIDE_LIMIT} per side"
             )
         if self._side is None:
             self.size = self.size or size
             if size != self.size:
                 raise DataError(
-                    f"{entry.where}: the image is {size[0]}x{size[1]}, but the others are "
+                    f"{entry.location}: the image is {size[0]}x{size[1]}, but the others are "
                     f"{self.size[0]}x{self.size[1]}. Set side to resize all images"
                 )
-            self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
-            check_size(entry.where, self._pixels, self._packed)
+            self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed_bytes
+            check_size(entry.location, self._pixels, self._packed)
 
-    def done(self) -> torch.Tensor:
-        return torch.from_numpy(self._rows.done())
+    def stack(self) -> torch.Tensor:
+        return torch.from_numpy(self._rows.trim())
 
 
 def _read_images(
@@ -109,7 +110,7 @@ def _read_images(
         path = PurePosixPath(entry.name)
         label = class_of(path)
         if label is None:
-            raise DataError(f"{entry.where}: the image has no class. Put the image into the folder of its class")
+            raise DataError(f"{entry.location}: the image has no class. Put the image into the folder of its class")
         pictures.add(entry)
         labels.append(label)
         in_test.append(side_of(path))
@@ -124,7 +125,7 @@ def _read_images(
     code = {label: i for i, label in enumerate(classes)}
     numbers, test = torch.tensor([code[label] for label in labels]), torch.tensor(in_test).nonzero().flatten()
     official = test if 0 < len(test) < len(labels) else None
-    return add_copy_note(image_dataset(name, pictures.done(), numbers, classes, scale, official))
+    return add_copy_note(image_dataset(name, pictures.stack(), numbers, classes, scale, official))
 
 
 class ImageFolder(SampleSource):
@@ -159,7 +160,7 @@ class ImageFolder(SampleSource):
         for entry in iterate_entries(place, is_image):
             pictures.add(entry)
             names.append(entry.name)
-        return pictures.done().numpy(), names
+        return pictures.stack().numpy(), names
 
 
 def _parent_folder_name(path: PurePosixPath) -> str | None:

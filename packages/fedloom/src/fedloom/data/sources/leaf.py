@@ -47,7 +47,7 @@ class LeafUserCollector:
 
         Besides the arrays, memory holds only the text of the file and the lists of one user.
         """
-        where = entry.where
+        where = entry.location
 
         def compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             fields = dict(pairs)
@@ -290,7 +290,7 @@ def collect_user_samples(place: Path, inside: str, collector: LeafUserCollector)
     users = torch.tensor(collector.user).repeat_interleave(counts)
     in_test = torch.tensor(collector.in_test).repeat_interleave(counts)
     test = in_test.nonzero().flatten() if bool(in_test.any()) and not bool(in_test.all()) else None
-    return UserSamples(collector.x.done(), np.concatenate(collector.y), users, tuple(collector.codes), test)
+    return UserSamples(collector.x.trim(), np.concatenate(collector.y), users, tuple(collector.codes), test)
 
 
 def _convert_leaf_targets(

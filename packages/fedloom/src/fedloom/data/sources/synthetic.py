@@ -77,7 +77,7 @@ class Synthetic(Source):
         test = np.flatnonzero(place >= np.repeat([int((1 - self.test) * n) for n in sizes], sizes))
         return Dataset(
             "synthetic-iid" if self.iid else f"synthetic({self.alpha:g}, {self.beta:g})",
-            torch.from_numpy(x_all.done()),
+            torch.from_numpy(x_all.trim()),
             torch.from_numpy(np.concatenate(ys)),
             "classification",
             tuple(str(i) for i in range(c)),

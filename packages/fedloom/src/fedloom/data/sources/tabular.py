@@ -84,7 +84,7 @@ class Csv(TableSource):
             return CsvSigns(self.separator, self.decimal)
         for entry in iterate_entries(place, _is_csv):
             separator, decimal = detect_csv_signs(
-                entry.stream.read(DETECTION_BYTES), entry.where, self.encoding, self.skip
+                entry.stream.read(DETECTION_BYTES), entry.location, self.encoding, self.skip
             )
             return CsvSigns(self.separator or separator, self.decimal or decimal)
         raise DataError(f"{place} contains no .csv file. Give the path of a .csv file")
@@ -103,7 +103,7 @@ class Csv(TableSource):
         files = iterate_entries(place, _is_csv)
         for entry in files:
             rows = csv_rows(entry, signs.separator, encoding=self.encoding, skip=self.skip)
-            problems, first = Problems(entry.where, 1 + self.skip + self.header), next(rows, [])
+            problems, first = Problems(entry.location, 1 + self.skip + self.header), next(rows, [])
             names = first if self.header else header_names(None, len(first))
             cells = iterate_column_pieces(rows if self.header or not first else chain([first], rows), names, problems)
             yield RawTable(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)

@@ -125,7 +125,7 @@ class Texts(FileSource):
             raise_data_problems(raw.problems.where, raw.problems.sentences())
         if not texts:
             raise NoSamples(f"{place} contains no rows below the header, so the table is empty")
-        coded_columns = [codes.done() for codes in coded.values()]
+        coded_columns = [codes.build_codes() for codes in coded.values()]
         return texts, [(torch.from_numpy(code).long(), names) for code, names in coded_columns], str(place)
 
 

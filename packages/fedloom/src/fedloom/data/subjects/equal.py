@@ -34,13 +34,13 @@ class Digests(NamedTuple):
         values: digest of each sample ``[N]``.
         chance: probability that two samples are equal by chance. For a table, this is the product of the probabilities
             of its columns, as if the columns were independent. For other samples, it is 0.
-        fine: True if a column has so many distinct values that identical rows cannot be explained by dependence between
-            columns.
+        is_distinctive: True if a column has so many distinct values that identical rows cannot be explained by
+            dependence between columns.
     """
 
     values: NDArray[np.uint64]
     chance: float
-    fine: bool
+    is_distinctive: bool
 
 
 def digests_of(data: Dataset) -> Digests:
@@ -66,7 +66,7 @@ def digests_of(data: Dataset) -> Digests:
         digest = _mix_digests(digest, word)
     for column in targets.T:
         digest = _mix_digests(digest, np.ascontiguousarray(column).view(np.uint64))
-    return Digests(digest, 0.0, fine=True)
+    return Digests(digest, 0.0, is_distinctive=True)
 
 
 def is_row_numbering(column: NDArray[Any]) -> bool:
@@ -155,7 +155,7 @@ def _equal_row_notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str
         place = np.searchsorted(before_values, digest[rows]).clip(max=len(before_values) - 1)
         twice = before_values[place] == digest[rows]
         pairs, chance = float(counts[place[twice]].sum()), digests.chance * len(rows) * len(before)
-        limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
+        limit = CHANCE_RATIO * chance if digests.is_distinctive else CHANCE_RATIO**2 * max(chance, 1)
         if twice.sum() >= MIN_EQUAL_ROWS and pairs > limit:
             where = " or ".join(f"the {other} part" for other in names[:k])
             yield Note.create(

@@ -191,7 +191,7 @@ class ColumnProfile:
         return len(np.unique(self.numbers) if self.kind == "number" else self.levels) <= 1
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         """True if all numbers are integers."""
         return self.kind == "number" and bool((self.numbers == np.floor(self.numbers)).all())
 
@@ -232,7 +232,7 @@ class ColumnProfile:
         if self.kind == "text":
             return True
         counts = n == len(self.values) and self.values.min() in (0, 1) and is_permutation(self.values)
-        return self.whole and different == n and (counts or names_rows(self.name))
+        return self.is_integer and different == n and (counts or names_rows(self.name))
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:

@@ -301,7 +301,7 @@ def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Gen
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
     """Query a chunk of clients about the global model, and return their answers."""
     work, model = job.work(task.round, task.ids), model.to(job.oracle.device)
-    if task.describes:
+    if task.asks_activations:
         answer = describing_activations(model, work, job.setting.attack, job.attackers)
     else:
         with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):

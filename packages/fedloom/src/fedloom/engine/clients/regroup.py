@@ -41,7 +41,7 @@ def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, Sta
         return job, state
     model = job.algorithm.global_model(state.server)
     assert model is not None  # check_shares rejects other cases
-    answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, describes=True)))
+    answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, asks_activations=True)))
     activations, counts = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
     shares = equal_clusters(clusters_of(job.setting.client_weights), activations, job.ctx(t)).to(job.alpha)
     totals = state.totals.clone()

@@ -39,7 +39,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
-    sign = 1.0 if METRICS[name].higher else -1.0
+    sign = 1.0 if METRICS[name].higher_is_better else -1.0
     return (sign * shared[name] > sign * personal[name]) | (personal[name].isnan() & shared[name].isfinite())
 
 

@@ -81,8 +81,8 @@ class LapWork(NamedTuple):
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
         unit: unit of work, with the path of its published result.
-        before: round at which the previous lap (part of the training) of the same candidate and seed ended. None if
-            this is the first lap.
+        previous_round: round at which the previous lap (part of the training) of the same candidate and seed ended.
+            None if this is the first lap.
     """
 
     lap: Lap
@@ -90,7 +90,7 @@ class LapWork(NamedTuple):
     rounds: int
     end: int
     unit: WorkUnit
-    before: int | None
+    previous_round: int | None
 
     @property
     def is_done(self) -> bool:
@@ -258,8 +258,8 @@ class Advisor:
             def note(state: State) -> None:
                 claim.progress = f"round {state.round} of {work.end}"
 
-            if work.before is not None:
-                copy_checkpoint(self._unit(work.lap, work.before).target, claim.state)
+            if work.previous_round is not None:
+                copy_checkpoint(self._unit(work.lap, work.previous_round).target, claim.state)
             setting = work.setting.with_(engine=work.setting.engine.with_(workers=share.workers))
             if not run_lap(setting, self._federations[work.lap.seed], work.end, self.metric, claim.state, [note]):
                 raise KeyboardInterrupt
@@ -280,7 +280,7 @@ class Advisor:
         missing = [work for work in works if not work.is_done]
         units = list[str]()
         for work in missing:
-            before = None if work.before is None else self._unit(work.lap, work.before).target
+            before = None if work.previous_round is None else self._unit(work.lap, work.previous_round).target
             table = self._entries.experiment(work.lap.arm).settings()["method"][0]
             units.append(pack_lap(work.lap.seed, table, work.rounds, work.end, self.metric, self.seeds, before))
         with interruptible() as interrupted:

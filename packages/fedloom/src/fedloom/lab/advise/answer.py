@@ -136,13 +136,13 @@ class Advice(NamedTuple):
             Verdict.TOGETHER: f"use {use}",
             Verdict.ALONE: f"{Verdict.ALONE}. The best federated method is {use}",
             Verdict.UNDECIDED: (
-                f"{Verdict.UNDECIDED}: {self._more}. The best federated method so far is {use}{self._behind}"
+                f"{Verdict.UNDECIDED}: {self._more_text}. The best federated method so far is {use}{self._behind_text}"
             ),
         }[self.verdict]
         lines = [f"answer: {head}"]
         for label in self.references:
             lines.append(f"gain over {label}: {self._gain(label)}")
-        lines.append(f"still in the race, best first: {', '.join(self.racing)}{self._left}")
+        lines.append(f"still in the race, best first: {', '.join(self.racing)}{self._left_text}")
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
@@ -179,11 +179,11 @@ class Advice(NamedTuple):
         )
 
     @property
-    def _behind(self) -> str:
+    def _behind_text(self) -> str:
         return f", behind {self.racing[0]}" if self.racing[0] != self.method else ""
 
     @property
-    def _more(self) -> str:
+    def _more_text(self) -> str:
         if self.more is None:
             return (
                 f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds{self._bound}. "
@@ -212,7 +212,7 @@ class Advice(NamedTuple):
         return pair(*write_difference(self.metric, gap.mean, gap.half_width()))
 
     @property
-    def _left(self) -> str:
+    def _left_text(self) -> str:
         parts = [
             f"{label} ({f'failed: {reason}' if reason else f'behind {rival}, look {look}'})"
             for label, (rival, look, _, reason) in self.departures.items()
@@ -259,7 +259,7 @@ def form_advice(
     Raises:
         RunStopped: no method has a result.
     """
-    sign = 1.0 if facts(metric).higher else -1.0
+    sign = 1.0 if facts(metric).higher_is_better else -1.0
     if not outcome.racing:
         first = next(iter(outcome.departures.values()))
         raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")

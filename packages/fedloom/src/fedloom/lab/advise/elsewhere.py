@@ -62,7 +62,7 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
         ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
-        return UnitReply({}, wants_data=True, worker=worker_name()).packed()
+        return UnitReply({}, wants_data=True, worker=worker_name()).pack()
     lap = json.loads(unit)
     with unit_folder() as folder:
         method = parse({**read_document(experiment), "method": [lap["method"]]}, "executor").methods[0]
@@ -75,7 +75,7 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if ended else {}
         if any(path.is_dir() for path in folder.iterdir()):  # a reply contains only files
             files = {LAP_FILE: files[LAP_FILE]} if ended else {}
-        return UnitReply(files, interrupted=not ended, worker=worker_name()).packed()
+        return UnitReply(files, interrupted=not ended, worker=worker_name()).pack()
 
 
 @lru_cache(maxsize=2)

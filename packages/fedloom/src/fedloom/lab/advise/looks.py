@@ -55,19 +55,19 @@ class PairedDifference(NamedTuple):
 
     Attributes:
         mean: mean over all clients and seeds.
-        of_clients: mean square between the clients' means.
-        of_seeds: mean square between the seeds' means, which is at least the value that follows from the pooled effect
-            of seeds. NaN if there is only one seed.
-        of_rest: mean square of the residuals. NaN if there is only one seed.
+        client_mean_square: mean square between the clients' means.
+        seed_mean_square: mean square between the seeds' means, which is at least the value that follows from the pooled
+            effect of seeds. NaN if there is only one seed.
+        residual_mean_square: mean square of the residuals. NaN if there is only one seed.
         clients: number of clients.
         seeds: number of seeds.
-        seed_degrees: degrees of freedom of ``of_seeds``.
+        seed_degrees: degrees of freedom of ``seed_mean_square``.
     """
 
     mean: float
-    of_clients: float
-    of_seeds: float
-    of_rest: float
+    client_mean_square: float
+    seed_mean_square: float
+    residual_mean_square: float
     clients: int
     seeds: int
     seed_degrees: int
@@ -80,20 +80,20 @@ class PairedDifference(NamedTuple):
     @property
     def degrees(self) -> float:
         """Degrees of freedom of the standard error."""
-        extra = max(0.0, self.of_seeds - self.of_rest) if self.seeds > 1 else 0.0
-        parts = [(self.of_clients, self.clients - 1), (extra, self.seed_degrees)]
+        extra = max(0.0, self.seed_mean_square - self.residual_mean_square) if self.seeds > 1 else 0.0
+        parts = [(self.client_mean_square, self.clients - 1), (extra, self.seed_degrees)]
         below = sum(square**2 / free for square, free in parts if square)
-        return (self.of_clients + extra) ** 2 / below if below else float(max(1, self.clients - 1))
+        return (self.client_mean_square + extra) ** 2 / below if below else float(max(1, self.clients - 1))
 
     def _error(self, seeds: int) -> float:
         """Return the standard error that the mean would have if there were the given number of seeds."""
         if self.clients < 2:
             return math.nan
         if self.seeds < 2:
-            return math.sqrt(self.of_clients / self.clients)
-        extra = max(0.0, self.of_seeds - self.of_rest)
-        lasting = max(0.0, self.of_clients - self.of_rest) / self.seeds
-        passing = (self.of_rest if lasting else self.of_clients) + extra
+            return math.sqrt(self.client_mean_square / self.clients)
+        extra = max(0.0, self.seed_mean_square - self.residual_mean_square)
+        lasting = max(0.0, self.client_mean_square - self.residual_mean_square) / self.seeds
+        passing = (self.residual_mean_square if lasting else self.client_mean_square) + extra
         return math.sqrt((lasting + passing / seeds) / self.clients)
 
     def p_above(self) -> float:
@@ -187,8 +187,8 @@ def shrink_gains(values: Values) -> Values:
     summary, finite = pair_differences(values), np.isfinite(values).all(0)
     share = 1.0
     if summary.seeds > 1 and summary.clients > 1:
-        lasting = max(0.0, summary.of_clients - summary.of_rest)
-        share = lasting / summary.of_clients if summary.of_clients > 0 else 0.0
+        lasting = max(0.0, summary.client_mean_square - summary.residual_mean_square)
+        share = lasting / summary.client_mean_square if summary.client_mean_square > 0 else 0.0
     gains = np.full(values.shape[1], summary.mean)
     gains[finite] += share * (values[:, finite].mean(0) - summary.mean)
     return gains

@@ -159,7 +159,7 @@ def _speed_row(speed: MeasuredSpeed) -> dict[str, Any]:
         "method": speed.method,
         "gradient_engine": speed.way.oracle,
         "workers": speed.way.workers,
-        "picked": "yes" if speed.way.picked else "",
+        "picked": "yes" if speed.way.is_chosen else "",
         "s/round": speed.seconds,
         "samples/s": round(speed.samples),
         "busy cores": f"{fixed(speed.other_cores, 2)}{' (unreliable)' if speed.disturbed else ''}",

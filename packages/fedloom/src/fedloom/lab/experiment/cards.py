@@ -53,7 +53,7 @@ COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinsta
 def list_parts(what: str) -> list[tuple[str, str]]:
     """Return the names and one-line descriptions of all parts of a kind (a key of `PART_KINDS`, or "metrics")."""
     if what == "metrics":
-        return [(n, f"{m.title}, {'higher' if m.higher else 'lower'} is better") for n, m in METRICS.items()]
+        return [(n, f"{m.title}, {'higher' if m.higher_is_better else 'lower'} is better") for n, m in METRICS.items()]
     return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PART_KINDS[what].items()]
 
 

@@ -268,7 +268,7 @@ class Plan:
             outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
             if outcome.status == "interrupted":
                 raise KeyboardInterrupt
-            return None if outcome.result is not None or outcome.damaged else outcome.failure
+            return None if outcome.result is not None or outcome.is_damaged else outcome.failure
 
         with lock(self.out, joins=True):
             if session.is_begun:
@@ -281,7 +281,7 @@ class Plan:
                 for (method, seed), unit in zip(self.runs, units, strict=True)
             }
             outcomes = self._run_all(listeners, workers=1, interrupted=True, ended=ended, failures=failures)
-            further = self._further(outcomes)
+            further = self._further_runs(outcomes)
             places = [further.place(k) for k in range(len(further.units))]
             session.work(places, partial(_measure_joined, further, workers or 1), self.share)
             session.finish(lambda: self._finish(outcomes, further, page=page))
@@ -365,7 +365,7 @@ class Plan:
             if self.ranks.size > 1:  # the other ranks wait for the first one
                 raise
             again = f"the other methods continued. To start it again: --force --method {shlex.quote(method.label)}"
-            outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", damaged=True)
+            outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", is_damaged=True)
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 
@@ -431,7 +431,7 @@ class Plan:
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE_FOLDER, ignore_errors=True)
 
-    def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
+    def _further_runs(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_additional_runs(self, outcomes: Sequence[Outcome]) -> None:
@@ -439,7 +439,7 @@ class Plan:
 
         Rows that have already been computed are kept.
         """
-        further, tables = self._further(outcomes), list[pa.Table]()
+        further, tables = self._further_runs(outcomes), list[pa.Table]()
         further.write(tables)
         share = decide_share(self.experiment, self.federations, further.methods)
 

@@ -46,7 +46,7 @@ def _model_rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
                 "model": kind,
                 "models": 1 if kind == "global" else len(values),
                 f"test {lead}": float(values.nanmean()),
-                "worst 10 %": worst(values.numpy(), low=metric(lead).higher),
+                "worst 10 %": worst(values.numpy(), low=metric(lead).higher_is_better),
                 "file": str(file.relative_to(opened.path)) if file.is_file() else f"none: {run.status}",
             }
         )

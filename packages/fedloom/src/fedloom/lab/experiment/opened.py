@@ -350,7 +350,7 @@ class RunDirectory:
             if kinds and metrics and (not shared or ("global", "validation", "loss") in measured):
                 lead = leading(metrics, "settings")
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
-                figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
+                figures[name] = sum(values) / len(values) * (1 if metric(lead).higher_is_better else -1)
         if not figures:
             what = "no run is finished" if not done else "no validation result exists that could choose a method"
             raise ConfigError(f"{self.path}: {what}. Choose a method: {', '.join(methods) or 'none'}")

@@ -51,7 +51,8 @@ Spent = tuple[Sequence[float], Sequence[float]]
 class Outcome(NamedTuple):
     """Outcome of a run in a comparison: its result, or the reason why there is no result.
 
-    damaged: True if the checkpoint of the run cannot be read. In that case, its earlier metrics remain in the tables.
+    is_damaged: True if the checkpoint of the run cannot be read. In that case, its earlier metrics remain in the
+        tables.
     """
 
     label: str
@@ -59,7 +60,7 @@ class Outcome(NamedTuple):
     seed: int
     result: Result | None
     failure: str = ""
-    damaged: bool = False
+    is_damaged: bool = False
 
     @property
     def status(self) -> str:
@@ -101,7 +102,7 @@ def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
     """Write ``metrics.parquet``, which does not contain times, and ``timings.parquet``."""
     done = [(o, o.result) for o in outcomes if o.result is not None]
     runs = [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done]
-    write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.damaged])
+    write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.is_damaged])
 
 
 def write_measured(
@@ -136,7 +137,7 @@ def write_analyses(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
-    keep, notes = [(o.label, o.seed) for o in outcomes if o.damaged], list[str]()
+    keep, notes = [(o.label, o.seed) for o in outcomes if o.is_damaged], list[str]()
     for kind in {*ANALYSES} - {name_of(analysis) for analysis in analyses}:
         (out / analysis_file(kind)).unlink(missing_ok=True)
     for analysis in (value for value in analyses if not value.runs_further):

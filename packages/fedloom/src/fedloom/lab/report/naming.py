@@ -50,9 +50,11 @@ def describe_figure(name: str) -> Metric:
         case "":
             return shown
         case "variance":
-            return Metric("Variance of losses" if base == "loss" else f"Variance of {shown.title}", higher=False)
+            return Metric(
+                "Variance of losses" if base == "loss" else f"Variance of {shown.title}", higher_is_better=False
+            )
         case "sigma":
-            return shown._replace(title="Spread around the global", higher=False)
+            return shown._replace(title="Spread around the global", higher_is_better=False)
         case "jain":
             return Metric("Jain index")
         case _:

@@ -89,7 +89,7 @@ def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart
         name: name of the metric.
     """
     shown = describe_figure(name)
-    sign = -1 if shown.higher else 1
+    sign = -1 if shown.higher_is_better else 1
     order = sorted(estimates, key=lambda label: sign * estimates[label].mean)
     means, seeds = [], []
     for label in order:

@@ -75,7 +75,7 @@ def benign_curve(run: Run, key: Key, statistic: str) -> Curve:
         recorded = run.totals.get(key._replace(metric=f"{key.metric}/{name}"))
         if recorded is not None:
             return Curve(recorded.round, recorded.value)
-    return EMPTY_CURVE if points is None else aggregate_clients(points, statistic, metric(key.metric).higher)
+    return EMPTY_CURVE if points is None else aggregate_clients(points, statistic, metric(key.metric).higher_is_better)
 
 
 def aggregate_clients(points: Points, statistic: str, higher: bool) -> Curve:
@@ -159,11 +159,11 @@ def equal_seeds(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
     for seed in sorted({seed for values in results for seed in values}):
-        first[seed] = next((k for k in first.values() if _same_run(results, k, seed)), seed)
+        first[seed] = next((k for k in first.values() if _is_same_run(results, k, seed)), seed)
     return {seed: earlier for seed, earlier in first.items() if earlier != seed}
 
 
-def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
+def _is_same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
     """Return True if all metrics are equal for two seeds, and at least one of the metrics is finite."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(are_close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
@@ -242,15 +242,15 @@ class Row:
     def untested(self) -> bool:
         """True if every seed ran to its last round, but all metrics on the clients' test parts are missing."""
         tested = [e for name, e in self.figures.items() if name not in COUNTED_FIGURES and "@" not in name]
-        return self.done and bool(tested) and not any(e.finite for e in tested)
+        return self.is_complete and bool(tested) and not any(e.finite for e in tested)
 
     @property
-    def lost(self) -> frozenset[int]:
+    def lost_seeds(self) -> frozenset[int]:
         """Seeds whose runs produced no result."""
         return frozenset(record.seed for record in self.records if record.lost)
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every seed ran to its last round."""
         return bool(self.records) and all(record.status == "done" for record in self.records)
 
@@ -397,6 +397,6 @@ def _test_value_at_best(validation: Curve, test: Curve, name: str) -> float:
     finite = np.isfinite(validation.value)
     if not finite.any():
         return math.nan
-    sign = 1 if metric(name).higher else -1
+    sign = 1 if metric(name).higher_is_better else -1
     best = np.argmax(np.where(finite, sign * validation.value, -np.inf))
     return test.read_round(int(validation.round[best]))

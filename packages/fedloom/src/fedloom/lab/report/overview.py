@@ -124,12 +124,12 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
     amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
     behind = winner.lead < 0  # only over the common seeds: over all of its seeds, the winner is the best
-    words = ("behind" if behind else "ahead of") if criterion.higher else ("above" if behind else "below")
+    words = ("behind" if behind else "ahead of") if criterion.higher_is_better else ("above" if behind else "below")
     lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
     log = is_ratio(criterion.figure)
     if log:
         lead = (
-            f"{factor(winner.lead if criterion.higher else -winner.lead, winner.half)} {name}'s"
+            f"{factor(winner.lead if criterion.higher_is_better else -winner.lead, winner.half)} {name}'s"
             + " over the common seeds" * behind
         )
     if abs(winner.lead) <= TIE_TOLERANCE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
@@ -204,7 +204,7 @@ def _render_results_table(
                 shown["seeds"] = f"{len(estimate.finite)} of {len(estimate.by_seed)}"
             cells.append(shown | ({"bar": _bar_position(row, name, span)} if name == lead else {}))
         lines.append({
-            "name": row.name, "model": row.model, "cells": cells, "odd": not row.done or row.untested,
+            "name": row.name, "model": row.model, "cells": cells, "odd": not row.is_complete or row.untested,
             "status": row.status if status and lead in columns else None,
         })  # fmt: skip
     name, kind = ("Results", "results") if status else ("More columns", "further")
@@ -222,7 +222,7 @@ def _best_mean(name: str, rows: list[Row]) -> float | None:
     """
     means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
     return (
-        (max if describe_figure(name).higher else min)(means)
+        (max if describe_figure(name).higher_is_better else min)(means)
         if len(means) > 1 and describe_figure(name).rated
         else None
     )
@@ -290,10 +290,10 @@ def _select_own_rows(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tup
 
 
 def _diverged_notes(run_rows: list[Row]) -> str:
-    odd = dict.fromkeys(f"{row.method} {row.status}" for row in run_rows if not row.done)
+    odd = dict.fromkeys(f"{row.method} {row.status}" for row in run_rows if not row.is_complete)
     if not odd:
         return ""
-    lost = any(row.lost for row in run_rows)
+    lost = any(row.lost_seeds for row in run_rows)
     end = "Seeds that failed, or diverged before their end, have no result" if lost else "Metrics so far are shown"
     return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
@@ -313,7 +313,7 @@ def _work_notes(run_rows: list[Row]) -> str:
     work = {
         row.method: row.figures["samples_backward"].mean
         for row in run_rows
-        if row.done and "samples_backward" in row.figures
+        if row.is_complete and "samples_backward" in row.figures
     }
     if not work or max(work.values()) <= UNEQUAL_WORK_RATIO * min(work.values()):
         return ""
@@ -349,7 +349,9 @@ def _clients_without_value(run: Run, row: Row, name: str) -> list[frozenset[int]
     for key in run.series:
         about = (key.method, key.model, key.part, key.metric)
         points = (
-            run.benign(key) if about == (row.method, row.model, "test", name) and key.seed not in row.lost else None
+            run.benign(key)
+            if about == (row.method, row.model, "test", name) and key.seed not in row.lost_seeds
+            else None
         )
         if points is not None and len(points.round):
             empty = (points.round == points.round[-1]) & np.isnan(points.value)

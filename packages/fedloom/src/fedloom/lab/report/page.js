@@ -26,13 +26,13 @@
     return Math.min(width < SMALL ? 116 : 190, 7 * longest) + (y.title ? 34 : 14);
   }
 
-  // Long names in lines of up to 19 characters, cut between words where there are any.
-  function wrapped(name) {
+  // Long names in lines of up to `letters` characters, cut between words where there are any.
+  function wrapped(name, letters = 19) {
     const lines = [""];
-    for (const word of String(name).match(/\S{1,19}/g) ?? []) {
+    for (const word of String(name).match(new RegExp(`\\S{1,${letters}}`, "g")) ?? []) {
       const line = lines.at(-1);
       if (!line) lines.splice(-1, 1, word);
-      else if (line.length + 1 + word.length <= 19) lines.splice(-1, 1, `${line} ${word}`);
+      else if (line.length + 1 + word.length <= letters) lines.splice(-1, 1, `${line} ${word}`);
       else lines.push(word);
     }
     return lines;
@@ -79,7 +79,9 @@
       const each = Math.min(WIDEST, Math.floor((width - names - GAP * (columns - 1)) / columns));
       spec.columns = columns;
       spec.spec.width = each;
-      spec.facet.header.labelLimit = each;
+      const heads = [...new Set(figure.spec.datasets.rows.map((row) => row[spec.facet.field]))];
+      const lines = Object.fromEntries(heads.map((head) => [head, wrapped(head, Math.floor(each / 7.5))]));
+      Object.assign(spec.facet.header, { labelLimit: each, labelExpr: `${JSON.stringify(lines)}[datum.label]` });
       if (figure.layout === "square") spec.spec.height = each;
     } else if (figure.layout === "beside") {
       const side = width < SMALL ? 64 : 110;

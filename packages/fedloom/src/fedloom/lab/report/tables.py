@@ -193,7 +193,7 @@ def render_latex_table(
         *(["Bold: the best mean of a column."] if any(m.best for m in marks.values()) else []),
         *(
             ["$^{\\dagger}$: not significantly worse than the best (paired t test over seeds, Holm, 5\\,\\%)."]
-            if any(m.beside for m in marks.values())
+            if any(m.not_worse for m in marks.values())
             else []
         ),
     ]
@@ -202,9 +202,9 @@ def render_latex_table(
         cells = [*([escape_tex(row.run)] if several else []), escape_tex(row.method), escape_tex(row.model)]
         for name in columns:
             mark = marks.get(name, HighlightedRows())
-            best, beside = place in mark.best, place in mark.beside
+            best, beside = place in mark.best, place in mark.not_worse
             cells.append(mark_cell(*render_cell(name, row.figures.get(name)), best=best, dagger=beside))
-        lines.append(" & ".join(cells) + " \\\\" + ("" if row.done else f" % {row.status}"))
+        lines.append(" & ".join(cells) + " \\\\" + ("" if row.is_complete else f" % {row.status}"))
     words = ". ".join([escape_tex(caption), *([" ".join(legend)] if legend else [])])
     return "\n".join(
         [BOOKTABS_LINE, *latex_tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""]

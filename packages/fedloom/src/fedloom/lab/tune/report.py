@@ -99,7 +99,7 @@ def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchRes
 
 def _exhausted_note(findings: Sequence[SearchResult]) -> str:
     """Return a sentence about search spaces that were searched completely, or "" if there are none."""
-    spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
+    spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.is_exhaustive]
     if not spaces:
         return ""
     return (

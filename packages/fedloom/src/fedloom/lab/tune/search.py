@@ -163,16 +163,16 @@ class Search:
         self.space = {key: _optuna_distribution(dimension) for key, dimension in space.items()}
         self.settings, self.higher = settings_of(space), higher
         self._tune, self._label, self._first = tune, label, first
-        self._grid = self._shuffle_settings(space) if self.whole else None
+        self._grid = self._shuffle_settings(space) if self.is_exhaustive else None
 
     @property
-    def whole(self) -> bool:
+    def is_exhaustive(self) -> bool:
         """True if the search tries every setting of the space exactly once."""
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
         """Return True if there is nothing left to try after the given finished trials."""
-        return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
+        return len(trials) >= self._tune.trials or (self._grid is not None and self._next_setting(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
         """Return the next trial after the given finished trials. The search must not have ended.
@@ -188,7 +188,7 @@ class Search:
         # the sampler treats a failed trial as one of the worst, and the pruner ignores it
         usable_trials = [t.with_(state="pruned", marks={}) if t.state == "failed" else t for t in trials]
         study.add_trials([t.frozen(self.space) for t in usable_trials])
-        next_params = self._next(trials)
+        next_params = self._next_setting(trials)
         if next_params is not None:
             study.enqueue_trial(dict(next_params))
         return study.ask(self.space)
@@ -198,7 +198,7 @@ class Search:
         scored = [(t.value if self.higher else -t.value, -t.number, t) for t in trials if t.value is not None]
         return max(scored)[2] if scored else None
 
-    def _next(self, trials: Sequence[Trial]) -> Params | None:
+    def _next_setting(self, trials: Sequence[Trial]) -> Params | None:
         """Return the next setting if it does not depend on results, or None if Optuna is to suggest the setting."""
         if self._grid is None:
             return None if trials else self._first

@@ -198,7 +198,7 @@ def scored_models(
     if metric_name not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
         raise ConfigError(f"[tune] metric is {metric_name!r}, but for these data it must be one of: {allowed}")
-    return models, metric_name, facts(metric_name).higher
+    return models, metric_name, facts(metric_name).higher_is_better
 
 
 def _defined_metrics(problem: JobFacts) -> set[str]:

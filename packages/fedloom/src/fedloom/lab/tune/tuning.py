@@ -159,7 +159,7 @@ class Tuning:
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
                 raise ConfigError(f"{where}: [tune] simulated_seconds needs simulated times. Add [devices]")
-            search = Search(space, self.tune, method.label, goal.higher, file_setting_values(method, space))
+            search = Search(space, self.tune, method.label, goal.higher_is_better, file_setting_values(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
         self._force = force
@@ -492,7 +492,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
         ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
-        return UnitReply({}, wants_data=True, worker=worker_name()).packed()
+        return UnitReply({}, wants_data=True, worker=worker_name()).pack()
     key = json.loads(unit)
     label = key["label"]
     with unit_folder() as folder:
@@ -502,7 +502,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
         document["tune"]["space"] = {label: document["tune"]["space"][label]}
         search = Tuning(document, "executor", folder, clients=partial(read_federation, experiment))
         log = search.search_one()
-        return UnitReply({} if log is None else {LOG_FILE: log}, interrupted=log is None, worker=worker_name()).packed()
+        return UnitReply({} if log is None else {LOG_FILE: log}, interrupted=log is None, worker=worker_name()).pack()
 
 
 def _dimension_table(dimension: Dimension) -> Any:

@@ -165,7 +165,7 @@ class Goal(NamedTuple):
         metric: name of the validation metric that scores a trial.
         seeds: seeds to average the score of a trial over.
         models: kinds of models to average the score over.
-        higher: True if higher values of the metric are better.
+        higher_is_better: True if higher values of the metric are better.
         statistic: type of mean over the clients: "mean", or "weighted" by their numbers of samples.
         time: virtual time limit of a trial with one seed, in seconds. If None, the trial runs all of its rounds.
     """
@@ -175,7 +175,7 @@ class Goal(NamedTuple):
     metric: str
     seeds: tuple[int, ...]
     models: tuple[str, ...]
-    higher: bool
+    higher_is_better: bool
     statistic: str = "mean"
     time: float | None = None
 

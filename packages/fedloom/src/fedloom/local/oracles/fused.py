@@ -85,7 +85,7 @@ class LayerChain(NamedTuple):
     """Steps (name, layer) of a network, and the index of its first linear layer."""
 
     steps: list[tuple[str, nn.Module]]
-    first: int
+    first_linear: int
 
 
 def chains_of(module: nn.Module) -> list[LayerChain] | None:
@@ -194,11 +194,11 @@ class Fused(TermNetwork):
 
         ``delta [m, b, k]`` is the gradient of the chain's outputs.
         """
-        for k in range(len(chain.steps) - 1, chain.first - 1, -1):
+        for k in range(len(chain.steps) - 1, chain.first_linear - 1, -1):
             name, layer = chain.steps[k]
             if name in self.linear:
                 linear = self.linear[name]
-                below = products.backward(linear, delta) if k > chain.first else delta
+                below = products.backward(linear, delta) if k > chain.first_linear else delta
                 products.add_gradient_(linear, delta, values[k])
                 delta = below
             elif isinstance(layer, Dropout):

@@ -201,7 +201,7 @@ def csv_rows(
     """
     stream = _CountingStream(entry.stream)
     text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding or "utf-8-sig", newline="")
-    lines = _CsvLines(text, entry.where)
+    lines = _CsvLines(text, entry.location)
     try:
         for _ in islice(lines, skip):
             lines.length = 0
@@ -212,9 +212,9 @@ def csv_rows(
     except UnicodeDecodeError as error:
         rest = error.object[error.start :]
         line = 1 + stream.lines - rest.count(b"\n")
-        raise _encoding_error(entry.where, stream.size - len(rest), line, rest, encoding) from None
+        raise _encoding_error(entry.location, stream.size - len(rest), line, rest, encoding) from None
     except csv.Error as error:
-        raise DataError(f"{entry.where} is not a CSV file ({error}). Check separator and quotes") from error
+        raise DataError(f"{entry.location} is not a CSV file ({error}). Check separator and quotes") from error
     text.detach()
 
 

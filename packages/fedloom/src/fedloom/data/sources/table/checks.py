@@ -203,7 +203,7 @@ def unknown_level_errors(agreed: Mapping[str, AgreedColumnConverter], rows: int)
     """Return errors for agreed columns in which most cells have an unknown level, e.g. due to different spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
-        f"({column.shown}). Correct them, or agree on these levels too"
+        f"({column.listed_levels}). Correct them, or agree on these levels too"
         for name, column in agreed.items()
         if column.unknown.total() > rows / 2
     ]
@@ -214,7 +214,9 @@ def note_filled_cells(agreed: Mapping[str, AgreedColumnConverter]) -> Iterator[s
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
-            yield f"column {name!r}: {unknown} cells with levels outside the agreement are filled: {column.shown}"
+            yield (
+                f"column {name!r}: {unknown} cells with levels outside the agreement are filled: {column.listed_levels}"
+            )
         if column.filled > unknown and not column.column.flag:
             yield (
                 f"column {name!r}: {column.filled - unknown} cells are missing and filled, although the "

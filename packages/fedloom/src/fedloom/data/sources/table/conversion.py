@@ -75,7 +75,7 @@ def read_table(
     reading = _TableReading(spec, name, names, problems)
     for piece in cells:
         reading.add(piece)
-    return reading.done()
+    return reading.build_dataset()
 
 
 class _TableReading:
@@ -176,7 +176,7 @@ class _TableReading:
         if column in self.numeric or column in self.agreed or (column in self.measured and self.numeric_label):
             self.spellings.add(column, block)
         if column in self.codes:
-            self._code(piece, missing)
+            self._add_levels(piece, missing)
         if column in self.agreed:
             rows[:, self.place[column]] = self.agreed[column].read(piece, missing, self.problems)
         elif column in self.numeric:
@@ -197,7 +197,7 @@ class _TableReading:
         self.events_seen.update(level_name(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]
 
-    def _code(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
+    def _add_levels(self, piece: ColumnPiece, missing: NDArray[np.bool_]) -> None:
         """Add the levels in a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
         with name_file_in_errors(Path(where)):
@@ -222,14 +222,16 @@ class _TableReading:
                 cure = f"write the level of training rows or of test rows there, which keeps the rows (rows {shown})"
         self.problems.add_gaps(piece, missing, cure)
 
-    def done(self) -> Dataset:
+    def build_dataset(self) -> Dataset:
         """Return the data set after all cells have been added."""
         spec, agreement, where, problems = self.spec, self.spec.agreement, self.problems.where, self.problems
         left_out = self._leave_out()
         sentences = problems.sentences()
         if self.x.size == 0 and not sentences:
             raise NoSamples(f"{where} contains no rows below the header, so the table is empty")
-        coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
+        coded = {
+            column: codes.build_codes() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()
+        }
         for column, (_, named) in coded.items():
             if disguised := direction_in(*named, hidden=True):
                 raise DataError(f"{where}: column {column!r}: a level {disguised}")
@@ -320,7 +322,7 @@ class _TableReading:
     @cached_property
     def _numbers(self) -> NDArray[np.float64]:
         """Features ``[N, p]``, which may be modified in place."""
-        whole = cast("NDArray[np.float64]", self.x.done())
+        whole = cast("NDArray[np.float64]", self.x.trim())
         return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
 
     def _leave_out(self) -> list[str]:
@@ -330,7 +332,7 @@ class _TableReading:
 
         Columns with an explicit role are kept, and if there is an agreement, it is followed without removing columns.
         """
-        spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
+        spec, whole = self.spec, cast("NDArray[np.float64]", self.x.trim())
         self._left = [*self.place.values()]
         if self.agreed or not len(whole):
             return []
@@ -351,7 +353,7 @@ class _TableReading:
                 )
             else:
                 read = ReadColumn(whole[:, self.place[column]])
-                read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
+                read = read if column in self.numeric else ReadColumn(*self.codes[column].build_codes())
                 reason, different = exclusion_reason(column, read, len(whole)), len(np.unique(read.values))
             if reason == UNSURE_KIND and column in spec.categorical:
                 notes.append(f"column {column!r} may contain {reason}. If they are people, add it to drop")
@@ -401,7 +403,7 @@ class _TableReading:
     def _targets(self) -> dict[str, NDArray[np.float64]]:
         """Numbers ``[N]`` of the label and the event, keyed by column name. It is empty if the label has classes."""
         measured = self.measured if self.numeric_label else {}
-        return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
+        return {name: cast("NDArray[np.float64]", rows.trim()) for name, rows in measured.items()}
 
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
         """Return the agreed table, or else a table with the levels and missing values found in the file."""

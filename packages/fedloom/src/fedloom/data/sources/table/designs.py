@@ -213,7 +213,7 @@ class DesignReading:
             where = f"row {first + row}, column {self.order!r}"
             yield f"{where}: expected a number or a date, got {short_cell(cell)}; {ORDER_HINT}"
             return
-        numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
+        numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.trim())) for rows in self._moments)
         if (numbers & ~seconds).any() and (seconds & ~numbers).any():
             row = int(np.flatnonzero(seconds & ~numbers)[0])
             yield f"row {first + row}, column {self.order!r}: a number, but other rows contain dates; {ORDER_HINT}"
@@ -245,7 +245,7 @@ class DesignReading:
     @property
     def _dates(self) -> bool:
         """True if the order of rows is given by dates rather than numbers."""
-        numbers, seconds = (cast("NDArray[np.float64]", rows.done()) for rows in self._moments)
+        numbers, seconds = (cast("NDArray[np.float64]", rows.trim()) for rows in self._moments)
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
@@ -254,7 +254,7 @@ class DesignReading:
         If rows have no times, nothing is yielded.
         """
         if self.order is not None:
-            yield cast("NDArray[np.float64]", self._moments[self._dates].done())
+            yield cast("NDArray[np.float64]", self._moments[self._dates].trim())
 
     def notes(self) -> Iterator[str]:
         """Yield notes on times that cannot be used to order rows."""

@@ -38,14 +38,14 @@ class LoadedTable(NamedTuple):
         pieces: cells of the columns, piece by piece.
         coded: columns whose type defines their levels.
         notes: notes for the report.
-        first: number of the first row below the header, from which the row numbers in messages are counted.
+        first_row: number of the first row below the header, from which the row numbers in messages are counted.
     """
 
     names: list[str]
     pieces: Iterator[ColumnPiece]
     coded: Sequence[str] = ()
     notes: Sequence[str] = ()
-    first: int = 2
+    first_row: int = 2
 
 
 class LibraryTable(TableSource):
@@ -76,7 +76,7 @@ class LibraryTable(TableSource):
             detail = f"{type(error).__name__}: {error}".rstrip(".")
             raise DataError(f"{place} is not a readable {place.suffix} file ({detail}). Write it again") from error
         yield RawTable(
-            place.stem, table.names, table.pieces, Problems(str(place), table.first), table.coded, table.notes
+            place.stem, table.names, table.pieces, Problems(str(place), table.first_row), table.coded, table.notes
         )
 
 
@@ -121,7 +121,7 @@ class Excel(LibraryTable):
         names = header_names(rows.pop(0) if rows and self.header else None, width)
         columns = zip(*rows, strict=True) if rows else ([] for _ in names)
         pieces = (ColumnPiece(0, name, cells) for name, cells in zip(names, columns, strict=True))
-        return LoadedTable(names, pieces, first=1 + self.skip + self.header)
+        return LoadedTable(names, pieces, first_row=1 + self.skip + self.header)
 
     def _sheet(self, book: Any, place: Path) -> Any:
         names: list[str] = [sheet.title for sheet in book.worksheets]
@@ -184,7 +184,7 @@ class Statistics(LibraryTable):
                 present = [None if cell is None else labels[cell] for cell in present]
                 coded.append(name)
             pieces.append(ColumnPiece(0, name, present))
-        return LoadedTable([*columns], iter(pieces), coded, notes, first=1)
+        return LoadedTable([*columns], iter(pieces), coded, notes, first_row=1)
 
 
 def _read_catalog(library: Any, path: str) -> Mapping[str, Mapping[Any, str]]:

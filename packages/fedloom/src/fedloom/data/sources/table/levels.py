@@ -132,7 +132,7 @@ class LevelCodeCollector:
         ]
         self.rows.append(np.array(codes, np.int32))
 
-    def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
+    def build_codes(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
         """Return the codes of all rows ``[N]``, which are NaN for missing cells, and the levels."""
         names = sorted(self.levels, key=natural_sort_key)
         place = np.empty(len(names) + 1)
@@ -162,7 +162,7 @@ class AgreedColumnConverter:
         self.unknown = Counter[str]()
 
     @property
-    def shown(self) -> str:
+    def listed_levels(self) -> str:
         """Most frequent unknown levels and the agreed levels, which are listed in messages."""
         unknown = ", ".join(short_cell(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"

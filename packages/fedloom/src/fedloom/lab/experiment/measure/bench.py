@@ -36,12 +36,12 @@ CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
 class ComputeWay(NamedTuple):
     """A way to compute gradients (an oracle) together with a number of workers.
 
-    ``picked`` is True if the experiment itself would use this combination.
+    ``is_chosen`` is True if the experiment itself would use this combination.
     """
 
     oracle: str
     workers: int
-    picked: bool
+    is_chosen: bool
 
 
 class MeasuredSpeed(NamedTuple):
@@ -118,7 +118,9 @@ class Bench:
 
     def minutes(self, speeds: Sequence[MeasuredSpeed]) -> float:
         """Estimate the time of the whole experiment in minutes, without evaluation, from the ``picked`` speeds."""
-        return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
+        return (
+            sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.is_chosen) / self.share.runs / 60
+        )
 
     def costs(self, method: Method) -> MethodCosts:
         """Measure the cost constants of a method on this federation (see `costs_of`)."""
@@ -133,10 +135,12 @@ class Bench:
             return make_job(self._setting(method, method.setting.engine.gradient_engine, wanted), self.federation)[0]
 
         job = job_of(self.experiment.common.engine.workers if self.share.runs == 1 else self.share.workers)
-        picked = ComputeWay(job.oracle.name, job.workers, picked=True)
+        picked = ComputeWay(job.oracle.name, job.workers, is_chosen=True)
         able = [picked.oracle, *(name for name in oracles or ORACLES if self._fits(method, name, named=bool(oracles)))]
         counts = dict.fromkeys([picked.workers, *(job_of(n).workers for n in workers)])
-        alternatives = [ComputeWay(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
+        alternatives = [
+            ComputeWay(oracle, count, is_chosen=False) for oracle in dict.fromkeys(able) for count in counts
+        ]
         return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
 
     def _fits(self, method: Method, oracle: str, *, named: bool) -> bool:
@@ -163,7 +167,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
     crowded = usable_cores() > 1 and setting.engine.device == "cpu"
     return MethodCosts(
         share=share,
-        result=statistics.median(w.passing / w.chunks for _, w in measured),
+        result=statistics.median(w.passing_seconds / w.chunks for _, w in measured),
         client=client,
         fixed=max(0.0, statistics.median(rest for rest, _ in measured) - client * fed.n),
         message=sum(w.bytes for _, w in measured) / sum(w.chunks for _, w in measured),
@@ -211,7 +215,9 @@ def _measured_rounds(
         return by_worker[-1]
 
     measured = measure_rounds(setting, fed, rounds + 1, through=record_workers)
-    return [(_cost_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
+    return [
+        (_cost_seconds(r) - w.work - w.passing_seconds, w) for r, w in zip(measured.rounds, by_worker, strict=True)
+    ][1:]
 
 
 def _cost_seconds(cost: RoundCost) -> float:

@@ -30,22 +30,22 @@ class RunLoad(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
-        alone: time in seconds of the work that cannot be divided into chunks. This time does not depend on the number
-            of processes.
-        work: time in seconds of the local work that can be divided into chunks.
+        undivided_seconds: time in seconds of the work that cannot be divided into chunks. This time does not depend on
+            the number of processes.
+        divided_seconds: time in seconds of the local work that can be divided into chunks.
         chunks: number of chunks into which a cohort is divided. Any processes beyond this number would be idle.
     """
 
-    alone: float
-    work: float
+    undivided_seconds: float
+    divided_seconds: float
     chunks: int
 
     def seconds(self, workers: int) -> float:
         """Return the duration of the run in seconds if the given number of processes is used."""
         if workers == 1:
-            return self.alone + self.work
+            return self.undivided_seconds + self.divided_seconds
         turns = math.ceil(self.chunks / min(workers, self.chunks))
-        return self.alone + self.work * turns / self.chunks * SYNCHRONY_COST
+        return self.undivided_seconds + self.divided_seconds * turns / self.chunks * SYNCHRONY_COST
 
 
 class ProcessShare(NamedTuple):
@@ -139,7 +139,7 @@ def _estimate_load(setting: Setting, fed: Federation, chunks: int) -> RunLoad:
     except FedloomError:  # the method needs all clients, or its first round fails
         return RunLoad(0.0, float(setting.rounds), chunks)
     work, clients = by_round[-1].work, max(1, by_round[-1].clients)
-    rest = max(0.0, seconds - work - by_round[-1].passing)
+    rest = max(0.0, seconds - work - by_round[-1].passing_seconds)
     return RunLoad(setting.rounds * rest, setting.rounds * work / clients * cohort, chunks)
 
 

@@ -46,7 +46,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
             )
     for unit in claims.units():
         if unit not in names and not (claims.folder / unit / "done").exists():
-            state = "left" if (holder := claims.claimant(unit)) is None or holder.ended else "working"
+            state = "left" if (holder := claims.claimant(unit)) is None or holder.has_ended else "working"
             what = {BEGIN_STAGE: "preparing the directory", FINISH_STAGE: "writing tables and report"}.get(unit, unit)
             if state == "working":
                 rows.append({"run": what, "state": state, **_claimant_text(claims, unit, state, "")})
@@ -64,7 +64,7 @@ def _unfinished_run_state(folder: Path, claims: Claims) -> tuple[str, str]:
             f"round {meta['round']}"
         )
     holder = claims.claimant(folder.name)
-    return "waiting" if holder is None else "left" if holder.ended else "working", ""
+    return "waiting" if holder is None else "left" if holder.has_ended else "working", ""
 
 
 def _claimant_text(claims: Claims, unit: str, state: str, detail: str) -> dict[str, str]:

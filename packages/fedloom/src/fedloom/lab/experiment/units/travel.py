@@ -71,7 +71,7 @@ class UnitReply(NamedTuple):
     wants_data: bool = False
     worker: str = ""
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Encode the reply as bytes: a line of JSON, followed by an archive of the files."""
         head = json.dumps({k: v for k, v in self._asdict().items() if k != "files"}).encode()
         archive = io.BytesIO()
@@ -157,7 +157,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
         ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
-        return UnitReply({}, wants_data=True, worker=worker_name()).packed()
+        return UnitReply({}, wants_data=True, worker=worker_name()).pack()
     key = json.loads(unit)
     with unit_folder() as folder:
         plan = parse(read_document(experiment), "executor")
@@ -170,7 +170,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
         except (CodeError, RunStopped) as error:
             failure = str(error)
         files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} if place.is_dir() else {}
-        return UnitReply(files, failure, interrupted, worker=worker_name()).packed()
+        return UnitReply(files, failure, interrupted, worker=worker_name()).pack()
 
 
 def worker_name() -> str:

@@ -42,7 +42,7 @@ def draw_clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | N
     scored = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
     if not scored:
         return []
-    sign = 1 if metric(lead).higher else -1
+    sign = 1 if metric(lead).higher_is_better else -1
     shown = [rows[i] for i in scored]
     leaders = [
         best for _, _, peers in group_comparable_runs(runs, shown) if (best := best_row(peers, lead)) is not None
@@ -79,7 +79,7 @@ def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: In
     data = [cell for row in rows for cell in _client_cells(run_of(runs, row), row, name, wanted)]
     if not data:
         return None
-    shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
+    shown, title, higher = metric(name), titled(metric(name)), metric(name).higher_is_better
     few = len({cell["client"] for cell in data}) <= MAX_NUMBERED_CLIENTS
     off = kit.find_off_axis_names(
         {cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data}
@@ -208,7 +208,7 @@ def _client_lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str,
     by_place: dict[tuple[int, int], list[float]] = {}
     for seed in seeds_of(run, row.method):
         points = run.benign(Key(row.method, seed, row.model, "test", name))
-        if points is None or seed in row.lost:
+        if points is None or seed in row.lost_seeds:
             continue
         wanted = np.isfinite(points.value) & np.isin(points.client, clients)
         columns = (points.client[wanted].tolist(), points.round[wanted].tolist(), points.value[wanted].tolist())

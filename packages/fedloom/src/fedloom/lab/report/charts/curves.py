@@ -156,7 +156,7 @@ def _draw_method_panels(
     off = set() if log else kit.find_off_axis_names(largest)
     near = [p["value"] for p in means if p["method"] not in off]
     trim = 0.05 * (len(values) >= MIN_CROPPED_POINTS and group != "convergence")  # mostly first rounds
-    cut = np.quantile(near, (trim, 1.0) if shown.higher else (0.0, 1.0 - trim)).tolist()
+    cut = np.quantile(near, (trim, 1.0) if shown.higher_is_better else (0.0, 1.0 - trim)).tolist()
     y = kit.number(
         "value", titled(shown), scale={"type": "log"} if log else {"domain": kit.axis_domain(cut), "nice": False}
     )

@@ -29,7 +29,7 @@ def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Nu
     Both arrays are empty for a seed without results.
     """
     points = run.benign(Key(row.method, seed, row.model, "test", name))
-    if points is None or not len(points.round) or seed in row.lost:
+    if points is None or not len(points.round) or seed in row.lost_seeds:
         return np.empty(0, np.int64), np.empty(0)
     scored = (points.round == points.round[-1]) & np.isfinite(points.value)
     return points.client[scored], points.value[scored] * metric(name).scale
@@ -42,7 +42,7 @@ def pool_seed_values(seeds: Seeds) -> Numbers:
 
 def draw_spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
     """Draw how the primary metric varies between clients, or return None if there are no data."""
-    higher, title = metric(lead).higher, titled(metric(lead))
+    higher, title = metric(lead).higher_is_better, titled(metric(lead))
     spec, data, words = _draw_box_plots(runs, rows, last, title, -1 if higher else 1)
     caption = (
         f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds "
@@ -56,7 +56,7 @@ def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Fig
 
     A gain above 0 means that the method is better (as in Fig. 3 of the FedSLR paper).
     """
-    shown, sign = metric(lead), 1 if metric(lead).higher else -1
+    shown, sign = metric(lead), 1 if metric(lead).higher_is_better else -1
     gains: list[tuple[Row, Seeds]] = []
     against: dict[str, None] = {}
     for row in rows:

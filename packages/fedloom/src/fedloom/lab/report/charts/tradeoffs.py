@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fedloom.formats import percent
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import INTERVAL_FILTER, MEAN_FILTER, SEED_FILTER, Figure, Rows, Spec
+from fedloom.lab.report.charts.look import LETTER_WIDTH
 from fedloom.lab.report.comparison.contenders import Models
 from fedloom.lab.report.comparison.criteria import (
     TARGET_SHARE,
@@ -25,6 +26,10 @@ COST_AXES = {
     "bytes": ("Traffic, both ways (MB)", 1 / MEGABYTE_BYTES),
     "samples_backward": ("Gradients of samples", 1.0),
 }
+LABEL_DISTANCE = 12
+"""Distance in pixels between a point and its label."""
+WIDE_PLOT_WIDTH, NARROW_PLOT_WIDTH = 590, 300
+"""Widths in pixels of the plot in a chart's file, and on a phone."""
 
 
 class CostAxis(NamedTuple):
@@ -33,17 +38,17 @@ class CostAxis(NamedTuple):
     figure: str
     column: str
     title: str
-    less: bool = True
+    lower_is_better: bool = True
 
 
 def draw_tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw the primary metric against the variance of losses, the worst tenth of clients, and nonzero parameters."""
-    what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
+    what, side = metric(lead).title, "top" if metric(lead).higher_is_better else "bottom"
     variance = CostAxis("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
-    worst = CostAxis(f"{lead}/worst10", "worst", title, not metric(lead).higher)
+    worst = CostAxis(f"{lead}/worst10", "worst", title, not metric(lead).higher_is_better)
     fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
-    corner = "top right" if metric(lead).higher else "bottom left"
+    corner = "top right" if metric(lead).higher_is_better else "bottom left"
     tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the result of the worst tenth of the clients", corner)
     figures = [_draw_trade_off(runs, rows, lead, variance, fair), _draw_trade_off(runs, rows, lead, worst, tenth)]
     if any("nonzeros" in row.figures for row in rows):
@@ -94,7 +99,7 @@ def _draw_trade_off(
         ]
     if len(data) < 2 or len({point[price.column] for point in data}) == 1:
         return None
-    signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
+    signs = (1 if metric(lead).higher_is_better else -1, -1 if price.lower_is_better else 1)
     for _, _, task_rows in group_comparable_runs(runs, rows):
         sound = {(row.name, row.model): row.sound for row in task_rows}
         task_points = [point for point in data if (point["method"], point["model"]) in sound]
@@ -131,14 +136,20 @@ def _is_better_in_both(one: dict[str, Any], other: dict[str, Any], column: str, 
 
 
 def _label_points(data: Rows, column: str, across: list[float], up: list[float]) -> None:
-    """Label each point that is not too close to a labeled point, starting with the Pareto-optimal points."""
-    named: list[tuple[float, float]] = []
-    for point in sorted(data, key=lambda p: not p["best"]):
-        x, y = ((point[n] - low) / (high - low) for n, (low, high) in ((column, across), ("result", up)))
-        near = any(abs(x - other) < 0.24 and abs(y - height) < 0.05 for other, height in named)
-        point["label"] = "" if near or not (0 <= x <= 1 and 0 <= y <= 1) else point["method"]
-        point["side"] = "right" if x > 0.6 else "left"
-        named += [] if near else [(x, y)]
+    """Label each point whose label does not overlap another label, starting with the Pareto-optimal points.
+
+    ``label`` is for a wide chart, and ``label_narrow`` for the chart on a phone.
+    """
+    for field, width in (("label", WIDE_PLOT_WIDTH), ("label_narrow", NARROW_PLOT_WIDTH)):
+        labeled: list[tuple[float, float, float]] = []
+        for point in sorted(data, key=lambda p: not p["best"]):
+            x, y = ((point[n] - low) / (high - low) for n, (low, high) in ((column, across), ("result", up)))
+            point["side"] = "right" if x > 0.6 else "left"
+            size = (LABEL_DISTANCE + LETTER_WIDTH * len(point["method"])) / width
+            start, end = (x - size, x) if x > 0.6 else (x, x + size)
+            overlaps = any(start < right and left < end and abs(y - height) < 0.05 for left, right, height in labeled)
+            point[field] = "" if overlaps or not (0 <= x <= 1 and 0 <= y <= 1) else point["method"]
+            labeled += [(start, end, y)] if point[field] else []
 
 
 def _scatter_chart(
@@ -155,11 +166,16 @@ def _scatter_chart(
     )
     vertical = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, **tint}
     level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
+    # The filter also drops points off the axis: even an empty text there would shrink the plot to nothing.
     sides = [
         kit.mark(
-            "text", {**place, "text": {"field": "label"}}, {"filter": f"datum.side === '{align}'"}, align=align, dx=dx
+            "text",
+            {**place, "text": {"field": "label"}},
+            {"filter": f"(datum.label || datum.label_narrow) && datum.side === '{align}'"},
+            align=align,
+            dx=dx,
         )
-        for align, dx in (("left", 12), ("right", -12))
+        for align, dx in (("left", LABEL_DISTANCE), ("right", -LABEL_DISTANCE))
     ]
     intervals = [
         kit.mark("rule", vertical, INTERVAL_FILTER, opacity=0.3, clip=True),
@@ -239,7 +255,7 @@ def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Mo
     never = f" Never reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = (
         f"{percent(TARGET_SHARE)} of the best result"
-        if metric(lead).higher
+        if metric(lead).higher_is_better
         else f"the best result over {percent(TARGET_SHARE)}"
     )
     caption = (

@@ -182,7 +182,7 @@ def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> 
 def _difference_sentence(line: SiteDifference) -> list[str]:
     if math.isnan(line.alone) or math.isnan(line.together):
         return [UNKNOWN_DASH] * 4
-    gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
+    gain = (line.together - line.alone) * (1 if metric(line.metric).higher_is_better else -1)
     difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else UNKNOWN_DASH
     return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
 

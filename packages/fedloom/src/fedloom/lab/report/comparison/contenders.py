@@ -76,7 +76,7 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
     """
     sound = [row for row in rows if row.sound and row.result(lead)]
     seeds = {row.title: len(row.figures[lead].finite) for row in sound}
-    sign = 1 if metric(lead).higher else -1
+    sign = 1 if metric(lead).higher_is_better else -1
     fair = [row for row in sound if seeds[row.title] == max(seeds.values())]
     return max(fair, key=lambda row: sign * row.figures[lead].mean, default=None)
 
@@ -118,12 +118,12 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
             if local_points is None or shared_points is None or local_points.client.shape != shared_points.client.shape:
                 continue
             mixed = local_points._replace(value=np.where(takes, shared_points.value, local_points.value))
-            higher = metric(name).higher
+            higher = metric(name).higher_is_better
             figures.setdefault(name, {})[seed] = aggregate_clients(mixed, "mean", higher).last
             figures.setdefault(f"{name}/worst10", {})[seed] = aggregate_clients(mixed, "worst10", higher).last
             if name == "loss":
                 figures.setdefault("loss/variance", {})[seed] = aggregate_clients(mixed, "variance", higher).last
-    lost = local.lost | shared.lost
+    lost = local.lost_seeds | shared.lost_seeds
     by_seed = {name: values | dict.fromkeys(lost & values.keys(), math.nan) for name, values in figures.items()}
     if not by_seed:
         return None
@@ -147,7 +147,7 @@ def _prefers_shared_mask(
     local_points, shared_points = (last_points(run, row, seed, part, name) for row in (local, shared))
     if local_points is None or shared_points is None or local_points.client.shape != shared_points.client.shape:
         return None
-    sign = 1.0 if metric(name).higher else -1.0
+    sign = 1.0 if metric(name).higher_is_better else -1.0
     takes: np.ndarray[tuple[int], np.dtype[np.bool_]] = sign * shared_points.value > sign * local_points.value
     return takes
 

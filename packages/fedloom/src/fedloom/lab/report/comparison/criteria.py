@@ -37,14 +37,14 @@ class Criterion:
     Attributes:
         figure: name of the metric, e.g. ``accuracy/worst10``.
         values: metric of each row that has one, keyed by the index of the row.
-        higher: True if higher values are better.
+        higher_is_better: True if higher values are better.
     """
 
     figure: str
     title: str
     unit: str
     scale: float
-    higher: bool
+    higher_is_better: bool
     values: dict[int, Estimate]
 
 
@@ -104,7 +104,7 @@ class HighlightedRows(NamedTuple):
     """Rows that a table highlights in one column: the best rows, and rows that are not significantly worse."""
 
     best: frozenset[int] = frozenset()
-    beside: frozenset[int] = frozenset()
+    not_worse: frozenset[int] = frozenset()
 
     def shift(self, by: int) -> HighlightedRows:
         """Return the same marks, moved down by a number of rows."""
@@ -129,7 +129,7 @@ def find_highlighted_rows(rows: list[Row], columns: Iterable[str], ratio: float 
         values = _row_results(rows, name)
         if name in COST_FIGURES or not shown.rated or len(values) < 2:
             continue
-        first = find_winner(Criterion(name, "", "", 1.0, shown.higher, values), rows, ratio)
+        first = find_winner(Criterion(name, "", "", 1.0, shown.higher_is_better, values), rows, ratio)
         if first.row is not None:
             beside = first.rivals if first.decidable else ()
             alike = [k for i in beside for k in values if are_same_models(rows[k], rows[i])]
@@ -153,10 +153,20 @@ def _make_criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterio
     goal = f"until {lowercase_title(shown.title)} {target_text(lead, target)}"
     return [
         Criterion(
-            lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _row_results(rows, lead)
+            lead,
+            f"{shown.title}, mean over clients",
+            shown.unit,
+            shown.scale,
+            shown.higher_is_better,
+            _row_results(rows, lead),
         ),
         Criterion(
-            f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, _row_results(rows, f"{lead}/worst10")
+            f"{lead}/worst10",
+            worst,
+            shown.unit,
+            shown.scale,
+            shown.higher_is_better,
+            _row_results(rows, f"{lead}/worst10"),
         ),
         Criterion(
             "loss/variance",
@@ -191,11 +201,11 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
     methods = [
         row for row in select_one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)
     ]
-    means = [row.figures[lead].mean for row in [row for row in methods if row.done] or methods]
-    best = (max if metric(lead).higher else min)(means, default=0.0)
+    means = [row.figures[lead].mean for row in [row for row in methods if row.is_complete] or methods]
+    best = (max if metric(lead).higher_is_better else min)(means, default=0.0)
     if best <= 0:
         return math.nan
-    return TARGET_SHARE * best if metric(lead).higher else best / TARGET_SHARE
+    return TARGET_SHARE * best if metric(lead).higher_is_better else best / TARGET_SHARE
 
 
 def target_text(lead: str, target: float) -> str:
@@ -227,7 +237,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
         for seed in seeds:
             run = run_of(runs, row)
             result = benign_curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
-            reached = round_of(result, target, metric(lead).higher)
+            reached = round_of(result, target, metric(lead).higher_is_better)
             if reached == 0:
                 return {}
             total = cumulative(run, row.method, seed, cost)
@@ -276,7 +286,7 @@ def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Wi
         return Winner(criterion, None)
     seeds = max(len(estimate.finite) for estimate in sound.values())
     fair = {i: estimate for i, estimate in sound.items() if len(estimate.finite) == seeds}
-    sign = 1 if criterion.higher else -1
+    sign = 1 if criterion.higher_is_better else -1
     order = sorted(fair, key=lambda i: -sign * fair[i].mean)
     best = order[0]
     provisional = any(rows[i].running for i in criterion.values)
@@ -290,7 +300,7 @@ def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Wi
         return Winner(criterion, best, equals=equals, provisional=provisional)
     log = is_ratio(criterion.figure)
     leads = run_family_tests({i: seed_differences(fair[best], fair[i], log=log) for i in rivals}, ratio=ratio)
-    nearest = leads[rivals[0]] if criterion.higher else -leads[rivals[0]]
+    nearest = leads[rivals[0]] if criterion.higher_is_better else -leads[rivals[0]]
     return Winner(
         criterion,
         best,

@@ -91,7 +91,7 @@ def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target:
     """Return the metrics of a device class in one run, or {} if none of its clients has a result."""
     scores = run.benign(Key(row.method, seed, row.model, "test", lead))
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
-    if scores is None or classes is None or seed in row.lost:
+    if scores is None or classes is None or seed in row.lost_seeds:
         return {}
     scores = scores.select(np.isin(scores.client, classes.client[classes.value == place]))
     if not len(scores.round):
@@ -102,7 +102,7 @@ def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target:
         points = run.series[Key(row.method, seed, "", "", name)]
         return points.select((points.round == points.round[-1]) & np.isin(points.client, clients)).value
 
-    higher = describe_figure(lead).higher
+    higher = describe_figure(lead).higher_is_better
     mean, uploads, stale, idle = (
         aggregate_clients(scores, "mean", higher),
         last(UPLOADS_FIGURE),

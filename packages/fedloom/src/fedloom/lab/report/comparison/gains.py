@@ -129,7 +129,7 @@ def _gains_table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     together = federated_leader(shown, lead)
     if alone is None or together is None:
         return None
-    sign = 1 if metric(lead).higher else -1
+    sign = 1 if metric(lead).higher_is_better else -1
     results = [values_by_seed(run, row, lead) for row in (alone, together)]
     pairs = [(site_estimate(results[0], k), site_estimate(results[1], k)) for k in range(len(run.names))]
     pairs += [_site_means(run, *results, weigh=weigh) for weigh in (False, True)]

@@ -32,20 +32,20 @@ class Prior(NamedTuple):
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
         degrees: d0, the equivalent number of degrees of freedom of the prior, from 0 to infinity.
-        most: sum of the residual degrees of freedom of all variances. The degrees of freedom of a shrunken variance
-            cannot exceed this number.
+        max_freedom: sum of the residual degrees of freedom of all variances. The degrees of freedom of a shrunken
+            variance cannot exceed this number.
     """
 
     variance: float
     degrees: float
-    most: float
+    max_freedom: float
 
     def posterior(self, variance: float, degrees: float) -> tuple[float, float]:
         """Return the shrunken variance of one comparison, and its degrees of freedom."""
         if math.isinf(self.degrees):
-            return self.variance, self.most
+            return self.variance, self.max_freedom
         together = self.degrees + degrees
-        return (self.degrees * self.variance + degrees * variance) / together, min(together, self.most)
+        return (self.degrees * self.variance + degrees * variance) / together, min(together, self.max_freedom)
 
 
 def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | None:
@@ -106,7 +106,7 @@ def required_seeds(difference: float, prior: Prior, level: float, power: float) 
 def _test_power(difference: float, prior: Prior, level: float, n: int) -> float:
     from scipy.special import nctdtr, stdtrit
 
-    degrees = min(n - 1 + prior.degrees, max(prior.most, n - 1))
+    degrees = min(n - 1 + prior.degrees, max(prior.max_freedom, n - 1))
     shift, quantile = difference / math.sqrt(prior.variance / n), float(stdtrit(degrees, 1 - level / 2))
     if shift > 10 * quantile:  # SciPy's function fails for such values
         return 1.0

@@ -62,7 +62,9 @@ class Pair(NamedTuple):
     @property
     def verdict(self) -> PairVerdict:
         """Verdict on the method in comparison with the baseline."""
-        return pair_verdict(self.comparison, higher=bool(describe_figure(self.figure).higher), margin=self.margin)
+        return pair_verdict(
+            self.comparison, higher=bool(describe_figure(self.figure).higher_is_better), margin=self.margin
+        )
 
     @property
     def reason(self) -> str:
@@ -131,7 +133,7 @@ def compare_pairs(
         raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
     if baseline is not None and not any(baseline in (row.method, row.name) for row in everyone):
         raise unknown("method to compare with", baseline, dict.fromkeys(row.name for row in everyone))
-    sign = -1 if describe_figure(lead).higher else 1
+    sign = -1 if describe_figure(lead).higher_is_better else 1
     return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
 

@@ -154,7 +154,7 @@ def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) ->
             f"{blocks} with {name!r}, got {len(scores)} methods and {len(common)} {blocks}"
         )
     table = np.array([[score[block] for score in scores] for block in common])
-    ranks: NDArray[np.float64] = rankdata(-table if metric(name).higher else table, axis=1)
+    ranks: NDArray[np.float64] = rankdata(-table if metric(name).higher_is_better else table, axis=1)
     return ranks
 
 
