@@ -39,7 +39,7 @@ from fedloom_sites.deploy.site.asked import MODEL_MESSAGES, AskedModels
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
 from fedloom_sites.deploy.site.state import ServerRewound, SiteState
-from fedloom_sites.deploy.site.trainer import VALUE_FREE_ERRORS, Trainer, UnusableUpload
+from fedloom_sites.deploy.site.trainer import VALUE_FREE_ERRORS, Trainer, UnusableResult
 from fedloom_sites.deploy.snapshots import check_snapshot
 
 
@@ -125,7 +125,7 @@ class Client:
                 public = self.trainer.log_privately(reason)
             elif isinstance(cause, DiskError):
                 status = UNABLE_STATUS
-            elif isinstance(cause, UnusableUpload):
+            elif isinstance(cause, UnusableResult):
                 status = UNUSABLE_STATUS
             more, arrays, metrics = {"status": status, "reason": public[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()

@@ -63,8 +63,8 @@ class TrainedRound(NamedTuple):
     is_neutral: bool = False
 
 
-class UnusableUpload(Refused):
-    """Error: an upload is not finite, or exceeds a bound of the experiment, so no server could use it."""
+class UnusableResult(Refused):
+    """Error: the result of training is not finite, or exceeds a bound of the experiment, so no server could use it."""
 
 
 Send = Callable[[Job, StateGeneration | None, TrainedRound, Any], dict[str, Tensor]]
@@ -273,11 +273,11 @@ class Trainer:
         """
         secure, longest = self.site.secure, job.setting.engine.norm_bound
         if not bool(usable_uploads_mask((*output.upload, *output.state.rows), 1, None).all()):
-            raise UnusableUpload(f"round {t}: the result of the training is not finite")
+            raise UnusableResult(f"round {t}: the result of the training is not finite")
         if self.noise is not None:
             return
         if not bool(usable_uploads_mask(tuple(output.state.rows), 1, longest).all()):
-            raise UnusableUpload(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
+            raise UnusableResult(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
         if secure is None:
             return  # the server checks the upload
         if not bool(usable_uploads_mask(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
