@@ -167,7 +167,7 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"version": "0.2.0"}, "no patch release"),
+        ({"version": "0.2.0"}, "not a patch release"),
         ({"fixed_data": True}, "the agreement changes"),
         ({"data_name": "other"}, "the agreement changes"),
         ({"models_per_round": 9}, "the agreement changes"),
@@ -192,7 +192,7 @@ def test_rotated_keys_go_to_their_site_alone(ready: Path) -> None:
         check_proposal(ready / "sites" / "site-1", change.folder)
     with pytest.raises(ConfigError, match="Take the folder with the site's new keys"):
         check_proposal(ready / "sites" / "site-1", change.folder / "approval")
-    with pytest.raises(ConfigError, match="the signing key of this site is another one"):
+    with pytest.raises(ConfigError, match="the agreement names a different signing key for this site"):
         check_proposal(ready / "sites" / "site-0", change.folder / "site")
     with pytest.raises(ConfigError, match="already exists"):
         rotate(ready, "site-1")

@@ -368,7 +368,7 @@ def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: py
     (claim,) = one.paper.claims
     newer = claim.with_(text="newer", higher="flame: personal: loss/variance", than=("fedavg: global: loss/variance",))
     both = replace(one, paper=one.paper.with_(claims=(claim, newer), title="FLAME, t"))
-    assert ". Of 2 claims, 1 holds, 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
+    assert ". Of 2 claims, 1 holds and 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
 
 
 def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def check_code(shared: SharedSettings) -> None:
     """Raise an error if the user code differs from the agreed user code. The check imports none of its modules.
 
     Raises:
-        ConfigError: a file or a module is missing or differs from the agreed one. The message states both digests.
+        ConfigError: a file or a module is missing or differs from the agreed version. The message states both digests.
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
@@ -160,7 +160,7 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Loader that reads a module from its source, and checks that its SHA-256 is the agreed one.
+    """Loader that reads a module from its source, and checks that its SHA-256 matches the agreement.
 
     It never reads a compiled file, because its content might differ.
     """

@@ -170,7 +170,7 @@ class ModelReplay:
         The state before it is accepted up to the round that has led to the newest state.
 
         Raises:
-            ProtocolBroken: the link is another one.
+            ProtocolBroken: the link differs from the expected link.
         """
         links = self._links()
         recent = [self._first_link, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
@@ -195,7 +195,8 @@ class ModelReplay:
             models: models from the server that the site scores.
 
         Raises:
-            ProtocolBroken: the terms name another link than the newest link before the round, or other models to score.
+            ProtocolBroken: the terms name a link other than the newest link before the round, or different models to
+                score.
         """
         if download is None and not models and {terms.download, *terms.models} <= {""} and terms.scored < 0:
             return None, []

@@ -354,10 +354,10 @@ def _amendment_conditions(site: Site, new: Site, members: Sequence[Member], key:
         keeps &= all(after.keys[m.client] == m.signing_key for m in members)
     private = content_of(site.signing_key, "the signing key") if key is None else key
     return {
-        "the release is no patch release of the agreed one": is_patch_of(new.version, site.version),
+        "the release is not a patch release of the agreed release": is_patch_of(new.version, site.version),
         "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in agreed),
         "secure aggregation changes in more than the keys of one site": keeps,
-        "the signing key of this site is another one. Take the folder with the site's new keys": listed
+        "the agreement names a different signing key for this site. Take the folder with the site's new keys": listed
         in ([], [public_key_line(private)]),
     }
 

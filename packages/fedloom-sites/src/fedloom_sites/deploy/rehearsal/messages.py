@@ -324,7 +324,7 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
         not reason,
         "a table with a column whose name contains U+202E",
         "names with characters that change the direction of text are rejected",
-        "the site accepts a name that looks like another one",
+        "the site accepts a name that looks like a different name",
         "a refusal",
     )
 

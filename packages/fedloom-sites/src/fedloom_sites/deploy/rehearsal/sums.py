@@ -259,11 +259,11 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each exclude a different one of the other sites, which isolates this site."""
+    """Return the outcome of sums that each exclude a different site, which isolates this site."""
     agreed, everyone = agreed_secure_settings(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
-    tried = f"{len(cohorts)} sums with nearly the same model, each without a different one of the other sites"
+    tried = f"{len(cohorts)} sums with nearly the same model, each without a different site"
     learned = "this site's uploads, computed from differences of sums"
     if is_alone and site.copy().trainer.private:
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each round")

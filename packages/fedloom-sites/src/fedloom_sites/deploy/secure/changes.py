@@ -61,8 +61,8 @@ class CohortChanges(NamedTuple):
     Attributes:
         record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), the number of
             `changes` keyed by site, and the `states` of each experiment: those of its latest sum of uploads (`bases`),
-            its `round`, and the sites that answered its latest sum from another state than most (`moved`). Empty before
-            the first sum.
+            its `round`, and the sites that answered its latest sum from a different state than most sites (`moved`).
+            Empty before the first sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never changed.
     """
