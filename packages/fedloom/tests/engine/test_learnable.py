@@ -102,3 +102,13 @@ def test_weights_that_no_training_sample_has_are_refused(weights: Any, fine: boo
     else:
         with pytest.raises(ConfigError, match="weight 0 to every class"):
             check(setting, fed)
+
+
+def test_a_run_that_trained_is_done_although_its_test_rows_have_no_event() -> None:
+    rng = np.random.default_rng(3)
+
+    def side(event: int, rows: int) -> Any:
+        return rng.normal(size=(rows, 2)), np.stack([rng.integers(1, 50, rows), np.full(rows, event)], 1)
+
+    fed = fl.Federation.create({name: (side(1, 30), side(0, 8)) for name in "abc"}, task="survival")
+    assert fl.simulate("fedavg", fed, rounds=2, evaluate={"parts": ["test"]}).status == "done"

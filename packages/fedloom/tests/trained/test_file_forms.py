@@ -93,23 +93,20 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
     """Samples that a deployed site reads from a file."""
-    pytest.importorskip("fedloom_sites")
-    from fedloom_sites.deploy.code import read_agreed
-    from fedloom_sites.deploy.setting_files import read_site
-    from fedloom_sites.deploy.site.local_data import site_federation
-
+    files = pytest.importorskip("fedloom_sites.deploy.setting_files")
+    code, data = (pytest.importorskip(f"fedloom_sites.deploy.{name}") for name in ("code", "site.local_data"))
     folder = tmp_path_factory.mktemp("site")
     file = folder / "x.toml"
     file.write_text(tomli_w.dumps(document(folder)))
     words = ["deploy", "init", str(file), "--sites", "2", "--own-data", "--out", str(folder / "made")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    site = read_site(folder / "made" / "sites" / "site-0" / "site.toml")
-    agreed = read_agreed(site)
+    site = files.read_site(folder / "made" / "sites" / "site-0" / "site.toml")
+    agreed = code.read_agreed(site)
 
     def read(path: Path) -> Any:
         kind = KINDS.get(path.suffix, "csv")
-        fed = site_federation(agreed, site.with_(data={**site.data, "source": kind, "path": str(path)}))
+        fed = data.site_federation(agreed, site.with_(data={**site.data, "source": kind, "path": str(path)}))
         index = np.concatenate([fed.indices(part, 0).numpy() for part in DATA_PARTS])
         return np.concatenate([fed.fetch(torch.from_numpy(index)).numpy(), fed.data.y.numpy()[index, None]], 1)
 

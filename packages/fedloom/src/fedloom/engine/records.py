@@ -129,7 +129,8 @@ class Records:
     def is_unchanged(self, tolerance: float = 0.0) -> bool:
         """Return True if each loss measured in several rounds is equal in all rounds.
 
-        A loss that is NaN for every client, because the part has no rows, has not been measured. Under secure
+        A loss that is NaN for every client, because the part has no rows, has not been measured. The same holds for a
+        held-out loss that is 0 for every client, as the partial likelihood of rows without an event is. Under secure
         aggregation, only the means of the loss over the sites are measured, and they take the place of the losses.
 
         Args:
@@ -139,7 +140,7 @@ class Records:
         is_repeated = False
         losses = [r for r in self.items if r.metric == "loss"]
         for r in losses or [r for r in self.items if r.metric.startswith("loss/")]:
-            if np.isnan(r.values).all():
+            if np.isnan(r.values).all() or (r.part != "train" and not np.nan_to_num(r.values).any()):
                 continue
             start = first.setdefault((r.model, r.part, r.metric, r.total), r)
             is_repeated = is_repeated or r.round > start.round
