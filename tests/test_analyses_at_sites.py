@@ -584,7 +584,13 @@ def test_figures_of_single_clients_and_unagreed_ranges_are_refused_beforehand(tm
         here = deployed(tmp_path / f"{choice['kind']}-{masked}", task, choice, masked=masked)
         with pytest.raises(ConfigError, match=sentence):
             check_analyses(
-                Client(here.sites[0]).trainer.job, here.experiment, here.server.samples, SITES, here.server.survivors, 0
+                Client(here.sites[0]).trainer.job,
+                here.experiment,
+                here.server.samples,
+                SITES,
+                here.server.survivors,
+                0,
+                ["global"],
             )
 
 

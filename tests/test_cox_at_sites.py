@@ -438,7 +438,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         client = Client(site)
         if changes:
             with pytest.raises(Refused, match="contain no noise"):
-                check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0)
+                check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0, ["global"])
         with pytest.raises(PublicReason, match="does not allow the analysis 'cox'"):
             ask(client, 0, (0.0, 0.0, 0.0))
         assert client.answers._analyses.bits == 0

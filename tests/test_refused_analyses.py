@@ -80,6 +80,8 @@ ROWS = (
     Row("cox", "analysis-time-bins", "survival", at=AT_SITES),
     *(Row(kind, "analysis-rule-of-one", options={"rules": {name: 1}}, at=AT_SITES)
       for kind in ("glm", "table-1") for name in ("min_subjects", "min_clients")),
+    *(Row(kind, "analysis-model", options={"model_kind": "personal"}, at=("compare", "file", "deploy"))
+      for kind in ("calibration", "conformal", "pooled-importance")),
 )  # fmt: skip
 
 

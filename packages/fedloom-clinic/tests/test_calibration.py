@@ -83,6 +83,8 @@ def test_they_obey_the_laws_and_refuse_what_is_no_sum(trained: Result) -> None:
         fl.testing.check_analysis(analysis_of(name, {}), trained, without=["union"])
         with pytest.raises(Refused, match="no personal model"):
             fl.analyze(name, trained, model_kind="personal")
+    alone = fl.simulate("local", trained.job.eval_fed, rounds=1)  # it has personal models only
+    assert fl.analyze("calibration", alone).table == fl.analyze("calibration", alone, model_kind="personal").table
     numbers = run_of(load_breast_cancer().data[:, 7], "regression")
     with pytest.raises(Refused, match="for the task binary or classification"):
         fl.analyze("calibration", numbers)

@@ -11,7 +11,7 @@ with its neighbors if too few clients have enough subjects with and without the 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question
+from fedloom.analyses.models import ModelKind
 from fedloom.analyses.tables import NUMBER_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
@@ -42,7 +43,10 @@ class Calibration(Analysis):
     questions: ClassVar = {"reached": {}, "bins": {"reached": 1}}
     uses_models: ClassVar[bool] = True
 
-    model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
+    model_kind: ModelKind = Field(
+        None,
+        description="model whose probabilities are used (default: global, or personal if there is no global model)",
+    )
     bins: int = Field(10, ge=2, le=1000, description="number of equal-width bins for scores from 0 to 1")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:

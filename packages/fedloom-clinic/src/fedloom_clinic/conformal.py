@@ -25,7 +25,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -33,7 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Rules, Schema
-from fedloom.analyses.models import compute_outputs
+from fedloom.analyses.models import ModelKind, compute_outputs
 from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
@@ -79,7 +79,10 @@ class Conformal(Analysis):
     alpha: float = Field(
         0.1, gt=0, lt=1, description="target fraction of rows whose prediction set or interval misses the true value"
     )
-    model_kind: Literal["global", "personal"] = Field("global", description="model whose predictions are used")
+    model_kind: ModelKind = Field(
+        None,
+        description="model whose predictions are used (default: global, or personal if there is no global model)",
+    )
     by_client: bool = Field(
         False, description="use a separate threshold for each client. Clients then reveal their own histograms"
     )
@@ -276,7 +279,7 @@ class Conformal(Analysis):
         return torch.tensor([int.from_bytes(digest, "little") / 2**48 for digest in digests], dtype=torch.float64)
 
 
-def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tensor:
+def probabilities_of(client: ClientRows, classes: int, model_kind: ModelKind) -> Tensor:
     """Return the probabilities ``[N, classes]`` that a model predicts for the rows of a client.
 
     Raises:

@@ -343,13 +343,20 @@ def check_rules(analysis: Analysis) -> None:
 
 
 def check_analyses(
-    job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
+    job: Job,
+    experiment: Experiment,
+    samples: InputSpec,
+    clients: int,
+    threshold: int | None,
+    first: int,
+    kinds: Sequence[str],
 ) -> None:
     """Raise an error if the sites cannot take part in the analyses.
 
     Raises:
         ConfigError: the data lack a column, a number lacks an agreed range, or there are too many cells.
-        Refused: everything that leaves a site must contain noise, but these sums contain none.
+        Refused: everything that leaves a site must contain noise, but these sums contain none. Or an analysis uses a
+            kind of model that is not among ``kinds``, which the run has.
     """
     schema = schema_of_samples(experiment, samples)
     for analysis in experiment.analyses:
@@ -362,6 +369,7 @@ def check_analyses(
                 )
             check_rules(analysis)
             analysis.check(schema, job.setting)
+            analysis.check_models(kinds)
             analysis.check_sites(schema, masked=threshold is not None)
             AgreedAnalysis(name, analysis, schema, clients, threshold).check_order()
     agreed = agreed_analyses(experiment, samples, clients, threshold, first)

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
+from fedloom.analyses.models import missing_model_error
 from fedloom.analyses.rows import ClientRows, Schema, schema_of
 from fedloom.errors import CodeError, ConfigError, Refused, WireError
 from fedloom.values import Value, kind_of
@@ -329,6 +330,19 @@ class Analysis(Value):
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         """Raise an error if the analysis is not suitable for a federation (see `check`)."""
         self.check(schema_of(fed.data), setting)
+
+    def check_models(self, kinds: Sequence[str]) -> None:
+        """Raise an error if the analysis uses a kind of model (option ``model_kind``) that the run does not have.
+
+        Args:
+            kinds: kinds of models that the run has.
+
+        Raises:
+            Refused: the run has no model of this kind.
+        """
+        kind = getattr(self, "model_kind", None)
+        if kind is not None and kind not in kinds:
+            raise missing_model_error(kind, kinds[0])
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         """Raise an error if real sites must not answer under an agreement.

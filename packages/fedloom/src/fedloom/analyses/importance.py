@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question
-from fedloom.analyses.models import compute_outputs, models_of
+from fedloom.analyses.models import ModelKind, compute_outputs, models_of
 from fedloom.analyses.rows import ClientRows
 from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
 from fedloom.data.federation import DATA_PARTS, Federation
@@ -62,7 +62,10 @@ class PooledImportance(Analysis):
     questions: ClassVar = {"scores": {}}
     uses_models: ClassVar[bool] = True
 
-    model_kind: Literal["global", "personal"] = Field("global", description="the model whose predictions are scored")
+    model_kind: ModelKind = Field(
+        None,
+        description="model whose predictions are scored (default: global, or personal if there is no global model)",
+    )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(client.part == DATA_PARTS.index("test"))

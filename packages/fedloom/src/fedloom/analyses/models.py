@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fedloom.analyses.rows import ClientRows
     from fedloom.engine.result import Result
 
+ModelKind = Literal["global", "personal"] | None
+"""Kind of the model that an analysis uses. None: the global model, or personal models if there is no global model."""
 MODELS_PER_PASS = 32
 """Number of personal models that are created at a time."""
 
@@ -61,7 +63,19 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
     return lambda client: {kind: function_of(kind, client) for kind in kinds}
 
 
-def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
+def missing_model_error(kind: str, present: str) -> Refused:
+    """Return the error for an analysis that uses a kind of model that the run does not have.
+
+    Args:
+        kind: kind that the analysis uses.
+        present: kind that the run has.
+    """
+    return Refused(
+        f"the run has no {kind} model", rule="analysis-model", fix=f"omit model_kind, or set model_kind = {present!r}"
+    )
+
+
+def compute_outputs(client: ClientRows, kind: ModelKind, inputs: Tensor) -> Tensor:
     """Return a model's outputs ``[N, k]`` for inputs ``[N, *shape]`` of a client's rows, as float64.
 
     The outputs are computed with the rows sorted by their cells, because float32 sums over a batch would otherwise
@@ -75,8 +89,9 @@ def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
     Raises:
         Refused: the run has no model of this kind.
     """
-    if kind not in client.models:
-        raise Refused(f"the run has no {kind} model. Set model_kind = {next(iter(client.models))!r}")
+    present: str = next(iter(client.models))
+    if kind is not None and kind not in client.models:
+        raise missing_model_error(kind, present)
     order = torch.from_numpy(np.lexsort(torch.cat([client.x, client.y], 1).numpy().T))
-    outputs = client.models[kind](inputs[order.to(inputs.device)]).double().cpu()
+    outputs = client.models[kind or present](inputs[order.to(inputs.device)]).double().cpu()
     return outputs[torch.argsort(order)]

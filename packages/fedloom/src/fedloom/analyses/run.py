@@ -41,6 +41,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.groups import describe_repeated_subjects, subjects_of
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
+from fedloom.engine.setup import find_model_kinds
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
 from fedloom.formats import as_pandas
 from fedloom.hints import nearest, unknown
@@ -291,6 +292,8 @@ def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None 
         CodeError: see `check_order`.
     """
     analysis.check_run(fed, setting)
+    if setting is not None and getattr(analysis, "model_kind", None) is not None:  # to find the kinds takes a model
+        analysis.check_models(find_model_kinds(setting, fed))
     if analysis.by_sums and ":" in kind_of(analysis):
         clients = [client_rows(fed, k) for k in range(fed.n)]
         schema, _ = fill_ranges(schema_of(fed.data), dict(zip(fed.names, clients, strict=True)))

@@ -178,7 +178,7 @@ def plan_deployment(
     agreed_threshold = _choose_threshold(job, sites or fed.n, secure_aggregation, threshold)
     groups = [name for _, name in agreed_groups(one, samples)]
     first = 0 if agreed_threshold is None else bits_before(job, groups)
-    check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first)
+    check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first, job.model_kinds(start))
     if changes is not None and not secure_aggregation:
         raise ConfigError("--changes needs secure aggregation. Add --secure-aggregation, or omit --changes")
     if verify and not secure_aggregation:

@@ -41,6 +41,16 @@ def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     return make_problem(setting, fed, finds=False)[0].notes
 
 
+def find_model_kinds(setting: Setting, fed: Federation) -> list[str]:
+    """Return the kinds of models that a run evaluates: global, personal and hybrid. No client state is allocated.
+
+    Raises:
+        ConfigError: values are impossible, or cannot be combined.
+    """
+    problem, start = make_problem(setting, fed, finds=False)
+    return problem.model_kinds(start.server)
+
+
 @isolate_torch_settings()
 def make_job(
     setting: Setting,
