@@ -48,7 +48,7 @@ source = "digits"
 algorithm = "fedavg"
 ```
 
-`fedloom schema > fedloom.schema.json` writes a JSON schema. Editors can use this schema to complete and check the file.
+`fedloom schema > fedloom.schema.json` writes a JSON schema that editors can use to complete and check the file.
 The pages of this reference are generated from the code that reads the file.
 
 ## Tables
@@ -59,7 +59,7 @@ METHOD = """Each method has [a page](../packages/fedloom/src/fedloom/algorithms/
 | key | meaning |
 |---|---|
 | `algorithm` | name of the method, required |
-| `label` | name in tables and charts, unique in the file; default: the name of the method |
+| `label` | unique name in tables and charts; default: the name of the method |
 | `rounds` | number of rounds of this method |
 | `client_weights` | client weighting of this method |
 | `local` | keys of `[local]` for this method; all other keys keep their shared values |
@@ -173,28 +173,28 @@ PAGES = [
     Page(
         "sampler",
         "[sampler]",
-        "The choice of the clients that take part in a round. Without this table, all clients take part.",
+        "The selection of the clients for each round. Without this table, all clients take part.",
         "[sampler]\nfraction = 0.1",
         SAMPLERS,
     ),
     Page(
         "aggregation_weights",
         "[aggregation_weights]",
-        "The weight of each client in the mean of a round, computed during the run.",
+        "Client weights for the mean of each round, computed during the run.",
         '[aggregation_weights]\nkind = "fairfed"',
         WEIGHERS,
     ),
     Page(
         "personalized_aggregation",
         "[personalized_aggregation]",
-        "A mixture of the clients' last models for each client, instead of the server's model.",
+        "A separate mixture of the clients' last models for each client, which replaces the server's model.",
         '[personalized_aggregation]\nkind = "attention"',
         MIXERS,
     ),
     Page(
         "aggregator",
         "[aggregator]",
-        "The rule by which the server combines the uploads. Without this table, the server takes the weighted mean.",
+        "The rule that the server uses to combine uploads. Without this table, the server uses the weighted mean.",
         '[aggregator]\nkind = "multi-krum"\nf = 2',
         AGGREGATORS,
     ),
@@ -216,7 +216,7 @@ PAGES = [
     Page(
         "devices",
         "[devices]",
-        "The simulated speed of the clients, for [simulated time](../time.md). Without this table, a run has no clock.",
+        "The clients' speeds in [simulated time](../time.md). Without this table, a run has no simulated clock.",
         '[devices]\nkind = "lognormal"\nspread = 1.0\nspeed = 100',
         DEVICES,
         {"[devices.classes.NAME]": DeviceClass},
@@ -224,8 +224,8 @@ PAGES = [
     Page(
         "schedule",
         "[schedule]",
-        "The rule that says for which uploads the server waits. In a simulation, all kinds except `synchronous` need "
-        "`[devices]`.",
+        "The rule that determines which uploads the server waits for. In a simulation, all kinds except `synchronous` "
+        "need `[devices]`.",
         '[devices]\nkind = "equal"\n\n[schedule]\nkind = "buffered"\nbuffer = 5',
         SCHEDULES,
     ),
@@ -256,7 +256,7 @@ PAGES = [
     Page(
         "engine",
         "[engine]",
-        "The technical settings of a run: device, precision, processes and memory. See also [Use a GPU](../gpu.md).",
+        "Technical settings for a run: device, precision, processes and memory. See also [Use a GPU](../gpu.md).",
         '[engine]\ndevice = "cpu"\nworkers = 2',
         shared={"Options": Engine},
     ),
@@ -281,9 +281,9 @@ def overview() -> str:
     """Return the first page: the keys at the top, the list of tables, and ``[[method]]``."""
     lines = [START, "| table | contents |", "|---|---|"]
     lines += [f"| [`{page.title}`](reference/{page.name}.md) | {_first(page.lead)} |" for page in PAGES]
-    lines += ["| [`[[method]]`](#method) | a method and its options |"]
+    lines += ["| [`[[method]]`](#method) | A method and its options |"]
     lines += [
-        "| [`[grid]`](#grid) | lists of option values that are combined |",
+        "| [`[grid]`](#grid) | Lists of option values to combine |",
         "",
         "## Keys at the top of the file",
         "",
