@@ -17,15 +17,15 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     mu         mu                weight of the personal penalty
     eta_l, K   lr, ...           step size and number of local steps (``personal_epochs`` in phase II)
 
-Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V if they are shorter (``ranks`` from the server's
-SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma approximates the mean
-gradient.
+Client state: 2d values (gi, p). Traffic per round: d values down, as factors U, V if they are shorter (``ranks`` from
+the server's SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma
+approximates the mean gradient.
 
 Deviations: in line 10, Algorithm 2 divides gamma by eta_g. In contrast, Eq. 6, Algorithms 1 and 3, the public code and
 this implementation multiply. Algorithm 3, which uses a single mean gamma, is also used with partial participation,
 where it produces the iterates of Algorithm 2. p starts at zero. In the public code, p starts as a copy of w_0
 (``personal_start``). In phase II, weight decay acts on w + p. In the public code, it acts on p (``personal_decay``).
-Replayed: with these two options, the public code (35dc740c) produces the same w, gamma_i and p to within 1e-14.
+Public code: with these two options, the public code (35dc740c) produces the same w, gamma_i and p to within 1e-14.
 
 Defaults: eta_g = 4 reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
 quadratic with curvature h, the method converges if 3 s + 2 a < 4. Here, s is the fraction of the distance to the

@@ -12,7 +12,7 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
     r_i           r             tolerance of criterion (9)
     m_i, eta_i    inner, lr     SVRG's inner steps and step size
 
-Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
+Client state: 2d + 1 values (x, z, moved). Traffic per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
 Deviations: criterion (9) contains the unknown minimizer. The condition that `fedloom.local.inexact` checks implies (9).
 If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta follows from

@@ -14,8 +14,8 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19, where the paper compares FedSLR 
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
-Kept by a client: d (p). Sent per round: d down, because a mean of low-rank models does not have low rank. Clients send
-the model itself. It is sent as factors U, V if they are shorter.
+Client state: d values (p). Traffic per round: d values down, because a mean of low-rank models does not have low rank.
+Clients send the model itself. It is sent as factors U, V if they are shorter.
 
 Deviations: the paper assumes dense uploads and mentions factors only as a possibility. p starts at zero.
 
