@@ -67,7 +67,7 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
         (lambda t: fl.Dataset.create(t[list("abcd")].to_numpy(), t[NAMES].to_numpy()), "Set task = 'multilabel'"),
         (
             lambda t: fl.Dataset.create(t, NAMES, task="classification"),
-            "a model predicts one column, got sepsis, stroke, aki",
+            "a model predicts a single column, got sepsis, stroke, aki",
         ),
         (lambda t: fl.Dataset.create(t, "sepsis", task="multilabel"), "needs target = "),
         (lambda t: fl.Dataset.create(t, ["sepsis"], task="multilabel"), "each given once"),

@@ -72,7 +72,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
     if defaults == "released" and not released:
         raise ValueError(
-            "defaults = 'released' needs a method with released code. Set defaults = 'paper' for this method"
+            "this method has no released code, so defaults = 'released' is not available. Set defaults = 'paper'"
         )
     return {"default": {}, "paper": paper, "released": released}[defaults]
 

@@ -80,7 +80,8 @@ class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
     lambda_lr: DerivedFrom0 = by_rule(
-        description="step size for lambda (default: depends on step; the q-FFL authors' code uses 0.1); 0 gives FedAvg"
+        description="step size for lambda (default: depends on step; the q-FFL authors' code uses 0.1); 0 is "
+        "equivalent to FedAvg"
     )
     step: Literal["adaptive", "fixed"] | None = Field(
         None,

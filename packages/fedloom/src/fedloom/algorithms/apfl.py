@@ -61,7 +61,7 @@ class APFL(Algorithm):
     adaptive: bool = Field(False, description="learn alpha by gradient descent (the paper's adaptive alpha)")
     mix: Literal["before", "after"] = Field(
         "before",
-        description="compute v's gradient at the mixture before w is updated (Algorithm 1), or after (public code)",
+        description="compute v's gradient at the mixture before (Algorithm 1) or after (public code) w is updated",
     )
 
     family: ClassVar[str] = "personalised"

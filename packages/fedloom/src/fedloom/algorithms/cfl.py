@@ -77,7 +77,7 @@ class CFL(Algorithm):
     ratio: float = Field(0.75, ge=0, description="threshold ratio eps_1/eps_2 (paper: 0.1 to 1; public code: 0.25)")
     gap: float = Field(0.1, ge=-2, le=2, description="minimum separation gap between two parts; -2 allows every split")
     first: DerivedFrom0 = by_rule(description="number of rounds before the first split (default: a fifth of the run)")
-    least: int = Field(6, ge=2, description="minimum number of members for a cluster to split (3 in the public code)")
+    least: int = Field(6, ge=2, description="minimum number of members to split a cluster (3 in the public code)")
 
     family: ClassVar[str] = "clustered"
     uses_shares: ClassVar[bool] = True

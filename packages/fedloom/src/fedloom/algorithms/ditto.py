@@ -65,7 +65,7 @@ class Ditto(Algorithm):
     )
     personal_lr: float | None = Field(None, gt=0, description="step size of v (default: the local step size)")
     personal_epochs: int | None = Field(
-        None, ge=0, description="number of epochs of v per round (default: the same steps as in [local])"
+        None, ge=0, description="number of epochs that train v per round (default: the same steps as in [local])"
     )
     batches: Literal["same", "own"] = Field(
         "same", description="batches for v: the same as for w (public code), or separate ones"

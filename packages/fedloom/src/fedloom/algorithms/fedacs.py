@@ -58,8 +58,8 @@ class FedACS(Mixed):
     )
     copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
         0.999,
-        description="cosine similarity from which models are treated as copies. Attackers with equal models then "
-        "have the weight of a single model. 'off' as in the paper",
+        description="minimum cosine similarity at which models are treated as copies, so that attackers with equal "
+        "models have the weight of a single model. 'off': no such limit, as in the paper",
     )
 
     def mixer(self, round: int) -> Attention:

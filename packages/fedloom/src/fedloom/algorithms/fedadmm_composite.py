@@ -66,9 +66,7 @@ class FedADMMComposite(Algorithm):
         description="inverse of the penalty (default: reach, which is lr times the steps per round; the paper states "
         "several values)"
     )
-    regulariser: Regulariser = Field(
-        None, description="regularizer g, a function with a proximal operator (default: none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer g with a proximal operator (default: none)")
     start: Literal["own", "server"] | None = Field(
         None,
         description="starting point of local SGD: the client's own x_i, or the server's xbar (default: x_i if "

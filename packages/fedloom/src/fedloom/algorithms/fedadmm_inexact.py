@@ -90,7 +90,7 @@ class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
     r0: Derived = by_rule(description="penalty ratio sigma/r (default: 1/inner; 0.5 and 0.05 in the MATLAB code)")
-    rho: float | None = Field(None, gt=0, description="penalty for all clients, instead of r0 * r_i. Sets r_i to 1/lr")
+    rho: float | None = Field(None, gt=0, description="fixed penalty instead of r0 * r_i. Sets r_i to 1/lr")
     iterations: int = Field(1, ge=1, description="k_0, number of dual steps per round (5 or more in the paper)")
     inner: int = Field(5, ge=1, description="maximum number of linearized steps per dual step (3 in the MATLAB code)")
     eps0: PositiveFloat | Literal["matlab"] = Field(1e-6, description="initial tolerance ('matlab': (n * k_0)^2)")

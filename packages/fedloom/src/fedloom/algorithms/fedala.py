@@ -64,13 +64,13 @@ class FedALA(Algorithm):
         0.8,
         gt=0,
         le=1,
-        description="fraction s of the data for learning the aggregation weights (0.8 in the paper)",
+        description="fraction s of the data used to learn the aggregation weights (0.8 in the paper)",
     )
     first: int = Field(
         10,
         ge=1,
-        description="number of passes for learning the aggregation weights in the first round with different models "
-        "(in the paper: until convergence, Sec. 4.2)",
+        description="number of passes that learn the aggregation weights in the first round in which the two models "
+        "differ (paper: until convergence, Sec. 4.2)",
     )
 
     family: ClassVar[str] = "personalised"

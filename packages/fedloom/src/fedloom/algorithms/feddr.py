@@ -76,7 +76,7 @@ class FedDR(Algorithm):
     )
     alpha: float = Field(1.95, gt=0, le=2, description="relaxation parameter (1.95 in all experiments)")
     regulariser: Regulariser = Field(
-        None, description="regularizer g, a function with a proximal operator (0.01 ||x||_1 in the experiments)"
+        None, description="regularizer g with a proximal operator (0.01 ||x||_1 in the experiments)"
     )
     start: Literal["own", "server"] = Field(
         "server", description="starting point of local SGD: the server's xbar, or the client's own x_i (public code)"

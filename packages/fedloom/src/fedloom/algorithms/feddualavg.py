@@ -75,9 +75,7 @@ class _Dual(NamedTuple):
 class FedDualAvg(Algorithm):
     """FedDualAvg (Yuan et al. 2021, Algorithm 3)."""
 
-    regulariser: Regulariser = Field(
-        None, description="regularizer psi, a function with a proximal operator (default: none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer psi with a proximal operator (default: none)")
     server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the dual variables")
 
     family: ClassVar[str] = "composite"

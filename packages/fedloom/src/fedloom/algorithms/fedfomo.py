@@ -83,9 +83,9 @@ class Up(NamedTuple):
 class FedFomo(Algorithm):
     """FedFomo (Zhang et al. 2021)."""
 
-    peers: int = Field(5, ge=0, description="M, maximum number of other clients' models that a client receives")
+    peers: int = Field(5, ge=0, description="M, maximum number of models that a client receives from other clients")
     epsilon: float = Field(
-        0.3, ge=0, le=1, description="probability, in the first round, of drawing the received models at random"
+        0.3, ge=0, le=1, description="probability of drawing the received models at random in the first round"
     )
     decay: float = Field(0.05, ge=0, description="amount by which epsilon decreases every round")
     share: float = Field(

@@ -69,8 +69,8 @@ class FedNova(Algorithm):
         if not equal or self.mu or self.gamma < 1:
             return []
         return [
-            "all clients take the same number of local steps, so FedNova is the same as FedAvg. The two methods differ "
-            "if clients of different sizes train for local.epochs"
+            "all clients take the same number of local steps, so FedNova is equivalent to FedAvg. The two "
+            "methods differ if clients of different sizes train for local.epochs"
         ]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:

@@ -88,7 +88,7 @@ class Up(NamedTuple):
 class FIAELT(Algorithm):
     """FIAELT (Algorithm 1)."""
 
-    regulariser: Regulariser = Field(None, description="g, a function with a prox (0.01 ||x||_1 in Sec. 5)")
+    regulariser: Regulariser = Field(None, description="regularizer g with a prox (0.01 ||x||_1 in Sec. 5)")
     tau: float = Field(0.5, gt=0, le=1, description="dual step size (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0 runs all iterations")
     beta: Derived = by_rule(description="penalty (default: 1/(passes * reach) for sgd, otherwise 5 * L; Cor. 2)")
@@ -98,7 +98,7 @@ class FIAELT(Algorithm):
     iterations: int = Field(10, ge=1, description="maximum outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2; None: an epoch's steps, at least 2)")
     lr: float | None = Field(None, gt=0, description="step size (default: 1/(8 beta) for svrg, 1/beta for gd)")
-    start: Literal["own", "server"] = Field("own", description="where local work starts: own x_i, or the server's y")
+    start: Literal["own", "server"] = Field("own", description="start of local work: own x_i, or the server's y")
 
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"

@@ -99,9 +99,7 @@ class FLAME(ThetaStep):
         description="update w_i and pi_i once per round (Algorithm 1) or every epoch (public code), or set pi_i "
         "to 0 (IV-E)",
     )
-    regulariser: Regulariser = Field(
-        None, description="regularizer g of the global model, with a prox (the paper uses none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer g of the global model (the paper uses none)")
     residuals: bool = Field(
         False, description="record the Lagrangian and both residuals, computed from the gradients of all samples"
     )

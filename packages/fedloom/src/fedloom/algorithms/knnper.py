@@ -67,7 +67,7 @@ class Up(NamedTuple):
 class KNNPer(Algorithm):
     """kNN-Per (Marfoq et al. 2022, Algorithm 1)."""
 
-    neighbours: int = Field(10, ge=1, description="k, number of nearest samples used for a prediction (10 in Sec. 5)")
+    neighbours: int = Field(10, ge=1, description="k, number of neighbors used for a prediction (10 in Sec. 5)")
     scale: float = Field(
         1.0, gt=0, description="kernel width, as a multiple of the number of features (1 in the public code)"
     )

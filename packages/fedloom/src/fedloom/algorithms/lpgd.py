@@ -55,7 +55,7 @@ class LPGD(Algorithm):
     lam: float = Field(1e-4, ge=0, description="penalty weight lambda for the global model (GKR; Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="penalty weight mu for the personal component (Sec. 6.1)")
     personal_epochs: int | None = Field(
-        1, ge=0, description="number of epochs in phase II (Sec. 6.1; None: the same steps as in [local])"
+        1, ge=0, description="number of epochs in phase II (Sec. 6.1; None: same steps as in [local])"
     )
     components: Components = Field(
         "lr+s", description="structure of the global and the personal part: low-rank (lr) or sparse (s) (App. A.3)"

@@ -69,7 +69,9 @@ class PFedMe(Algorithm):
     eta: Derived = by_rule(description="step size for w_i (default: 1/lam; 0.005 in the experiments)")
     inner: int = Field(5, ge=1, description="K, number of steps on one batch (5 in the experiments)")
     personal_lr: float | None = Field(None, gt=0, description="step size for theta (default: the local step size)")
-    beta: float = Field(1.0, gt=0, description="server step size beta (1 in the experiments, or 2 if tuned)")
+    beta: float = Field(
+        1.0, gt=0, description="server step size beta (1 in the experiments; 2 in those with tuned parameters)"
+    )
 
     theta: Literal["received", "kept"] = Field(
         "received",

@@ -65,7 +65,8 @@ class QFFL(Algorithm):
     q: float = Field(
         1.0,
         ge=0,
-        description="degree of fairness; 0 gives FedAvg (Sec. 4 tunes it over {0.001, 0.01, 0.1, 1, 2, 5, ...})",
+        description="degree of fairness; 0 is equivalent to FedAvg (Sec. 4 tunes it over {0.001, 0.01, 0.1, 1, 2, 5, "
+        "...})",
     )
     lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived), AS_IT_IS] = (
         by_rule(

@@ -55,7 +55,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         name, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if name not in data.columns:
             raise unknown(
-                "column", name, data.columns, "groups, which read the columns of a table", rule="groups-column"
+                "column", name, data.columns, "groups, which need the columns of a table", rule="groups-column"
             )
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:

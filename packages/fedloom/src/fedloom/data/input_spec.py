@@ -49,12 +49,12 @@ class InputSpec(Value):
     It describes the training data of a model.
     """
 
-    shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
+    shape: tuple[int, ...] = Field(description="shape of a single sample, as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes or labels")
     targets: int = Field(1, ge=1, description="number of target values per sample, if targets are numeric")
-    centre: float = Field(0.0, description="number subtracted from regression targets")
-    unit: float = Field(1.0, gt=0, description="divisor for the targets, applied after the subtraction")
+    centre: float = Field(0.0, description="value subtracted from regression targets")
+    unit: float = Field(1.0, gt=0, description="value by which targets are divided after the subtraction")
     pixels: bool = Field(
         False, description="whether samples were stored as bytes and divided by 255. If not, they are unchanged floats"
     )
@@ -64,14 +64,14 @@ class InputSpec(Value):
         "unknown, or the samples are not images",
     )
     mean: tuple[float, ...] | None = Field(
-        None, description="numbers subtracted from samples: one per channel, or one for all channels"
+        None, description="values subtracted from samples: one per channel, or one for all channels"
     )
-    std: tuple[float, ...] | None = Field(None, description="divisors for samples, applied after the subtraction")
+    std: tuple[float, ...] | None = Field(None, description="values by which samples are divided after the subtraction")
     span: tuple[float, float] | None = Field(
-        None, description="smallest and largest value of samples that are floats. None: unknown, or other samples"
+        None, description="smallest and largest values of float samples. None: unknown, or the samples are not floats"
     )
     table: Table | None = Field(None, description="table columns from which the features are computed")
-    vocabulary: tuple[str, ...] = Field((), description="tokens that make up the vocabulary")
+    vocabulary: tuple[str, ...] = Field((), description="tokens in the vocabulary")
     each: bool = Field(False, description="whether every position in a sequence has a label")
 
     @model_validator(mode="after")
@@ -328,12 +328,12 @@ class InputSpec(Value):
 def single_client_federation(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
     """Return a federation in which a single client owns all samples.
 
-    The columns of a table are scaled with the client's training part.
+    The columns of a table are scaled with the client's training set.
 
     Args:
         data: result of `InputSpec.take`.
-        holdout: fraction of the samples in the test part, in [0, 1). At least one sample of each class stays in the
-            training part.
+        holdout: fraction of the samples in the test set, in [0, 1). At least one sample of each class stays in the
+            training set.
         seed: seed of the split.
 
     Raises:

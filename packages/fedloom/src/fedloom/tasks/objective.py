@@ -97,7 +97,7 @@ class Objective(Value):
         "multilabel task, weights of present labels",
     )
     calibrate: bool = Field(
-        False, description="recalibrate the models of a binary task at every client, on the client's validation part"
+        False, description="recalibrate the models of a binary task at every client, on the client's validation set"
     )
 
     horizon: float | None = Field(
