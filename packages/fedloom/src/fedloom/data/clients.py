@@ -1,4 +1,4 @@
-"""Clients that are passed with their samples, either as a training and a test set or as one set that is split."""
+"""Clients that are passed with their samples, as a training and a test set or as a single set to split."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def as_federation(
     seed: int = 0,
     **options: object,
 ) -> Federation:
-    """Return a federation of clients that are passed together with their samples.
+    """Return a federation of clients that are passed with their samples.
 
     Args:
         clients: list of clients, or a mapping from names to clients. A client is a tuple (training set, test set), in
             which each set is a tuple (x, y) or any other argument of `Dataset.create`. A client may also be a single
             set, from which a test set is drawn.
-        test: fraction of a client's samples that are held out for testing, unless the client has a test set.
+        test: fraction of each client's samples held out for testing, unless the client has a test set.
         validation: fraction of the samples that are held out for validation. It is a fraction of the client's training
             set, or of all its samples if the client has no test set.
         seed: seed of the splits.

@@ -1,4 +1,4 @@
-"""Dataset: the data from one source, which are held in memory and checked once.
+"""Dataset: data from a single source, held in memory and checked once.
 
 Arrays keep their stored type, so bytes stay bytes.
 """
@@ -31,7 +31,7 @@ CLASS_TASKS = ("classification", "binary")
 MISSING_LEVEL = ""
 """Level of a kept column that represents rows without a value."""
 MAX_CLASSES = 2**16
-"""Maximum number of classes in a data set. Larger class numbers are likely to be measurements or errors in the data."""
+"""Maximum number of classes in a data set. Larger class numbers are probably measurements or errors."""
 TOO_MANY_CLASSES_TEXT = (
     f"at most {MAX_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
@@ -65,10 +65,10 @@ class Prepare(Protocol):
 
 
 class Rereads(Protocol):
-    """Samples that change at random, and are therefore read again for each step (`fedloom.data.sources.rereading`)."""
+    """Samples that change at random and are therefore read again for each step (`fedloom.data.sources.rereading`)."""
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new versions drawn with ``rng``."""
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` with new versions drawn with ``rng``."""
         ...
 
 
@@ -85,7 +85,7 @@ class Dataset:
             positions without a label. Otherwise, float targets: numbers [N, k] for a regression, 0 or 1 [N, k] for
             multiple labels, counts [N, 1], or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes or labels. It is empty if targets are numbers.
+        classes: names of the classes or labels. Empty if targets are numbers.
         mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been divided by 255.
             None for 0.
         std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
@@ -265,7 +265,7 @@ class Dataset:
         return facts
 
     def refuse_random(self, what: str) -> None:
-        """Raise an error if samples are reread for each step, because that would undo changes of the stored samples.
+        """Raise an error if samples are reread for each step, because that would undo changes to the stored samples.
 
         Raises:
             DataError: samples are reread.
@@ -358,7 +358,7 @@ class Dataset:
 
 
 def raise_data_problems(where: str, problems: Sequence[str]) -> None:
-    """Raise a single error that lists all problems with the data. If there are no problems, nothing happens.
+    """Raise a single error that lists all problems with the data, if there are any.
 
     Raises:
         DataError: the data have at least one problem.

@@ -1,4 +1,4 @@
-"""Federation: a data set that is divided into clients. It stores lists of indices instead of copies of samples."""
+"""Federation: a data set divided among clients. It stores lists of indices instead of copies of samples."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Raise an error if a subject is in two parts, even at different clients.
+        """Raise an error if a subject is in two splits, even at different clients.
 
-        For this check, the common test set belongs to the test set.
+        The common test set is part of the test split here.
 
         Raises:
             DataError: a subject is in two parts.
@@ -168,7 +168,7 @@ class Federation:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences for a run's report about the data and their split, without duplicates."""
+        """Notes for a run's report on the data and their split, without duplicates."""
         return list(dict.fromkeys(map(write_singular, (*self.notes, *self.data.notes))))
 
     @property
@@ -191,7 +191,7 @@ class Federation:
         return self._split(part).offsets.diff()
 
     def indices(self, part: str, client: int) -> Tensor:
-        """Return the positions in the data set of one client's part, as a view [k] (int64)."""
+        """Return the positions of a client's part in the data set, as a view [k] (int64)."""
         index, offsets = self._split(part)
         return index[int(offsets[client]) : int(offsets[client + 1])]
 
@@ -268,7 +268,7 @@ class Federation:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
         """Return the federation with its samples and index lists on a different device.
 
-        The values that its method `fetch` returns have the type `dtype`.
+        Its `fetch` method returns values of type `dtype`.
         """
         data, d = self.data, device
         moved = replace(
@@ -333,7 +333,7 @@ class Federation:
         return values.new_zeros(self.n, *values.shape[1:]).index_add(0, owner, values)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """Return measures of how much clients differ. Each measure is a list with one value per client.
+        """Return measures of client heterogeneity. Each measure is a list with one value per client.
 
         The measure ``sizes`` always exists. If there are classes, each client's labels are compared with the labels of
         all clients: ``emd`` (sum of absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID

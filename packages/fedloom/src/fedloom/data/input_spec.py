@@ -1,4 +1,4 @@
-"""InputSpec: facts about the training data that decide how new samples are prepared, and which are rejected."""
+"""InputSpec: facts about the training data that determine how new samples are prepared and which are rejected."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
-"""Facts about samples that must be the same on a server and at its sites."""
+"""Facts about samples that must match between a server and its sites."""
 NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for users whose samples are not in a table."""
 SMALL_SPAN_SHARE = 0.01
-"""Share of the training range below which the range of new samples shows that they are in another unit. Bytes and
-numbers from 0 to 1 differ by a factor of 255."""
+"""Fraction of the training range below which the range of new samples shows that they are in a different unit. Bytes
+and numbers from 0 to 1 differ by a factor of 255."""
 MIN_SPAN_SAMPLES = 10
 """Minimum number of samples other than images for this conclusion."""
 
@@ -102,7 +102,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """Return the description of the data that the sites will read under an agreement."""
+        """Return the description of the data that sites will read under an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -164,7 +164,7 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Convert new data to the form of the training data. Classes and columns are matched by name.
+        """Convert new data to the format of the training data. Classes and columns are matched by name.
 
         Args:
             data: data set from any source. It does not need to contain all classes.
@@ -243,7 +243,7 @@ class InputSpec(Value):
         return x
 
     def find_far_share(self, x: Tensor) -> float:
-        """Return the share of samples ``[N, *shape]`` whose values are far outside the range of the training samples.
+        """Return the fraction of samples ``[N, *shape]`` whose values are far outside the training range.
 
         A value is far outside if it exceeds the range by more than half its width. If all samples together cover less
         than `SMALL_SPAN_SHARE` of the range, they are probably in another unit, such as numbers from 0 to 1 instead of

@@ -1,4 +1,4 @@
-"""Table: imputation, missing-value flags, one-hot levels and scaling, all fitted separately at each client."""
+"""Table: imputation, missing-value flags, one-hot encoding and scaling, all fitted separately at each client."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TableColumn(Value):
 
 
 class Table(Value):
-    """Conversion of raw columns [N, p] to features [N, q], which is fitted for each client separately.
+    """Conversion of raw columns [N, p] to features [N, q], fitted separately for each client.
 
     In a numeric column, missing values are replaced by the median of the client's observed training values. Then, the
     column is centered and divided by its standard deviation in the client's training set (or by 1 if this is 0), unless

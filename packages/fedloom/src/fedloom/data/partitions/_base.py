@@ -38,7 +38,7 @@ UNSEEDED_NOTE = (
 
 
 class Partition(Value):
-    """Division of a data set among clients: ``partition(data, seed) -> Federation``.
+    """Partition of a data set among clients: ``partition(data, seed) -> Federation``.
 
     If a client has few samples, the training set gets a sample first, then the test set, then the validation set. At
     least one sample of each class stays in the training set.
@@ -106,17 +106,17 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign samples to clients. All random numbers must be derived from `seed`.
+        """Assign samples to clients. All randomness must be derived from `seed`.
 
         Raises:
-            PartitionError: the data cannot be divided in this way. The message states the numbers involved.
+            PartitionError: the data cannot be divided in this way. The message states the relevant numbers.
             ConfigError: this kind of partition needs classes or images, but the data have none.
         """
         ...
 
     @default_to_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
-        """Divide a data set among clients, and return the federation.
+        """Split a data set among clients, and return the federation.
 
         Args:
             data: a `Dataset`, or an argument of `Dataset.create`, such as arrays, tensors, or torch, Hugging Face or
@@ -248,7 +248,7 @@ class Partition(Value):
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
         """Return the draw with all rows of each subject.
 
-        If clients have only test rows, these rows become a common test set.
+        The rows of clients that have only test rows become a common test set.
         """
         design = data.design
         if design is None:
@@ -276,7 +276,7 @@ class Partition(Value):
         return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_idle_options(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return notes on options that have no effect beside another option, the partition's draw or the data."""
+        """Return notes on options that have no effect because of another option, the partition's draw or the data."""
         notes = [f"{self.kind}: {note.partition(': ')[2]}" for note in note_idle_fields(self)]
         if self.pool and data.test is None:
             notes.append(f"{self.kind}: pool = true has no effect, because {data.name} has no official test set")

@@ -1,4 +1,4 @@
-"""Changes that partitions make to samples: noise, other labels, rotated images, and scaling for each client."""
+"""Changes that partitions make to samples: noise, permuted labels, rotated images, and per-client scaling."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rotate_and_invert_images(data: Dataset, dealt: Dealt, views: Ints) -> Datase
 
 
 def fit_preparation(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
-    """Apply the preparation of a data set, fitted to the training set of each client.
+    """Apply a data set's preparation, fitted to each client's training set.
 
     Samples that belong to no client become NaN and are marked as False in `Dataset.ready`, and no part of a federation
     may contain them. In a common test set, samples that belong to no client are scaled in the same way as for a new

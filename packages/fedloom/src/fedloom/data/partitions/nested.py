@@ -1,4 +1,4 @@
-"""Partitions that change or combine others (mixed, feature noise, swapped labels, rotation), and a list of kinds."""
+"""Partitions that modify or combine others (mixed, feature noise, swapped labels, rotation), and a list of kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Division of the samples of all clients into training, validation and test sets."""
+"""Split of each client's samples into training, validation and test sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.data.subjects.design import Design
 def cut_parts(
     dealt: Dealt, y: Ints | None, quota: PartSizes, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
-    """Divide each client's samples into training, validation and test sets.
+    """Split each client's samples into training, validation and test sets.
 
     At least one sample remains for training. If there are at least 2 samples, at least one is used for testing, and if
     there are at least 3, at least one is used for validation. Fractions of samples are rounded. One sample of each of

@@ -1,4 +1,4 @@
-"""Partitions into equal clients, unequal sizes, and label skew: iid, quantity skew, shards, FedProx, Dirichlet."""
+"""Partitions with equal sizes, unequal sizes or label skew: iid, quantity skew, shards, FedProx, Dirichlet."""
 
 from __future__ import annotations
 

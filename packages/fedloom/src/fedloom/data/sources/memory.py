@@ -81,7 +81,7 @@ def as_dataset(
 
     Raises:
         ConfigError: the type of the object is unknown, or an option or a column does not exist.
-        DataError: shapes, types, lengths or values are invalid. All problems are listed in a single message.
+        DataError: shapes, types, lengths or values are invalid. A single message lists all problems.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:

@@ -76,7 +76,7 @@ class AgreedColumn(Value):
 
 
 class Agreement(Value):
-    """Agreed columns, target, classes, missing-value codes, and minimum numbers of rows.
+    """Columns, target, classes, missing-value codes and minimum numbers of rows that the sites agree on.
 
     The columns of a site's table may be in any order, and all other columns are ignored.
 
@@ -171,7 +171,7 @@ class Agreement(Value):
 
     @property
     def table(self) -> Table:
-        """Agreed features as a `Table`."""
+        """Features in the agreement, as a `Table`."""
         missing = tuple(dict.fromkeys((*MISSING_MARKERS, *self.missing)))
         return Table(columns=tuple(c.column for c in self.column if not c.scoring), missing=missing, impute=self.impute)
 
@@ -216,7 +216,7 @@ class Agreement(Value):
         return AGREEMENT_HEADER + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
-        """Return the reasons why a site with these numbers of rows is not allowed to participate.
+        """Return the reasons why a site with these numbers of rows may not participate.
 
         Each reason is one sentence.
 

@@ -132,7 +132,7 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Raise an error if the same column has two roles.
+    """Raise an error if a column has two roles.
 
     Raises:
         ValueError: two options name the same column.
