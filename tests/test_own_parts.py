@@ -598,7 +598,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
         Leaks()(table())
     with pytest.raises(CodeError, match="`test` covers 1 client, but `dealt` covers 4"):
         TooFewClients()(table())
-    with pytest.raises(PartitionError, match="defines the test parts itself, so folds = 3 has no effect"):
+    with pytest.raises(PartitionError, match="defines the test sets itself, so folds = 3 has no effect"):
         LaterAtSites(folds=3)(table())
     assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
 

@@ -305,11 +305,11 @@ def test_times_and_horizons_are_checked() -> None:
     table.loc[3, "week"] = -1
     with pytest.raises(DataError, match=r"column 'week': times must be at least 0, got -1 \(1 such"):
         fl.Dataset.create(table, "week", event="arrest")
-    with pytest.raises(ValueError, match="a model predicts one column, got week, arrest"):
+    with pytest.raises(ValueError, match="a model predicts a single column, got week, arrest"):
         Csv(path="rossi.csv", target=["week", "arrest"])
     with pytest.raises(ConfigError, match="task.horizon works only for survival tasks"):
         task_of(fl.load("digits"), Objective(horizon=3.0))
-    with pytest.raises(DataError, match="counts must be one whole number"):
+    with pytest.raises(DataError, match="every count must be a single nonnegative integer"):
         fl.Dataset.create(np.zeros((3, 2)), np.array([0.5, 1, 2]), task="count")
 
 

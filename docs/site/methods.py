@@ -74,7 +74,7 @@ HELD_OUT_SAYS = (
     "based on theory, after a look at these results. FedSLR's rule was changed after it had diverged on MNIST with "
     "a convolutional network."
 )
-HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
+HEADS = ("Problem", "Reference", "References", "Client state", "Deviations", "Defaults", "Public code", "Attackers")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 

@@ -66,7 +66,7 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
 def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> None:
     text = " ".join((ROOT / "README.md").read_text().replace("\n> ", " ").split())
     assert f"check it against {len(fl.testing.METHOD_LAWS)} laws" in text
-    replayed = [name for name, card in all_method_cards().items() if "Replayed:" in card]
+    replayed = [name for name, card in all_method_cards().items() if "Public code:" in card]
     assert f"{len(replayed)} of {len(COUNTED_METHODS)} are compared step by step with public code" in text
     assert f"It runs {len(COUNTED_METHODS)} published methods" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:

@@ -140,7 +140,7 @@ def test_the_command_fits_a_table_of_sites(tmp_path: Path) -> None:
     for words, strata in (((), False), (("--stratify",), True)):
         said = call("cox", tmp_path / "t.toml", "--time", "days", "--event", "died", *words)
         beta, se, _ = pooled(whole, "efron", strata)
-        assert "15 of 240 rows have a missing cell and are left out" in said
+        assert "15 of 240 rows have a missing cell and are omitted" in said
         for column, b, s in zip(("dose", "age", "ward ICU"), beta, se, strict=True):
             line = next(line for line in said.splitlines() if line.strip().startswith(column))
             assert f"{b:.4f}"[:5] in line, (column, line)

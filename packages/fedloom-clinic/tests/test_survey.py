@@ -612,6 +612,6 @@ def test_a_test_part_of_one_class_is_noted_before_a_run() -> None:
     frame = clean().assign(late=(COUNT >= 200).astype(int))
     frame.loc[frame["late"] == 1, "ill"] = 1
     late = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, target="ill", test_column="late"), seed=0)
-    assert any("all 40 rows of the test part are of class '1': AUROC" in note for note in late.notes)
+    assert any("all 40 rows of the test set are of class '1': AUROC" in note for note in late.notes)
     mixed = fl.partitions.iid(clients=2)(fl.Dataset.create(clean(), target="ill"), seed=0)
     assert not any("are of class" in note for note in mixed.notes)

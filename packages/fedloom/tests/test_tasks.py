@@ -337,7 +337,7 @@ WRONG: list[tuple[Task, dict[str, object], str]] = [
     (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "has no name. Define the metric as a named function"),
     (TASKS[0], {"class_weights": (1.0, 2.0)}, r"contains 2 numbers for 4 classes \(a, b, c, d\)"),
     (TASKS[0], {"class_weights": {"e": 1.0}}, "unknown class 'e'; allowed: a, b, c, d"),
-    (TASKS[2], {"class_weights": "balanced"}, "needs classes"),
+    (TASKS[2], {"class_weights": "balanced"}, "requires a classification task"),
     (TASKS[0], {"class_weights": "balance"}, "must be 'balanced', a list .*got 'balance'"),
     (TASKS[0], {"class_weights": (0, 0, 0, 0)}, "not all of them 0"),
     (TASKS[0], {"class_weights": (1, -1, 1, 1)}, "at least 0"),
@@ -383,6 +383,6 @@ def test_macro_f1_of_two_classes_is_that_of_scikit_learn_and_a_function_of_its_n
         return 0.0
 
     with pytest.raises(
-        ConfigError, match="'macro_f1' has the name of a metric of fedloom.* for example to my_macro_f1"
+        ConfigError, match="'macro_f1' has the same name as a fedloom metric.* for example to my_macro_f1"
     ):
         Objective(metrics=(macro_f1,))

@@ -312,7 +312,7 @@ def test_a_table_that_does_not_fit_is_told_so_in_one_sentence(
         ({"target": "age"}, "is the target, so it cannot be a feature"),
         ({"classes": ["0"]}, "classes"),
         ({"column": [{"name": "age"}, {"name": "age"}]}, "two columns are called 'age'"),
-        ({"column": [{"name": "ward", "type": "level"}]}, "type = 'level' needs at least one level"),
+        ({"column": [{"name": "ward", "type": "level"}]}, "type = 'level' requires at least one level"),
         ({"column": [{"name": "age", "range": [9, 1]}]}, "range must increase"),
         ({"colums": []}, "colums"),
     ],

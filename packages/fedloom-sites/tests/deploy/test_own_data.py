@@ -107,7 +107,7 @@ def test_sites_that_share_no_path(kind: str, how: str, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("write", "sentence"),
     [
-        (lambda home: (home / "cohort.csv").mkdir(), "no .csv file. Give"),
+        (lambda home: (home / "cohort.csv").mkdir(), "no .csv file. Pass"),
         (lambda home: (home / "cohort.csv").write_text("a,y\n1,0\n2,1\n"), "no column 'b' (the agreement names it)"),
         (
             lambda home: (home / "cohort.csv").write_text("a,b,y\n1,2,0\n2,3,1\n4,5,2\n"),

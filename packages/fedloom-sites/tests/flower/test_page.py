@@ -16,7 +16,7 @@ TABLE = (ROOT / "docs" / "traffic.md").read_text()
 def row(name: str) -> str:
     """The line of the table for a method, from its card."""
     card = " ".join((sys.modules[ALGORITHMS[name].__module__].__doc__ or "").split())
-    found = re.search(r"Kept by a client: (.+?)\. Sent(?: per round)?: (.+?)[.;](?= |$)", card)
+    found = re.search(r"Client state: (.+?)\. Traffic(?: per round)?: (.+?)[.;](?= |$)", card)
     assert found is not None, name
     return f"| `{name}` | {found[1]} | {found[2]} |"
 

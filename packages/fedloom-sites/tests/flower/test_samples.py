@@ -443,7 +443,7 @@ def test_a_subject_in_two_sets_is_refused_and_its_entry_is_no_input() -> None:
     apart = ff.Local(nn.Linear(5, 3), sets(0), testset=sets(10), subject="patient").read()
     assert apart.fed.data.shape == (5,)
     assert len(apart.fed.data.design.units) == 16
-    with pytest.raises(FedloomError, match="a subject .* is in the train part and in the test part"):
+    with pytest.raises(FedloomError, match="a subject .* is in both the train set and the test set"):
         ff.Local(nn.Linear(5, 3), sets(0), testset=sets(3), subject="patient").read()
     with pytest.raises(
         FedloomError, match="the samples in trainset have no entry 'person'; they have 'x', 'patient', 'label'"

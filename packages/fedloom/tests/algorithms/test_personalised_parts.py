@@ -222,7 +222,7 @@ def test_head_is_the_last_layer_with_a_matrix() -> None:
 
 def test_head_of_a_model_without_a_matrix_is_refused() -> None:
     flat = Layout.create_from_shapes({"w": (7,)})
-    with pytest.raises(Refused, match="no layer with a matrix"):
+    with pytest.raises(Refused, match="no layer with a weight matrix"):
         masks.head(flat)
     with pytest.raises(LayoutError, match="tail"):
         masks.head(flat, ("tail",))

@@ -220,7 +220,7 @@ BAD = {
     "size": (("rounds = 3", "rounds = 9223372036854775808"), "less than or equal to 9223372036854775807"),
     "memory": (
         ("[local]", '[model]\nkind = "mlp"\nhidden = [1000000000000]\n[local]'),
-        "the model does not fit into the memory",
+        "the model does not fit in memory",
     ),
     "long path": (('"digits"', f'"{"a" * 300}/b.npz"'), "no such file"),
     "labels": (("labels_per_client = 2", "labels_per_client = 11"), "11"),

@@ -93,7 +93,7 @@ def test_clients_keep_the_names_of_their_classes() -> None:
         ),
         ([((X, Y), (X, Y))] * 2, []),
         ([{"x": X, "y": Y, "names": ["a"]}] * 2, []),
-        ([(X, Y), (X[:0], Y[:0]), (X, Y)], ["1 of 3 clients have no sample and are left out: 1"]),
+        ([(X, Y), (X[:0], Y[:0]), (X, Y)], ["1 of 3 clients have no samples and are omitted: 1"]),
     ],
 )
 def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -> None:

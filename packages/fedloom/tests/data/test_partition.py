@@ -146,7 +146,7 @@ def test_a_client_with_one_sample_trains_on_it() -> None:
     fed = PARTITIONS["iid"](clients=10)(toy(10), 0)
     assert fed.sizes("train").tolist() == [1] * 10
     assert fed.sizes("test").tolist() == [0] * 10
-    assert any("10 clients have no test part" in note for note in fed.notes)
+    assert any("10 clients have no test set" in note for note in fed.notes)
 
 
 def test_fractions_of_large_clients_are_exact() -> None:

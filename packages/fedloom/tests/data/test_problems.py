@@ -158,9 +158,9 @@ def test_low_rank_optimum_satisfies_its_conditions() -> None:
 
 
 def test_problems_refuse_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="features <= samples"):
+    with pytest.raises(ValueError, match="features must be at most samples"):
         LinearRegression(features=21)
-    with pytest.raises(ValueError, match="malicious < clients"):
+    with pytest.raises(ValueError, match="malicious must be less than clients"):
         LinearRegression(malicious=10)
     with pytest.raises(ValueError, match="need an attack"):
         known.losses(LinearRegression(malicious=1), 0.5, 1.0)

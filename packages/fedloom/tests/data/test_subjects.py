@@ -299,14 +299,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": ({"subject": "died"}, ConfigError, "the target cannot also be subject"),
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
     "since alone": ({"test_since": 3}, ConfigError, "`test_since` needs `order`"),
-    "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels are levels of test_column"),
+    "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels lists levels of test_column"),
     "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no. List the levels"),
     "no level": ({"test_column": "cohort", "test_levels": ["z"]}, ConfigError, "has no level 'z'"),
     "none later": ({"order": "admitted", "test_since": "2040"}, DataError, "no row is a test row"),
     "all later": ({"order": "admitted", "test_since": "2000"}, DataError, "every row is a test row"),
     "no date": ({"order": "admitted", "test_since": "soon"}, ConfigError, "test_since must be a date"),
     "both": (
-        {"order": "admitted", "test_since": "2023", "test_column": "cohort"}, ConfigError, "both choose the test part",
+        {"order": "admitted", "test_since": "2023", "test_column": "cohort"}, ConfigError, "both choose the test set",
     ),
 }  # fmt: skip
 
@@ -356,7 +356,7 @@ def test_a_federation_with_a_subject_in_two_parts_cannot_be_made() -> None:
     whole = fl.partitions.iid(clients=2)(data, 0)
     moved = whole.parts["test"].index.clone()
     moved[0] = whole.parts["train"].index[0]
-    with pytest.raises(DataError, match="is in the train part and in the test part"):
+    with pytest.raises(DataError, match="is in both the train set and the test set"):
         replace(whole, parts={**whole.parts, "test": Split(moved, whole.parts["test"].offsets)})
     with pytest.raises(DataError, match="put the client's name before"):
         replace(whole, test=whole.parts["train"].index[:1])
@@ -438,7 +438,7 @@ def test_equal_rows_in_two_parts_are_noted_and_chance_is_not() -> None:
     x, y = rng.random((200, 4)), rng.integers(2, size=200)
     twice = fl.Dataset.create((np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])))
     cut = fl.partitions.iid(clients=3, test=0.4)
-    assert any("are exact copies of rows of the training part," in note for note in cut(twice, 0).notes)
+    assert any("are exact copies of rows of the training set," in note for note in cut(twice, 0).notes)
     together = fl.Dataset.create(
         (np.concatenate([x, x[:60]]), np.concatenate([y, y[:60]])), subject=np.r_[np.arange(200), np.arange(60)]
     )

@@ -199,7 +199,7 @@ class Learned(torch.nn.Module):
             r"fails on outputs \[32, 4\] with targets \[32\]: RuntimeError: shape.*test_objective.py, line \d+",
         ),
         ({"loss": text}, "fails on .*ValueError: could not convert"),
-        ({"metrics": [no_mean]}, r"metric '.*no_mean' must return one number for a batch, got shape \[32\]"),
+        ({"metrics": [no_mean]}, r"metric '.*no_mean' must return a scalar for each batch, got shape \[32\]"),
     ],
 )
 def test_what_cannot_work_is_a_sentence_before_work_starts(objective: dict[str, Any], sentence: str) -> None:

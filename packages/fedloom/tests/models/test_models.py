@@ -154,8 +154,8 @@ def test_values_out_of_range_are_refused(kind: str, options: dict[str, object], 
         (CNN(), (1, 8, 8), "no pixels left after convolution 2"),
         (ResNet18(), (1, 4, 4), "at least 8x8"),
         (Softmax(), (), "sample shape"),
-        (Softmax(), (2**62,), "the model does not fit into the memory"),
-        (Softmax(), (2**62, 8), "the model does not fit into the memory"),
+        (Softmax(), (2**62,), "the model does not fit in memory"),
+        (Softmax(), (2**62, 8), "the model does not fit in memory"),
     ],
 )
 def test_samples_that_do_not_fit_are_refused(spec: ModelSpec, shape: tuple[int, ...], said: str) -> None:

@@ -67,9 +67,9 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
         (lambda t: fl.Dataset.create(t[list("abcd")].to_numpy(), t[NAMES].to_numpy()), "Set task = 'multilabel'"),
         (
             lambda t: fl.Dataset.create(t, NAMES, task="classification"),
-            "a model predicts one column, got sepsis, stroke, aki",
+            "a model predicts a single column, got sepsis, stroke, aki",
         ),
-        (lambda t: fl.Dataset.create(t, "sepsis", task="multilabel"), "needs target = "),
+        (lambda t: fl.Dataset.create(t, "sepsis", task="multilabel"), "requires target = "),
         (lambda t: fl.Dataset.create(t, ["sepsis"], task="multilabel"), "each given once"),
         (lambda t: fl.Dataset.create(t, ["sepsis", "nope"], task="multilabel"), "no column 'nope'"),
         (
@@ -102,7 +102,7 @@ def test_wrong_labels_are_a_sentence(make: Any, sentence: str) -> None:
         ({"task": {"class_weights": [1.0, 2.0]}}, "contains 2 numbers for 3 classes"),
         (
             {"task": {"class_weights": "balanced", "loss": torch.nn.functional.binary_cross_entropy_with_logits}},
-            "weight the labels in the loss, as torch.nn.BCEWithLogitsLoss",
+            "weight the labels inside the loss, like pos_weight",
         ),
         ({"task": {"metrics": ["accuracy"]}}, "'accuracy' is not defined for a multilabel"),
         ({"task": {"calibrate": True}}, "calibrate works only for binary tasks"),

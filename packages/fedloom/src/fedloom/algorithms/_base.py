@@ -35,7 +35,7 @@ from fedloom.rows.proxes import Prox
 from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
-"""Serialization of a derived option: a number, or text for a multiple of the derived value."""
+"""Serialization of a derived option: a number, or a string for a multiple of the derived value."""
 _MULTIPLE_SCHEMA = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
 
 Derived = Annotated[
@@ -72,7 +72,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
     if defaults == "released" and not released:
         raise ValueError(
-            "defaults = 'released' needs a method with released code. Set defaults = 'paper' for this method"
+            "this method has no released code, so defaults = 'released' is not available. Set defaults = 'paper'"
         )
     return {"default": {}, "paper": paper, "released": released}[defaults]
 
@@ -111,8 +111,8 @@ class Algorithm(Value, ABC):
     """Reason why no channel is allowed to change uploads, or None if channels are allowed to do so. Reason given when a
     run that uses a channel is rejected."""
     weighs_partial: ClassVar[bool] = False
-    """True if clients may take different numbers of steps because the server's weights or the local problem account for
-    this. A deadline may then reduce the work of a client (`affordable`)."""
+    """True if clients may take different numbers of steps, for which the server's weights or the local problem account.
+    A deadline may then reduce the work of a client (`affordable`)."""
     counting_option: ClassVar[str] = ""
     """Setting that makes the server average over all clients (`counts_absent`), such as ``"server_lr = 'fraction'"``.
     The setting is needed if a method otherwise applies the full change of the cohort."""
@@ -253,7 +253,7 @@ class Algorithm(Value, ABC):
 
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields]:
-        """Run a round of the clients, and return their uploads and their new states."""
+        """Run the clients' round, and return their uploads and new states."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
         """Return the number of local steps ``[m, 1]`` if a deadline limits clients to ``samples [m, 1]``.
@@ -333,7 +333,7 @@ class Algorithm(Value, ABC):
 
     @abstractmethod
     def server(self, server: Any, up: Any, ctx: Ctx) -> Fields:
-        """Perform the server's step with the aggregated upload of the accepted cohort, and return the new state."""
+        """Perform the server's step with the accepted cohort's aggregated upload, and return the new state."""
 
     def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
         """Return the server's state after the clients' shares (`Setting.client_weights`) changed between two rounds.
@@ -366,7 +366,7 @@ class Algorithm(Value, ABC):
     def remarks(self, server: Any) -> list[str]:
         """Return warnings about the server's state at the end of a round.
 
-        Each warning is added to the run's notes only once.
+        Each warning is added to the run's notes once.
         """
         return []
 

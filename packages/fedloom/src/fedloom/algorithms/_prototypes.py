@@ -37,8 +37,8 @@ def require_bias(method: str, layout: Layout) -> None:
     """
     if not bool((masks.head(layout) & ~masks.matrices(layout)).any()):
         raise Refused(
-            f"{method} shifts the bias of the model's last layer, but this layer has no bias. Use a last "
-            "layer with a bias"
+            f"{method} shifts the bias of the model's last layer, but this layer has no bias. Use a model whose "
+            "last layer has a bias"
         )
 
 

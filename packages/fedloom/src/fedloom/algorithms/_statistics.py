@@ -21,7 +21,8 @@ from fedloom.local.oracles.base import Features
 from fedloom.rows.layout import Layout
 
 SUM_IS_EXACT = (
-    "its head is the solution of a system of sums, so a small error in the sums may cause a large error in the head"
+    "its head is the solution of a linear system of sums, so a small error in the sums can cause a large error "
+    "in the head"
 )
 
 IGNORED_LOCAL_KEYS = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")

@@ -16,13 +16,13 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
     rho        rho           ADMM penalty
     alpha_i    work.weight   the client's share
 
-Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), and
-d_sub up. The server stores every client's last u.
+Client state: d + 2 d_sub values (theta, w, pi). Traffic per round: d_sub + 2 values down (w, and the key from which P
+is drawn), and d_sub up. The server stores every client's last u.
 
 Deviations: "z" in line 5 of Algorithm 2 is read as u. The public code never updates w_i and pi_i. Defaults are FLAME's.
 
-Replayed: the clients of zsk66/FLAME (215a04b2) produce the same theta, w_i, pi_i and w to within 1e-15, once their code
-updates w_i and pi_i and pulls theta to the client's own w_i. In their code, weight decay acts on the pull, which
+Public code: the clients of zsk66/FLAME (215a04b2) produce the same theta, w_i, pi_i and w to within 1e-15, once their
+code updates w_i and pi_i and pulls theta to the client's own w_i. In their code, weight decay acts on the pull, which
 overwrites theta.
 
 Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), and rho =

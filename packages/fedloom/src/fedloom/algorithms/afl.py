@@ -11,7 +11,7 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
     gamma_w        local lr    step size of w
     gamma_lambda   lambda_lr   step size of lambda
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives the
+Client state: none. Traffic per round: d + 1 values down (x, share), d + 2 up (dw, share, loss). The server receives the
 losses of individual clients.
 
 Deviations: a client takes several local steps instead of one, and within the cohort, the server weights a client's
@@ -31,9 +31,9 @@ order one. If no model can reduce the loss of a client, for instance because its
 eventually receives most of the weight, at the expense of the other clients. This is not a defect: it is the solution of
 the stated problem.
 
-Replayed: the projection in litian96/fair_flearn (f097971), used in that code's AFL loop, produces the same x and lambda
-to within 1e-15, with one full step and a fixed step size for lambda. The final model in their code is the mean of all
-iterates.
+Public code: the projection in litian96/fair_flearn (f097971), used in that code's AFL loop, produces the same x and
+lambda to within 1e-15, with one full step and a fixed step size for lambda. The final model in their code is the mean
+of all iterates.
 
 Use this method to limit the loss of the worst client, if there are few clients and all of them participate often.
 """
@@ -80,7 +80,8 @@ class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
     lambda_lr: DerivedFrom0 = by_rule(
-        description="step size for lambda (default: depends on step; the q-FFL authors' code uses 0.1); 0 gives FedAvg"
+        description="step size for lambda (default: depends on step; the q-FFL authors' code uses 0.1); 0 is "
+        "equivalent to FedAvg"
     )
     step: Literal["adaptive", "fixed"] | None = Field(
         None,

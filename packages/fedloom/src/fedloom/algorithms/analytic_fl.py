@@ -13,9 +13,9 @@ in the registry refers to agnostic federated learning.
     C_k W_k      zt            X_k' Y_k
     C_agg        total         their sum over clients
 
-Kept by a client: s, the statistics that it has sent. Sent per round: d down and s up, where s is (k + 1) (k + 2) / 2 +
-(k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client sends
-only zeros.
+Client state: the s statistics that the client has sent. Traffic per round: d values down and s up, where s is (k + 1)
+(k + 2) / 2 + (k + 1) c for k features and c outputs. Clients do not send a model, and after its first upload a client
+sends only zeros.
 
 Deviations: clients send the sums X' X and X' Y, whereas the paper's clients send their heads and X' X. The resulting
 head is the same, but the paper's gamma, its later removal, and the recursion over clients are not needed. Heads have a
@@ -27,7 +27,7 @@ rate, epochs and batches have no effect. If shares are proportional to the numbe
 has participated, the head depends neither on how rows are distributed over clients nor on the order of participation.
 Outputs are least-squares fits to 0 and 1, and their softmax is not a probability. Compare accuracies instead of losses.
 
-Replayed: the local solutions, the recursion over clients and the removal of gamma (1 and 10) of
+Public code: the local solutions, the recursion over clients and the removal of gamma (1 and 10) of
 ZHUANGHP/Analytic-federated-learning (1e7c2d99), on features with a 1, give the same head to within 1e-14.
 
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the

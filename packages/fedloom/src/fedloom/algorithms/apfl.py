@@ -12,7 +12,7 @@ Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated L
     v-bar_i    mix      alpha v + (1 - alpha) w, where v's gradient is taken
     alpha_i    alpha    share of the local part
 
-Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
+Client state: d + 1 values (v, alpha). Traffic per round: d values down, d up.
 
 Deviations: mix is computed before w changes, as in the paper. Weight decay is part of f_i, so it acts on mix. In the
 public code (``mix = "after"``), mix contains the new w, and weight decay acts on v. alpha is updated once per round, in
@@ -20,11 +20,11 @@ the first local step, and stays in [0, 1], as in the public code. The gradient i
 alpha)^2) times the paper's gradient. The public code takes the gradient at the new v, with a weight decay of 0.02. The
 public code mixes outputs instead of parameters, which is equivalent for a linear model.
 
-Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), called in the order of that code's loop, produce the same w and
-v to within 1e-15, with ``mix = "after"`` and a fixed alpha on a linear model.
+Public code: the functions of MLOPTPSU/FedTorch (ab8068d), called in the order of that code's loop, produce the same w
+and v to within 1e-15, with ``mix = "after"`` and a fixed alpha on a linear model.
 
 Use this method if clients differ in how much they benefit from federation. ``adaptive`` learns the share alpha. With
-alpha = 0, the method equals FedAvg, and with alpha = 1, it equals Local.
+alpha = 0, the method is equivalent to FedAvg, and with alpha = 1, to Local.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class APFL(Algorithm):
     adaptive: bool = Field(False, description="learn alpha by gradient descent (the paper's adaptive alpha)")
     mix: Literal["before", "after"] = Field(
         "before",
-        description="compute v's gradient at the mixture before w is updated (Algorithm 1), or after (public code)",
+        description="compute v's gradient at the mixture before (Algorithm 1) or after (public code) w is updated",
     )
 
     family: ClassVar[str] = "personalised"

@@ -13,7 +13,7 @@ learning).
     eps_1/eps_2  ratio    a cluster may be split if ||mean of its dw|| is below ratio times the longest dw
     g(alpha)     gap      smallest gap for a split: smallest cosine within a part minus largest across parts
 
-Kept by a client: nothing. The server stores the client's last dw and its cluster. Sent per round: d down, d up. The
+Client state: none. The server stores the client's last dw and its cluster. Traffic per round: d values down, d up. The
 server receives the changes of individual clients, so neither secure aggregation nor robust rules are supported.
 
 Deviations: the paper uses two thresholds, eps_1 on the mean change and eps_2 on the longest change. Suitable values
@@ -29,12 +29,12 @@ the mean change is short. With random cosines, a gap of 0.1 occurs in 40 % of cl
 clients and in 0.6 % with 6 clients. Smaller clusters are therefore not split. No cluster is split in the first fifth of
 the rounds.
 
-Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) produce the same models and clusters to
-within 1e-15, with the thresholds, splits and means used here. The authors' notebook confuses positions in a cluster
+Public code: clients and server of felisat/clustered-federated-learning (23a1c388) produce the same models and clusters
+to within 1e-15, with the thresholds, splits and means used here. The authors' notebook confuses positions in a cluster
 with client ids, so a second split produces wrong results there.
 
 Use this method if clients fall into groups and the number of groups is unknown. If ratio = 0, or if clients do not form
-groups, the method equals FedAvg, and a warning is issued.
+groups, the method is equivalent to FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CFL(Algorithm):
     ratio: float = Field(0.75, ge=0, description="threshold ratio eps_1/eps_2 (paper: 0.1 to 1; public code: 0.25)")
     gap: float = Field(0.1, ge=-2, le=2, description="minimum separation gap between two parts; -2 allows every split")
     first: DerivedFrom0 = by_rule(description="number of rounds before the first split (default: a fifth of the run)")
-    least: int = Field(6, ge=2, description="minimum number of members for a cluster to split (3 in the public code)")
+    least: int = Field(6, ge=2, description="minimum number of members to split a cluster (3 in the public code)")
 
     family: ClassVar[str] = "clustered"
     uses_shares: ClassVar[bool] = True

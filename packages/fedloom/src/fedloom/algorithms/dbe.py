@@ -14,22 +14,22 @@ Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: 
     kappa       kappa     weight of the mean regularization (MR)
     mu          momentum  weight of the newest batch in the running mean
 
-Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers that clients send are used only in
-the first round.
+Client state: k values (memory). Traffic per round: d + k + 1 values down, d + k up. The k numbers that clients send are
+used only in the first round.
 
 Deviations: the consensus is computed in the first round, in which the cohort takes a round of FedAvg. In the paper, all
 clients first train for one epoch. Each client contributes the mean representation of its samples after training. A head
 applied to z + m is equivalent to a head with a different bias applied to z, so the personal model is a single network.
 Means over batches are computed without dropout.
 
-Replayed: once the consensus is known, clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and
+Public code: once the consensus is known, clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and
 memories to within 1e-15.
 
 Defaults: kappa = 1. The paper's value of 50 is intended for 512 features, whereas a small network has fewer features.
 Momentum 1.
 
 Use this method if clients observe the same kinds of objects under different conditions. With kappa = 0 and no memory,
-the method equals FedAvg. The head of the model must have a bias.
+the method is equivalent to FedAvg. The head of the model must have a bias.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Reference: T. Li, S. Hu, A. Beirami, V. Smith, "Ditto: Fair and Robust Federated
     v_k      v        personal model
     lambda   lam      pull of v to the received model
 
-Kept by a client: d (v). Sent per round: d down, d up.
+Client state: d values (v). Traffic per round: d values down, d up.
 
 Deviations: the global model is trained by FedAvg with the run's aggregator (the paper allows any solver). The global
 and the personal branch use the same batches unless ``batches = "own"``. v takes as many steps as w unless
@@ -23,7 +23,7 @@ Defaults: lam = 2/(reach sqrt(rounds)), where reach is the distance covered in a
 steps). This pull equals FLAME's pull, and is chosen for the same reasons. With a constant pull, v would equal the
 global model if rounds were long, and would equal the model of Local if rounds were short.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
+Public code: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
 Use this method for personal models that remain useful under attack or with little data: lam = 0 gives Local, and a
 larger lam moves the models towards the global model.
@@ -65,7 +65,7 @@ class Ditto(Algorithm):
     )
     personal_lr: float | None = Field(None, gt=0, description="step size of v (default: the local step size)")
     personal_epochs: int | None = Field(
-        None, ge=0, description="number of epochs of v per round (default: the same steps as in [local])"
+        None, ge=0, description="number of epochs that train v per round (default: the same steps as in [local])"
     )
     batches: Literal["same", "own"] = Field(
         "same", description="batches for v: the same as for w (public code), or separate ones"

@@ -12,9 +12,9 @@ Classifiers", ICML 2024, arXiv:2406.01116, Section 4.
     W*       head      (A + lambda I)^-1 b
     lambda   ridge     weight of the squared norm of the head
 
-Kept by a client: s, the statistics that it has sent. Sent per round: d down and s up, where s is (k + 1) (k + 2) / 2 +
-(k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client sends
-only zeros.
+Client state: the s statistics that the client has sent. Traffic per round: d values down and s up, where s is (k + 1)
+(k + 2) / 2 + (k + 1) c for k features and c outputs. Clients do not send a model, and after its first upload a client
+sends only zeros.
 
 Deviations: if the head of the model has a bias, this bias is 0, as in the paper. The released code appends a constant
 feature (``bias``), penalizes its weight like the other weights, and divides it by the norm of the class's other
@@ -23,11 +23,11 @@ frozen body of random weights. To fine-tune from the computed head (Fed3R-FT), s
 this model.
 
 The weights of each class are divided by their norm, as in the paper, so that a class cannot win only because its
-weights are large. Without this normalization, the method equals analytic-fl with a ridge and no bias. Learning rate,
-epochs and batches have no effect. If shares are proportional to the numbers of samples, the head does not depend on how
-rows are distributed over clients.
+weights are large. Without this normalization, the method is equivalent to analytic-fl with a ridge penalty and no bias.
+Learning rate, epochs and batches have no effect. If shares are proportional to the numbers of samples, the head does
+not depend on how rows are distributed over clients.
 
-Replayed: the sums, the solution and the normalization of Erosinho13/Fed3R (c2a8e5de) give the same heads to within
+Public code: the sums, the solution and the normalization of Erosinho13/Fed3R (c2a8e5de) give the same heads to within
 1e-14.
 
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the

@@ -12,7 +12,8 @@ Reference: "FedACS: Federated Learning with Attention-Based Client Selection", A
     lambda    lam    weight of R
     beta_k    lr     step size of the round
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
+Client state: d values (w). Traffic per round: d values down (a different u to every client), d up. The server stores
+every w.
 
 Deviations: S, its quantile and Eq. 4 are computed only over the cohort. Algorithm 1 and Eq. 4 use all clients j = 1..n.
 Set ``among = "all"`` to use all clients, with the initial model for clients that have never participated, or ``among =
@@ -25,7 +26,7 @@ model, so that attackers who send equal models cannot determine the quantile. ``
 rule. The server receives the models of individual clients, so the method does not support secure aggregation.
 
 Use this method if clients form groups that are not known in advance. A larger ``quantile`` means a higher threshold and
-less collaboration. With quantile = 1, the method equals Local.
+less collaboration. With quantile = 1, the method is equivalent to Local.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class FedACS(Mixed):
     )
     copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
         0.999,
-        description="cosine similarity from which models are treated as copies. Attackers with equal models then "
-        "have the weight of a single model. 'off' as in the paper",
+        description="minimum cosine similarity at which models are treated as copies, so that attackers with equal "
+        "models have the weight of a single model. 'off': no such limit, as in the paper",
     )
 
     def mixer(self, round: int) -> Attention:

@@ -13,14 +13,14 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
     rho       rho         penalty
     eta       server_lr   server step size
 
-Kept by a client: 2d (u, y). Sent per round: d down, d up.
+Client state: 2d values (u, y). Traffic per round: d values down, d up.
 
 Deviations: in Delta_i, the public code uses theta in place of the old w_i. This difference gives theta = 2 mean(w_i) -
 theta, which is a different method. Here, Delta_i is the paper's Delta_i, with eta = |S|/n from the paper's theory. The
 paper's experiments use eta = 1, which is suitable for the public code if few clients participate. Clients train for the
 run's number of epochs. In the paper, this number is random.
 
-Replayed: the clients of YonghaiGong/FedADMM (1efef575) produce the same theta and y_i to within 1e-14, once their
+Public code: the clients of YonghaiGong/FedADMM (1efef575) produce the same theta and y_i to within 1e-14, once their
 Delta_i uses the old w_i, with server_lr = 1 and |S|/n.
 
 Defaults: rho = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). If the

@@ -15,8 +15,8 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
     eta        eta           1/eta is the penalty
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
-stores every client's last u.
+Client state: 2d values (w, y). Traffic per round: d values down (sparse or of low rank, depending on the prox), d up.
+The server stores every client's last u.
 
 Deviations: clients send u instead of the difference from the last u. The server's mean over all clients is the same in
 both cases. Local training starts at the client's own x_i, or at xbar with ``start = "server"``.
@@ -66,9 +66,7 @@ class FedADMMComposite(Algorithm):
         description="inverse of the penalty (default: reach, which is lr times the steps per round; the paper states "
         "several values)"
     )
-    regulariser: Regulariser = Field(
-        None, description="regularizer g, a function with a proximal operator (default: none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer g with a proximal operator (default: none)")
     start: Literal["own", "server"] | None = Field(
         None,
         description="starting point of local SGD: the client's own x_i, or the server's xbar (default: x_i if "

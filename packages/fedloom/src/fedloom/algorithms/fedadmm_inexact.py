@@ -14,8 +14,8 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     k_0          iterations        dual steps between two communications
     eps_i, nu_i  eps, shrink       tolerance of a local problem, multiplied by nu in every dual step
 
-Kept by a client: 2d + 2 (w, y, eps, r). The server stores every client's last u and r. Sent per round: d + 1 down and
-up.
+Client state: 2d + 2 values (w, y, eps, r). The server stores every client's last u and r. Traffic per round: d + 1
+values down and up.
 
 Deviations: duals, penalty and gradients omit the paper's factor 1/n, and eps omits 1/n^2. The mean is weighted by the
 clients' shares. The paper's formula for r_i applies to linear models. Here, r_i starts at 1/lr and is adapted. If the
@@ -26,8 +26,8 @@ to e^10/lr, so that a client of weight w changes sigma by at most the factor e^(
 which is r0 times the geometric mean of the r_i. sigma is updated only if it differs from this value by a factor above
 1.9, because the u of absent clients was computed with an older sigma. If ``rho`` is set, sigma and r are fixed, and r_i
 = 1/lr. Epochs, steps and batch size have no effect. The schedule has no effect either, unless a batch size is set.
-Replayed: ShenglongZhou/FedADMM (6525b2ae), run in Octave, produces the same x to within 1e-15, with ``rho`` and equal
-r_i, once its dual step starts at x_i instead of x and evaluates the gradient there.
+Public code: ShenglongZhou/FedADMM (6525b2ae), run in Octave, produces the same x to within 1e-15, with ``rho`` and
+equal r_i, once its dual step starts at x_i instead of x and evaluates the gradient there.
 
 Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover 0.6 of the way to a solution.
 
@@ -90,7 +90,7 @@ class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
     r0: Derived = by_rule(description="penalty ratio sigma/r (default: 1/inner; 0.5 and 0.05 in the MATLAB code)")
-    rho: float | None = Field(None, gt=0, description="penalty for all clients, instead of r0 * r_i. Sets r_i to 1/lr")
+    rho: float | None = Field(None, gt=0, description="fixed penalty instead of r0 * r_i. Sets r_i to 1/lr")
     iterations: int = Field(1, ge=1, description="k_0, number of dual steps per round (5 or more in the paper)")
     inner: int = Field(5, ge=1, description="maximum number of linearized steps per dual step (3 in the MATLAB code)")
     eps0: PositiveFloat | Literal["matlab"] = Field(1e-6, description="initial tolerance ('matlab': (n * k_0)^2)")

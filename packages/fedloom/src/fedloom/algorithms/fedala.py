@@ -14,18 +14,18 @@ TsingZ0/FedALA).
     s            share      share of the client's data on which W_i is learned
     eta          eta        step size of W_i
 
-Kept by a client: d + h (w, a), where h is the number of adaptive parameters. Sent per round: d down, d up.
+Client state: d + h values (w, a), where h is the number of adaptive parameters. Traffic per round: d values down, d up.
 
 Deviations: s % of the data means the first s % of the batches in a separate epoch. In the first round in which the two
 models differ, the paper learns the weights until their loss converges. Here, the weights are learned during ``first``
 passes over the data. The personal model is the client's own model after training. The personal model is not mixed with
 the most recently received model.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights to within 1e-14, with the
+Public code: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights to within 1e-14, with the
 same number of passes in the first round.
 
 Use this method if the received model is better than the client's own model only in some layers. With eta = 0, all
-weights remain 1, and the method equals FedAvg in which the personal model is the client's last model.
+weights remain 1, and the method is equivalent to FedAvg in which the personal model is the client's last model.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class FedALA(Algorithm):
         0.8,
         gt=0,
         le=1,
-        description="fraction s of the data for learning the aggregation weights (0.8 in the paper)",
+        description="fraction s of the data used to learn the aggregation weights (0.8 in the paper)",
     )
     first: int = Field(
         10,
         ge=1,
-        description="number of passes for learning the aggregation weights in the first round with different models "
-        "(in the paper: until convergence, Sec. 4.2)",
+        description="number of passes that learn the aggregation weights in the first round in which the two models "
+        "differ (paper: until convergence, Sec. 4.2)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -13,7 +13,8 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have not pu
     lambda     lam      pull of w_i to u_i, lam/alpha_k
     sigma      sigma    width of A
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
+Client state: d values (w). Traffic per round: d values down (a different u to every client), d up. The server stores
+every w.
 
 Deviations: mixtures are computed over the cohort only. With ``among = "all"``, they are computed over the last models
 of all clients. In the paper, all clients participate. In the paper, alpha_k must be small enough that xi_ii is not
@@ -25,7 +26,7 @@ Defaults: alpha = reach sqrt(rounds)/2, where reach is the distance covered in a
 steps). The pull lam/alpha then equals FLAME's pull and is chosen for the same reasons. sigma = 2 (n - 1) alpha, so that
 xi_ii is at least 1/2.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, once the pull is
+Public code: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, once the pull is
 squared and has a gradient (their code detaches the pull, so that it has no effect).
 
 Use this method with small models, between which distances are meaningful. For networks, use HeurFedAMP instead, which

@@ -13,7 +13,7 @@ Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personali
     p_i        means   mean representation of every class under the client's last body
     FIM trace  fisher  squared gradient of a batch's mean loss, summed over the batches of an epoch
 
-Kept by a client: d (w). Sent per round: the body's parameters down, and the same parameters plus 1 number up. The
+Client state: d values (w). Traffic per round: the body's parameters down, and the same parameters plus 1 number up. The
 server receives the bodies of individual clients, so neither secure aggregation nor robust rules are supported.
 
 Deviations: all samples have the same weight in the alignment. In the public code, the classes in a batch have equal
@@ -22,7 +22,7 @@ alignment of a client continues from the result of the previous client's alignme
 multiplied by the client's share alpha_i. Absent clients do not compute anything. The personal model is the client's own
 model after training.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, with equal shares,
+Public code: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, with equal shares,
 ``lr`` = 0.01 and equal weights of all samples in the alignment.
 
 Attackers: a forged model is weighted by the Fisher information of the forged model itself. In one round with five
@@ -30,8 +30,8 @@ clients, an upload of noise moved x 4.3 times as far as in FedAvg, and an upload
 as far.
 
 Use this method if heads are personal and few clients participate per round, so that the body changes a lot between a
-client's rounds. Without alignment and with a single client, the method equals Local. If the whole model is the head,
-the method also equals Local, and a warning is issued.
+client's rounds. Without alignment and with a single client, the method is equivalent to Local. If the whole model is
+the head, the method is also equivalent to Local, and a warning is issued.
 """
 
 from __future__ import annotations

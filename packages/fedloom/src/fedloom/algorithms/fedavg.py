@@ -10,7 +10,7 @@ Networks from Decentralized Data", AISTATS 2017, arXiv:1602.05629v4, Algorithm 1
     w_k      w             client's model after local SGD
     eta, E   local         step size and epochs
 
-Kept by a client: nothing. Sent per round: d down, d up.
+Client state: none. Traffic per round: d values down, d up.
 
 Deviations: none by default. A client is weighted by its share n_k/n of all samples. ``client_weights = "uniform"``
 gives the unweighted mean. The server's step may have a length ``server_lr`` other than 1, the value in the paper.

@@ -9,21 +9,20 @@ Section 4.1 (fine-tuning). The mean is the same as in FedAvg.
     paper    here         meaning
     G_T      x            server's model
     L        v            personal model, G_T after local SGD
-    E        epochs       passes of the adaptation over the client's training part, or ``steps``
-    eta      lr           step size of the adaptation
+    E epochs passes of the adaptation over the client's training set, or ``steps`` eta lr step size of the adaptation
 
-Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed from the server's most recent
+Client state: none. Traffic per round: d values down, d up. The personal model is computed from the server's most recent
 model whenever it is needed, which is at each evaluation and at the end. The personal model is never sent, so other
 results do not depend on when it is computed. The gradients of the fine-tuning are recorded as work of the preceding
 round.
 
 Deviations: all parameters are fine-tuned by the run's local SGD, including momentum and weight decay.
 
-Replayed: the rounds and the fine-tuning in the clients of KarhouTam/FL-bench (06e658bc) produce the same models to
+Public code: the rounds and the fine-tuning in the clients of KarhouTam/FL-bench (06e658bc) produce the same models to
 within 1e-15. Their code skips batches with a single sample.
 
 Defaults: five epochs with the step size of the round. If the number of fine-tuning epochs equals the number of rounds,
-fine-tuning costs as much as FedAvg's training. With 0 epochs, the method equals FedAvg.
+fine-tuning costs as much as FedAvg's training. With 0 epochs, the method is equivalent to FedAvg.
 
 Use this method as the first baseline in every comparison of personalized methods.
 """
@@ -43,7 +42,7 @@ from fedloom.rows.layout import Layout
 class FedAvgFT(Algorithm):
     """FedAvg with fine-tuning (Yu et al. 2020, Section 4.1)."""
 
-    epochs: int = Field(5, ge=0, description="number of fine-tuning passes over the client's training part")
+    epochs: int = Field(5, ge=0, description="number of fine-tuning passes over the client's training set")
     steps: int | None = Field(
         None, ge=0, description="number of fine-tuning steps, the same for every client (used instead of epochs)"
     )

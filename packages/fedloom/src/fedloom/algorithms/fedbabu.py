@@ -13,15 +13,15 @@ Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation fo
     tau         local         epochs of the body per round
     tau_f       epochs        epochs of the fine-tuning
 
-Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
+Client state: the initial head's parameters. Traffic per round: the body's parameters, down and up. The personal model
 is computed only when it is needed, and it is never sent. The gradients of the fine-tuning are recorded as work of the
 preceding round.
 
-Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
+Deviations: the head is the last layer with a weight matrix, unless ``head`` names other layers.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same bodies and fine-tuned models to within 1e-15,
-once that code sends the last mean to the clients before fine-tuning. In their code, each client fine-tunes the body
-that it obtained in its own last round.
+Public code: clients and server of TsingZ0/PFLlib (d832e76f) produce the same bodies and fine-tuned models to within
+1e-15, once that code sends the last mean to the clients before fine-tuning. In their code, each client fine-tunes the
+body that it obtained in its own last round.
 
 Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables. If a quarter of the run's local epochs is
 a larger number, that number is used, because the head must be learned from random values with the run's step size.

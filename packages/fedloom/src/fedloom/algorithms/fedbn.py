@@ -10,15 +10,15 @@ Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/F
     w, not BN     x         shared parameters, on the server
     w, BN         norm      weight and bias of the client's normalization layers
 
-Kept by a client: the parameters of its normalization layers. Sent per round: all other parameters, down and up.
+Client state: the parameters of its normalization layers. Traffic per round: all other parameters, down and up.
 
 Deviations: the statistics of the normalization layers are not parameters. For evaluation, these statistics are computed
-from the client's own training part. All kinds of normalization layers are recognized by the shapes of their parameters:
+from the client's own training set. All kinds of normalization layers are recognized by the shapes of their parameters:
 a weight with fewer than two dimensions, or with the shape of the bias. A PReLU layer is also recognized, because it has
-the same shapes. ``layers`` names others. A model without such layers is rejected, because the method would equal
-FedAvg.
+the same shapes. ``layers`` names others. A model without such layers is rejected, because the method would be
+equivalent to FedAvg.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models to within 1e-15.
+Public code: the clients of fluke-fl 0.8.1 on PyPI give the same models to within 1e-15.
 
 Use this method if features differ between clients, for example because of different scanners or cameras, but labels do
 not.

@@ -14,8 +14,8 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
     eta        eta           step of the proxes
     g          regulariser   nonsmooth term of the objective
 
-Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
-stores every client's last u.
+Client state: 2d values (w, y). Traffic per round: d values down (sparse or of low rank, depending on the prox), d up.
+The server stores every client's last u.
 
 Deviations: clients start with x_i = y_i = x^0. A client's first round corresponds to the step that the paper takes
 before round one (x_i = prox of x^0). Clients send u itself instead of the difference from the last u. The server's mean
@@ -23,8 +23,8 @@ over all clients is the same in both cases. In the public code, y starts at zero
 Local training starts at xbar. With an exact prox, the starting point would make no difference. With ``start = "own"``,
 it starts at the client's x_i, as in the public code.
 
-Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i, y_i and xbar to
-within 1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
+Public code: the TensorFlow clients and server of unc-optimization/FedDR (4097eb44) produce the same x_i, y_i and xbar
+to within 1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
 
 Defaults: eta = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). Local
 training starts at xbar. Let c_i be the fraction of the distance to the prox that the steps of client i cover, and let m
@@ -76,7 +76,7 @@ class FedDR(Algorithm):
     )
     alpha: float = Field(1.95, gt=0, le=2, description="relaxation parameter (1.95 in all experiments)")
     regulariser: Regulariser = Field(
-        None, description="regularizer g, a function with a proximal operator (0.01 ||x||_1 in the experiments)"
+        None, description="regularizer g with a proximal operator (0.01 ||x||_1 in the experiments)"
     )
     start: Literal["own", "server"] = Field(
         "server", description="starting point of local SGD: the server's xbar, or the client's own x_i (public code)"

@@ -16,16 +16,16 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
     eta~_{r,k}   t             weight of psi: eta_s eta_c K r + eta_c k
     psi          regulariser   nonsmooth term of the objective
 
-Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
+Client state: none. Traffic per round: d + 1 values down, d + 1 up.
 
 Deviations: the server computes t from values that clients report, because step sizes and numbers of steps may change.
 If step sizes and numbers of steps are constant, t equals the paper's t. A weigher that uses the received model receives
-z instead. Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce the same z
-and w to within 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels
-of dense layers.
+z instead. Public code: the TensorFlow clients and server steps of hongliny/FCO-ICML21 (03b0d47e) produce the same z and
+w to within 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels of
+dense layers.
 
-Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method
-equals FedAvg, and a warning is issued.
+Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method is
+equivalent to FedAvg, and a warning is issued.
 
 Use this method for sparse or low-rank global models with several local steps. Unlike in FedMiD, averaging does not undo
 the prox. The weight t of psi grows without bound as steps accumulate, so use small steps toward the end.
@@ -75,9 +75,7 @@ class _Dual(NamedTuple):
 class FedDualAvg(Algorithm):
     """FedDualAvg (Yuan et al. 2021, Algorithm 3)."""
 
-    regulariser: Regulariser = Field(
-        None, description="regularizer psi, a function with a proximal operator (default: none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer psi with a proximal operator (default: none)")
     server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the dual variables")
 
     family: ClassVar[str] = "composite"

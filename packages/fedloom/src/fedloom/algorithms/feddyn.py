@@ -12,7 +12,7 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
     h^t                h        server's mean of all hi
     alpha              alpha    strength of the pull
 
-Kept by a client: d (hi). Sent per round: d down, d up.
+Client state: d values (hi). Traffic per round: d values down, d up.
 
 Deviations: alpha is the same for all clients, as in the paper. In the public code, the alpha of a client is scaled by
 mean(n)/n_i (``scaled``, which sends one more number down). This scaling already weights clients by their numbers of
@@ -20,7 +20,7 @@ samples, so it needs ``client_weights = "uniform"``. The public code also clips 
 clipping is a setting of local training. The difference w - x is sent once, and the server computes both h and the mean
 over the cohort from it.
 
-Replayed: the clients of alpemreacar/FedDyn (48a19fa) produce the same models to within 1e-15, with ``scaled`` and
+Public code: the clients of alpemreacar/FedDyn (48a19fa) produce the same models to within 1e-15, with ``scaled`` and
 clipping at 10.
 
 Defaults: alpha = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). If the

@@ -11,20 +11,21 @@ Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
     pi_tm       pi            weights of client t, stored as logarithms in the model's parameter ``mixing``
     q_t(z = m)  share         share of component m in a sample: pi_m p(y | theta_m), scaled to the sum 1
 
-Kept by a client: M (pi). Sent per round: d down, d up, where d is the number of parameters of all M components.
+Client state: M values (pi). Traffic per round: d values down, d up, where d is the number of parameters of all M
+components.
 
 Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)), where q is the value at the start of the round (Eq.
 9). This step is implemented as the loss of the mixture plus an additional term. In the paper, the server has no model
 for unknown clients. A mixture with equal weights would not be suitable for them either. The pi of a new client is
 computed by one expectation step over its samples.
 
-Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, produce the same x,
-pi and predictions to within 1e-15. The pi of a new client is also the same. In their code, the mean over a cohort
+Public code: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, produce the same
+x, pi and predictions to within 1e-15. The pi of a new client is also the same. In their code, the mean over a cohort
 includes the absent clients, with the model that they received.
 
 Use this method if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to
-the number of kinds of data, which is 3 in the paper. With a model that is not a mixture, FedEM equals FedAvg, and a
-warning is issued. It needs classes.
+the number of kinds of data, which is 3 in the paper. With a model that is not a mixture, FedEM is equivalent to FedAvg,
+and a warning is issued. The task must be a classification.
 """
 
 from __future__ import annotations

@@ -14,20 +14,20 @@ Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: NVlabs/FedFomo).
     P_i         liking   sums of the weights that a client gave to the models of each client
     epsilon     epsilon  probability of receiving the models of randomly drawn clients
 
-Kept by a client: d (start). The server stores the client's w and its preference weights. Sent per round: (peers + 1) d
-+ peers + n down, d + n up. The server receives the models of individual clients, so the method does not support secure
-aggregation.
+Client state: d values (start). The server stores the client's w and its preference weights. Traffic per round: (peers +
+1) d + peers + n values down, d + n up. The server receives the models of individual clients, so the method does not
+support secure aggregation.
 
-Deviations: the held-out samples are a share of the training part, and are the same in every round. A client may receive
+Deviations: the held-out samples are a share of the training set, and are the same in every round. A client may receive
 the last model of any client, even of absent clients. With probability epsilon, all models that a client receives are
 drawn at random instead of by preference. In the public code, each model is drawn at random with this probability, means
 over groups of clients are also used, and preference weights may be negative. In the public code, the default distance
 is the sum of absolute differences. If "l2" is chosen, the distance is the squared norm.
 
-Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) produce the same
-models and weights to within 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions
-of NVlabs/FedFomo (fe04f664) also produce the same weights and mixtures, once the square root of that code's "l2" is
-taken.
+Public code: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) produce the
+same models and weights to within 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the
+functions of NVlabs/FedFomo (fe04f664) also produce the same weights and mixtures, once the square root of that code's
+"l2" is taken.
 
 Defaults: a client receives five models and holds out a fifth of its samples. epsilon starts at 0.3 and decreases by
 0.05 per round, as in the paper. If no received model is better than the model from which the client started, the client
@@ -36,7 +36,7 @@ few samples are held out, returning to the previous model wastes the work of a r
 these samples.
 
 Use this method if some clients are similar, but it is not known which ones. Traffic grows with ``peers``. With peers =
-0, the method equals Local.
+0, the method is equivalent to Local.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Up(NamedTuple):
 class FedFomo(Algorithm):
     """FedFomo (Zhang et al. 2021)."""
 
-    peers: int = Field(5, ge=0, description="M, maximum number of other clients' models that a client receives")
+    peers: int = Field(5, ge=0, description="M, maximum number of models that a client receives from other clients")
     epsilon: float = Field(
-        0.3, ge=0, le=1, description="probability, in the first round, of drawing the received models at random"
+        0.3, ge=0, le=1, description="probability of drawing the received models at random in the first round"
     )
     decay: float = Field(0.05, ge=0, description="amount by which epsilon decreases every round")
     share: float = Field(

@@ -11,9 +11,9 @@ Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solu
     analytic global aggregation      total         their sum over clients, and its head
     analytic local personalization   personal      the client's head, from its own sums and the sums of all clients
 
-Kept by a client: s, the statistics that it has sent. Sent per round: d and s down and s up, where s is (k + 1) (k + 2)
-/ 2 + (k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client
-sends only zeros.
+Client state: the s statistics that the client has sent. Traffic per round: d + s values down and s up, where s is (k +
+1) (k + 2) / 2 + (k + 1) c for k features and c outputs. Clients do not send a model, and after its first upload a
+client sends only zeros.
 
 Deviations: each client chooses a share between its own head (share 0) and the pooled head (share 1). The client tries
 nine shares and uses the one with the smallest exact leave-one-out error on its rows. In the paper, all clients use the

@@ -13,16 +13,16 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
     K         work.steps    local steps
     psi       regulariser   nonsmooth term of the objective
 
-Kept by a client: nothing. Sent per round: d down (sparse or of low rank, depending on the prox), d + 1 up.
+Client state: none. Traffic per round: d values down (sparse or of low rank, depending on the prox), d + 1 up.
 
 Deviations: clients send the number eta_c K to the server, whose prox needs it, because clients may take different
 numbers of steps. The server uses the mean of these numbers.
 
-Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce the same w to within
+Public code: the TensorFlow clients and server steps of hongliny/FCO-ICML21 (03b0d47e) produce the same w to within
 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels of dense layers.
 
-Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method
-equals FedAvg, and a warning is issued.
+Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method is
+equivalent to FedAvg, and a warning is issued.
 
 Use this method as the simplest composite baseline. The limit is biased even with one local step. The prox is applied
 twice per round (with one client and one step, the threshold is 2 eta_c c), and the mean of sparse local models is not
@@ -58,9 +58,7 @@ class Up(NamedTuple):
 class FedMiD(Algorithm):
     """FedMiD (Yuan et al. 2021, Algorithm 2)."""
 
-    regulariser: Regulariser = Field(
-        None, description="regularizer psi, a function with a proximal operator (default: none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer psi with a proximal operator (default: none)")
     server_lr: float = Field(1.0, gt=0, description="server step size eta_s; 1 gives the mean of the local models")
 
     family: ClassVar[str] = "composite"

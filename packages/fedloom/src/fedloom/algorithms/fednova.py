@@ -15,7 +15,7 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
     eta d_i      -dw          normalized change of the model
     tau_eff      mean size    effective number of steps, sum_i p_i ||a_i||_1
 
-Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
+Client state: none. Traffic per round: d values down, d + 1 up (dw, size).
 
 Deviations: p_i is the client's share, which is n_i/n as in the paper unless the run uses other ``weights``. The
 momentum is part of the run's local training. ``mu`` and ``gamma`` give the a_i of Section 3 for a proximal term and for
@@ -23,11 +23,11 @@ a decaying step size. Momentum, ``mu`` and ``gamma`` can be combined (momentum t
 whereas the paper uses one at a time. Clients send the change divided by ||a_i||_1. For weighers and samplers, a
 client's model is therefore x + dw.
 
-Replayed: the clients of JYWa/FedNova (47b4e09) produce the same models to within 1e-15, with and without momentum, for
-mu = 0. If mu > 0, the tau_eff in their code is a number of steps.
+Public code: the clients of JYWa/FedNova (47b4e09) produce the same models to within 1e-15, with and without momentum,
+for mu = 0. If mu > 0, the tau_eff in their code is a number of steps.
 
 Use this method if clients take different numbers of local steps. If all clients take the same number of steps, the
-method equals FedAvg, and a warning is issued.
+method is equivalent to FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class FedNova(Algorithm):
         if not equal or self.mu or self.gamma < 1:
             return []
         return [
-            "all clients take the same number of local steps, so FedNova is the same as FedAvg. The two methods differ "
-            "if clients of different sizes train for local.epochs"
+            "all clients take the same number of local steps, so FedNova is equivalent to FedAvg. The two "
+            "methods differ if clients of different sizes train for local.epochs"
         ]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:

@@ -15,12 +15,12 @@ arXiv:1909.06335 (FedAvgM, ``momentum``).
     beta_1, _2     beta1, beta2   decay of the moments
     tau            tau            adaptivity (v starts at tau^2)
 
-Kept by a client: nothing. Sent per round: d down, d up.
+Client state: none. Traffic per round: d values down, d up.
 
 Deviations: none from Algorithm 2. As in the paper, there is no bias correction. With momentum, the server computes m <-
 beta1 m + Delta and x <- x + eta m. The mean over the cohort is weighted by the clients' shares.
 
-Replayed: the server of KarhouTam/FL-bench (06e658b) produces the same models to within 1e-14, once its v starts at
+Public code: the server of KarhouTam/FL-bench (06e658b) produces the same models to within 1e-14, once its v starts at
 tau^2.
 
 Defaults: in a round, the adaptive optimizers move each coordinate by little more than server_lr. The default is

@@ -14,15 +14,15 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     h_i          moment        share of a class times its mean representation under the received body
     alpha_ij     alpha         weight of client j's head in client i's head
 
-Kept by a client: nothing. The server stores the client's head. Sent per round: body, head and prototypes down, and
-body, head and 2 c k features up, for c classes. The server sees each client's head and moments: no secure aggregation.
+Client state: none. The server stores the client's head. Traffic per round: body, head and prototypes down, and body,
+head and 2 c k features up, for c classes. The server sees each client's head and moments: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. An absent client keeps its head. The
 alignment follows the public code: from the second round on, every sample is pulled toward the prototype of its class.
 Samples of a class without a prototype are not pulled. In the public code, they are pulled to the client's own mean.
 Heads are trained with the step size of the round. The public code uses 0.1 and drops head weights below 0.001.
-Replayed: the clients and functions of JianXu95/FedPAC (5770f4f8), called in its loop's order, produce the same bodies,
-heads and prototypes to within 1e-13, with its momentum and weight decay, if it drops no head weight.
+Public code: the clients and functions of JianXu95/FedPAC (5770f4f8), called in its loop's order, produce the same
+bodies, heads and prototypes to within 1e-13, with its momentum and weight decay, if it drops no head weight.
 
 Use this method if labels are skewed and some clients are similar. With lam = 0, features are not aligned.
 """

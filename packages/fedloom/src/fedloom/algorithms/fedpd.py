@@ -13,14 +13,14 @@ Non-IID Data", IEEE Transactions on Signal Processing 69, 2021, arXiv:2005.11418
     eta        eta     1/eta is the penalty
     p          skip    probability that an iteration has no communication
 
-Kept by a client: 2d (w, y). Sent per round: d down, d up. The server stores every client's last u.
+Client state: 2d values (w, y). Traffic per round: d values down, d up. The server stores every client's last u.
 
 Deviations: a round consists of all iterations between two communications. The server draws the number of iterations
 from a geometric distribution and sends it. This number is the same for all clients. Iterations without communication
 therefore do not cause any traffic. In the paper, all clients participate. Here, an absent client is represented by its
 last u. Local training starts at the client's own x_i, or at its copy of the server's model if ``start = "server"``.
 
-Replayed: the clients and the server of FedPD in unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i,
+Public code: the TensorFlow clients and server of FedPD in unc-optimization/FedDR (4097eb44) produce the same x_i,
 lambda_i and x_0 to within 1e-15, with p = 0.
 
 Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at

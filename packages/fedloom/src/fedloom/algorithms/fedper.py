@@ -9,15 +9,15 @@ arXiv:1912.00818, Algorithms 1 and 2.
     W_B        x        base layers, on the server
     W_P_j      head     personalization layers of client j
 
-Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
+Client state: the head's parameters. Traffic per round: the body's parameters, down and up.
 
-Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
+Deviations: the head is the last layer with a weight matrix, unless ``head`` names other layers.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
+Public code: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
 Use this method as the simplest way to split a model into a shared and a personal part. In contrast, FedRep trains the
-head to completion before it trains the body. If the whole model is the head, the method equals Local, and a warning is
-issued. If the model has no head, the method equals FedAvg.
+head to completion before it trains the body. If the whole model is the head, the method is equivalent to Local, and a
+warning is issued. If the model has no head, the method is equivalent to FedAvg.
 """
 
 from __future__ import annotations

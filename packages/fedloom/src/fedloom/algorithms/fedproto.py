@@ -11,7 +11,7 @@ Heterogeneous Clients", AAAI 2022, arXiv:2105.00243v4, Algorithm 1, Eqs. 3, 6 an
     lambda       lam               weight of the distance to the prototype of a sample's class
     omega_i      w                 client's model
 
-Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, for c classes and k features. No model.
+Client state: d values (w). Traffic per round: c k values down and c (k + 1) up, for c classes and k features. No model.
 
 Deviations: the distance is the distance between each sample and the prototype, as in the public code, instead of the
 distance between the client's class mean and the prototype. It is squared and divided by k. All clients use the same
@@ -20,13 +20,14 @@ Prototypes are computed with the trained model and weighted by samples in the me
 computed from the batches of the last epoch, and clients have equal weights. Samples of a class without a prototype are
 not pulled.
 
-Replayed: given the same prototypes, the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15.
+Public code: given the same prototypes, the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within
+1e-15.
 
 Attackers: attackers forge prototypes instead of a model. A forged upload shifts the prototype of a class. The shift is
 proportional to the attacker's share of the class's samples (Eq. 6).
 
-Use this method if models must not leave the clients, or if traffic is expensive. With lam = 0, the method equals Local.
-If the whole model is the head, the method also equals Local, and a warning is issued.
+Use this method if models must not leave the clients, or if traffic is expensive. With lam = 0, the method is equivalent
+to Local. If the whole model is the head, the method is also equivalent to Local, and a warning is issued.
 """
 
 from __future__ import annotations

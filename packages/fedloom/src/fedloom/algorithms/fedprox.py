@@ -10,7 +10,7 @@ Networks", MLSys 2020, arXiv:1812.06127v5, Algorithm 2.
     w_k      w       inexact minimizer of h_k(w; w^t) = F_k(w) + mu/2 ||w - w^t||^2
     mu       mu      strength of the pull
 
-Kept by a client: nothing. Sent per round: d down, d up.
+Client state: none. Traffic per round: d values down, d up.
 
 Deviations: stragglers are not simulated, so every client takes all of its steps. Clients are drawn uniformly and
 weighted by their numbers of samples. In the paper, clients are drawn with probability p_k and averaged uniformly
@@ -20,10 +20,10 @@ Defaults: mu = 1/(3 reach), where reach is the distance covered in a round (lr t
 mu reach, the model moves (1 - exp(-c))/c = 0.85 times as far in a round as in FedAvg. A stronger pull slows down
 training, and a weaker pull has no measurable effect.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
+Public code: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
 Use this method if local training drifts, as it does with few rounds and many local steps. The pull slows clients down
-as much as it stabilizes them. With one local step, the method equals FedAvg, and a warning is issued.
+as much as it stabilizes them. With one local step, the method is equivalent to FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

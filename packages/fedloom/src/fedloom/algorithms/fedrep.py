@@ -10,19 +10,19 @@ Federated Learning", ICML 2021, arXiv:2102.07078, Algorithm 1 (public code: lgco
     h_i        head           head of client i
     tau        head_epochs    epochs in which the head is trained, before the body
 
-Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
+Client state: the head's parameters. Traffic per round: the body's parameters, down and up.
 
 Deviations: tau is a number of epochs, as in the public code. The body is trained for the run's number of epochs. The
-paper trains it for 1 epoch. The head is the last layer with a matrix, unless ``head`` names other layers. Personal
-models consist of the new body and the client's head. A client that has never participated trains once before it is
-evaluated.
+paper trains it for 1 epoch. The head is the last layer with a weight matrix, unless ``head`` names other layers.
+Personal models consist of the new body and the client's head. A client that has never participated trains once before
+it is evaluated.
 
 Defaults: the head is trained for four epochs, so a round costs at most five times as much as in FedAvg.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
+Public code: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
 Use this method if clients share features but not labels. If the whole model is the head (softmax regression), the
-method equals Local, and a warning is issued.
+method is equivalent to Local, and a warning is issued.
 """
 
 from __future__ import annotations

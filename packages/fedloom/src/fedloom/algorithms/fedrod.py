@@ -13,14 +13,14 @@ by the authors).
     L^BSM        shift      balanced softmax: gamma log n_ic is added to the output of class c
     gamma        gamma      exponent of the class counts
 
-Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts never leave the client.
+Client state: the head's parameters. Traffic per round: d values down, d up. The class counts never leave the client.
 
 Deviations: for the gradient, log n_ic is added to the bias of the head, which gives the same result. A class without
 samples at a client is treated as if it had 1e-9 samples. The personal head starts at zero. In the public code, it
 starts as a copy of the generic head. Here, the personal model is therefore initially equal to the generic model. Both
 heads are linear, so the personal model is a single network whose head is the sum of the two heads.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-9, if personal heads start at
+Public code: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-9, if personal heads start at
 zero. In their code, personal heads start as copies of the generic head.
 
 Use this method if labels are skewed, and if both a generic model and personal models are needed. With gamma = 0, the

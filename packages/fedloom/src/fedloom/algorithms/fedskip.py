@@ -11,19 +11,20 @@ Federated Skip Aggregation", ICDM 2022, Algorithm 1.
     n_k      seen    samples that a local model has been trained on since the last aggregation
     Delta    skip    number of rounds from one aggregation to the next
 
-Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up. The server stores
-every client's last model.
+Client state: none. Traffic per round: d + 1 values down (another client's model, or the mean), d + 1 up. The server
+stores every client's last model.
 
 Deviations: in the paper, all clients participate. Here, the models of the cohort are permuted within the cohort. The
 mean is taken over the last models of all clients that have participated, weighted by the number of samples on which
 each model was trained. The run's ``weights`` have no effect on this mean. The server receives the models of individual
 clients, so the method does not support secure aggregation.
 
-Replayed: given the same permutations, the training loop of MediaBrain-SJTU/FedSkip (96acb90f) produces the same models
-to within 1e-15.
+Public code: given the same permutations, the training loop of MediaBrain-SJTU/FedSkip (96acb90f) produces the same
+models to within 1e-15.
 
 Use this method if clients are allowed to see the models of other clients. With ``skip`` = 1 and all clients, the method
-equals FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is issued.
+is equivalent to FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is
+issued.
 """
 
 from __future__ import annotations

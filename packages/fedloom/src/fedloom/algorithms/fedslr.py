@@ -17,24 +17,22 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     mu         mu                weight of the personal penalty
     eta_l, K   lr, ...           step size and number of local steps (``personal_epochs`` in phase II)
 
-Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V if they are shorter (``ranks`` from the server's
-SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma approximates the mean
-gradient.
+Client state: 2d values (gi, p). Traffic per round: d values down, as factors U, V if they are shorter (``ranks`` from
+the server's SVD), d up. Uploads approximate the clients' gradients (and reveal as much), and gamma the mean gradient.
 
 Deviations: in line 10, Algorithm 2 divides gamma by eta_g. In contrast, Eq. 6, Algorithms 1 and 3, the public code and
 this implementation multiply. Algorithm 3, which uses a single mean gamma, is also used with partial participation,
 where it produces the iterates of Algorithm 2. p starts at zero. In the public code, p starts as a copy of w_0
 (``personal_start``). In phase II, weight decay acts on w + p. In the public code, it acts on p (``personal_decay``).
-Replayed: with these two options, the public code (35dc740c) produces the same w, gamma_i and p to within 1e-14.
+Public code: with both options, huangtiansheng/fedslr (35dc740c) produces the same w, gamma_i and p to within 1e-14.
 
 Defaults: eta_g = 4 reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
 quadratic with curvature h, the method converges if 3 s + 2 a < 4. Here, s is the fraction of the distance to the
-minimum that a client covers in a round, and a is the fraction of the distance to the mean gradient that gamma covers,
-which is at most reach / eta_g. With a = 1/4, this holds for every s <= 1. With a = 1 (eta_g = reach), this holds only
-for s < 2/3. In directions of small curvature, the model advances by eta_g h per round, 4 times as fast as in FedAvg.
+minimum that a client covers in a round, and a is at most reach / eta_g, the fraction of the distance to the mean
+gradient that gamma covers. This holds for every s <= 1 if a = 1/4, but only for s < 2/3 if a = 1 (eta_g = reach). In
+directions of small curvature, the model advances by eta_g h per round, 4 times as fast as in FedAvg.
 
-Attackers: gamma adds the mean's change a second time, so a forged model moves w_t (1 + |S|/n) times as far as in
-FedAvg.
+Attackers: gamma adds the mean's change again, so a forged model moves w_t (1 + |S|/n) times as far as in FedAvg.
 
 Use this method for models with few personal parameters and small downloads. ``components`` selects LR+S, S+S, S+LR or
 LR+LR. ``method`` selects GPGD (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.

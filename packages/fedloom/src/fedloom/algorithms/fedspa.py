@@ -14,14 +14,14 @@ Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al
     alpha_t    rate       share of a layer that is exchanged, which falls from alpha_0 along a cosine
     T          horizon    number of rounds after which the rate is zero
 
-Kept by a client: d (mask). Sent per round: d down, density * d up (values and indices).
+Client state: d values (mask). Traffic per round: d values down, density * d up (values and indices).
 
 Deviations: the download is dense, and the client applies its mask. The server therefore does not need the masks, and
 only learns about them from the uploads. In the paper, the server sends the masked model. Parameters with fewer than two
 dimensions always belong to the mask. Parameters are added to the mask again if they have the largest gradients on one
 batch. All parameters outside the mask are candidates, including those that have just been pruned.
 
-Replayed: the clients of rong-dai/DisPFL (e2f47d4a), written by some of the authors with the same search, produce the
+Public code: the clients of rong-dai/DisPFL (e2f47d4a), written by some of the authors with the same search, produce the
 same models and masks to within 1e-15, once their number of exchanged parameters is rounded down. Their code rounds this
 number up.
 
@@ -30,7 +30,8 @@ Defaults: T is the number of rounds in the run.
 Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and it leaves all other
 parameters unchanged.
 
-Use this method if clients can handle only a part of the model. With ``density`` = 1, the method equals FedAvg.
+Use this method if clients can handle only a part of the model. With ``density`` = 1, the method is equivalent to
+FedAvg.
 """
 
 from __future__ import annotations

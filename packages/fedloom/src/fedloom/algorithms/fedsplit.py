@@ -11,13 +11,13 @@ Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for 
     z_j          z       centered local variable
     s            step    step of the prox
 
-Kept by a client: d (z). Sent per round: d down, d up. The server stores every client's last z.
+Client state: d values (z). Traffic per round: d values down, d up. The server stores every client's last z.
 
 Deviations: the local prox step is solved approximately by the run's local training, which starts at x. In the paper,
 all clients participate. Here, an absent client is represented by its last z.
 
-Replayed: clients and server of wenh06/fl-sim (61b57ec9) produce the same z_j and x to within 1e-14, once local training
-starts at x. In their code, local training starts from the client's last model.
+Public code: clients and server of wenh06/fl-sim (61b57ec9) produce the same z_j and x to within 1e-14, once local
+training starts at x. In their code, local training starts from the client's last model.
 
 Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). This value
 equals FedDR's eta, and is chosen for the same reasons. With a constant step, local steps of about this size would

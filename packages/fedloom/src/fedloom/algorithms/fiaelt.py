@@ -12,7 +12,7 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
     r_i           r             tolerance of criterion (9)
     m_i, eta_i    inner, lr     SVRG's inner steps and step size
 
-Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
+Client state: 2d + 1 values (x, z, moved). Traffic per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
 Deviations: criterion (9) contains the unknown minimizer. The condition that `fedloom.local.inexact` checks implies (9).
 If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta follows from
@@ -88,7 +88,7 @@ class Up(NamedTuple):
 class FIAELT(Algorithm):
     """FIAELT (Algorithm 1)."""
 
-    regulariser: Regulariser = Field(None, description="g, a function with a prox (0.01 ||x||_1 in Sec. 5)")
+    regulariser: Regulariser = Field(None, description="regularizer g with a prox (0.01 ||x||_1 in Sec. 5)")
     tau: float = Field(0.5, gt=0, le=1, description="dual step size (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0 runs all iterations")
     beta: Derived = by_rule(description="penalty (default: 1/(passes * reach) for sgd, otherwise 5 * L; Cor. 2)")
@@ -98,7 +98,7 @@ class FIAELT(Algorithm):
     iterations: int = Field(10, ge=1, description="maximum outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2; None: an epoch's steps, at least 2)")
     lr: float | None = Field(None, gt=0, description="step size (default: 1/(8 beta) for svrg, 1/beta for gd)")
-    start: Literal["own", "server"] = Field("own", description="where local work starts: own x_i, or the server's y")
+    start: Literal["own", "server"] = Field("own", description="start of local work: own x_i, or the server's y")
 
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"

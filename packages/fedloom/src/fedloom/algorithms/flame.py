@@ -18,15 +18,16 @@ to the backdoor defense FLAME of Nguyen et al. (USENIX Security 2022).
     eps_i      eps           tolerance of the theta step, if ``eps0`` is given
     upsilon_i  shrink        eps <- upsilon eps in every round of the client
 
-Kept by a client: 3d + 1 (theta, w, pi, eps). Sent per round: d down, d up. The server stores every client's last u.
+Client state: 3d + 1 values (theta, w, pi, eps). Traffic per round: d values down, d up. The server stores every
+client's last u.
 
 Deviations: the theta step starts at the client's theta, and theta is pulled to the client's w_i^t, as in Eq. 11. In the
 public code, theta is pulled to the received w (``centre = "received"``), and w_i and pi_i are updated after every epoch
 (``dual = "epoch"``), so the next epoch is pulled to the new w_i. With ``eps0``, the theta step is gradient descent
-until the client's tolerance is reached (Eqs. 17, 18), but for at most ``most`` steps. In this case, the run's epochs
-and batch size have no effect. Replayed: with these two options, the clients of zsk66/FLAME (215a04b2) produce the same
-models and duals to within 1e-15. The clients of its predecessor zsk66/FLAME-master (5a7bf7c5) produce the same results
-if only the received w is used, and they follow Eq. 11 once theta is pulled to w_i^t.
+until the client's tolerance is reached (Eqs. 17, 18), but for at most ``most`` steps. The run's epochs and batch size
+then have no effect. Public code: with these two options, the clients of zsk66/FLAME (215a04b2) produce the same models
+and duals to within 1e-15. The clients of its predecessor zsk66/FLAME-master (5a7bf7c5) produce the same results with
+only the received w, and follow Eq. 11 once theta is pulled to w_i^t.
 
 Defaults: lam = 4/(reach rounds), where reach is the distance covered in a round (lr times the mean number of steps). If
 the gradient is constant, a personal model then moves as far from the global model as local training moves in a quarter
@@ -48,12 +49,11 @@ alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, be
 = w_i. The theorems about this scheme require (9) for w_i. If theta is exact, Eq. 12 satisfies (9) with the tolerance r
 for rho >= l (3 + 2/sqrt(r)), but none of the defaults satisfies this condition.
 
-Use this method to train personal models of clients with skewed labels together with a global model. A client's hybrid
-model is its personal or the global model, whichever is better on its validation part. If most clients are absent, the
-global model moves little, and a warning is issued. A personal model is then hardly better than a local model. None of
-the values of lam and rho that were tried changes this. A client's first message is x + 2c/(c + 1) (theta - x), with c =
-lam alpha_i/rho, so it contributes less than twice its change. n messages are averaged, and clients that have never
-participated still contribute x0.
+Use this method to train personal models and a global model for clients with skewed labels. A client's hybrid model is
+whichever of the two is better on its validation set. If most clients are absent, the global model moves little, and a
+warning is issued. A personal model is then hardly better than a local model. No values of lam and rho that were tried
+change this. A client's first message is x + 2c/(c + 1) (theta - x), with c = lam alpha_i/rho, so it contributes less
+than twice its change. n messages are averaged, and clients that have never participated still contribute x0.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ class FLAME(ThetaStep):
         description="update w_i and pi_i once per round (Algorithm 1) or every epoch (public code), or set pi_i "
         "to 0 (IV-E)",
     )
-    regulariser: Regulariser = Field(
-        None, description="regularizer g of the global model, with a prox (the paper uses none)"
-    )
+    regulariser: Regulariser = Field(None, description="regularizer g of the global model (the paper uses none)")
     residuals: bool = Field(
         False, description="record the Lagrangian and both residuals, computed from the gradients of all samples"
     )

@@ -12,16 +12,16 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     A_{s_k}   groups    group of client k, one of d groups
     r_k       r         number of groups with a smaller loss minus number of groups with a larger loss
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives the losses of
-individual clients and stores each client's last loss.
+Client state: none. Traffic per round: d + 1 values down (x, scale), d + 1 up (dw, loss). The server receives the losses
+of individual clients and stores each client's last loss.
 
-Deviations: losses are computed for the received model on the client's training part, so that the order of the groups is
+Deviations: losses are computed for the received model on the client's training set, so that the order of the groups is
 one round old. Groups in which no client has participated are omitted from the order. The public code starts with a
 random order. p_k is the client's share in the objective.
 
-Replayed: the clients and the training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) produce the same models to within
-1e-15, with the lambda used there, once that code computes losses for the received model, begins without an order and
-weights its mean by samples (it draws clients by p_k, and r_k follows the mean loss of the batches).
+Public code: the clients and the training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) produce the same models to
+within 1e-15, with the lambda used there, once that code computes losses for the received model, begins without an order
+and weights its mean by samples (it draws clients by p_k, and r_k follows the mean loss of the batches).
 
 Use this method to equalize losses over known groups, or over individual clients. lam must be below min_k p_k |A_{s_k}|
 / (d - 1), so that no client increases its own loss.

@@ -15,21 +15,22 @@ TsingZ0/GPFL).
     lambda    lam        weight of the distance to the embedding (magnitude-level guidance)
     mu        mu         weight decay of v, which is the valve and the embeddings
 
-Kept by a client: the head's parameters. Sent per round: all other parameters except the 2 k of the conditions, down and
+Client state: the head's parameters. Traffic per round: all other parameters except the 2 k of the conditions, down and
 up, for k features.
 
 Deviations: the conditions are computed from the received embeddings. In the public code, the conditions are computed
 from the client's own embeddings after its last training, and are 0 before its first training. In that code, the norm is
 also taken over a batch, which gives about the square root of the batch size times the mean of the norms.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and conditions to within 1e-15, once
-the conditions are computed from the received embeddings from the first round on, and the norm is the mean over a batch.
+Public code: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and conditions to within 1e-15,
+once the conditions are computed from the received embeddings from the first round on, and the norm is the mean over a
+batch.
 
 Defaults: lam = 0.01 and mu = 0.1, which are the public code's values for small networks.
 
 Use this method if labels are skewed. To use this method, set ``guided`` in [model]. If a model has no valve and no
-embeddings, the method equals FedPer, and a warning is issued. The method also equals FedPer if ``angle``, lam and mu
-are 0 and the model's valve does not change. It needs classes.
+embeddings, the method is equivalent to FedPer, and a warning is issued. The method is also equivalent to FedPer if
+``angle``, lam and mu are 0 and the model's valve does not change. The task must be a classification.
 """
 
 from __future__ import annotations

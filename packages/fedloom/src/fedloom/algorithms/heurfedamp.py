@@ -15,12 +15,13 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have not publish
     lambda     lam          pull of w_i to u_i, lam/alpha_k
     sigma      sigma        sharpness of exp(sigma cos)
 
-Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
+Client state: d values (w). Traffic per round: d values down (a different u to every client), d up. The server stores
+every w.
 
 Deviations: mixtures are computed over the cohort only. In the paper, all clients participate. The options ``among`` and
 ``start`` work as in FedAMP.
 
-Replayed: clients and server of WwZzz/easyFL (ea07f1d0) produce the same models and mixtures to within 1e-15, with
+Public code: clients and server of WwZzz/easyFL (ea07f1d0) produce the same models and mixtures to within 1e-15, with
 ``start = "server"``, once gradients are set to zero between steps. In their code, gradients accumulate between steps.
 
 Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP. With a constant pull and large steps, a client would never be more

@@ -7,12 +7,11 @@ NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
 
     paper      here        meaning
     theta_j    x, more     models of the k clusters, on the server
-    j_i        choice      cluster of client i: the model with the smallest loss on its training part
-    k          clusters    number of models
-    tau        local       local steps
+    j_i choice cluster of client i: the model with the smallest loss on its training set k clusters number of models tau
+    local local steps
 
-Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of individual clients, so
-the method supports neither secure aggregation nor robust rules.
+Client state: none. Traffic per round: k d values down, d + 1 up. The server receives the models of individual clients,
+so the method supports neither secure aggregation nor robust rules.
 
 Deviations: a client is weighted by its share alpha_i relative to the other members of its cluster. If none of the
 clients in the cohort chooses a model, this model remains unchanged. The model of the first cluster starts from the
@@ -22,7 +21,7 @@ several draws is used.
 
 Defaults: two clusters, because the right number depends on the federation.
 
-Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with a different network,
+Public code: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with a different network,
 produce the same models and choices to within 1e-15. The MNIST training was replayed with equal shares. The FEMNIST
 server was replayed with cohorts, and with shares proportional to samples.
 
@@ -30,7 +29,7 @@ Attackers: a forged model affects the mean of only one cluster. If k of n client
 moves the cluster's model n/k times as far as it would move FedAvg's model.
 
 Use this method if clients form groups that need separate models. If clients do not form groups, each model learns from
-only some of the clients, and therefore learns more slowly. With one cluster, the method equals FedAvg.
+only some of the clients, and therefore learns more slowly. With one cluster, the method is equivalent to FedAvg.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Le
     lambda_m    weight      weight of the kNN in a prediction
     N_m         memory      the client's samples as (representation, label)
 
-Kept by a client: nothing. The memory can be computed from x and the client's samples. Sent per round: the network's
+Client state: none. The memory can be computed from x and the client's samples. Traffic per round: the network's
 parameters, down and up. The memory never leaves its client.
 
 Deviations: a neighbor at distance r has the weight exp(-r^2 / (scale times the number of features)), as in the public
@@ -22,14 +22,14 @@ accuracy is used. If several values tie, the one with the lowest loss is used. A
 samples, or a random subset of the samples if its capacity is too small for all. If the weight is chosen on fewer than
 30 samples, a client's model may become worse than the server's model, and a warning is issued.
 
-Replayed: clients and server of omarfoq/knn-per (ee175202) produce the same x and the same predictions to within 1e-12,
-or to within 1e-6 with faiss in float32. By the accuracies that their code computes, the lambda chosen here is also the
-best. Their script uses the accuracies on the test part.
+Public code: clients and server of omarfoq/knn-per (ee175202) produce the same x and the same predictions to within
+1e-12, or to within 1e-6 with faiss in float32. By the accuracies that their code computes, the lambda chosen here is
+also the best. Their script uses the accuracies on the test set.
 
 Use this method if clients observe the same inputs but label or use them differently. To use this method, set ``memory``
 in [model]. A file of personal models contains representations of training samples, so it should not leave the client.
-With weight 0, or with a model that has no memory, the method equals FedAvg. If the model has no memory, a warning is
-issued. With weight 1, predictions come from the kNN alone. It needs classes.
+With weight 0, or with a model that has no memory, the method is equivalent to FedAvg. If the model has no memory, a
+warning is issued. With weight 1, predictions come from the kNN alone. The task must be a classification.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Up(NamedTuple):
 class KNNPer(Algorithm):
     """kNN-Per (Marfoq et al. 2022, Algorithm 1)."""
 
-    neighbours: int = Field(10, ge=1, description="k, number of nearest samples used for a prediction (10 in Sec. 5)")
+    neighbours: int = Field(10, ge=1, description="k, number of neighbors used for a prediction (10 in Sec. 5)")
     scale: float = Field(
         1.0, gt=0, description="kernel width, as a multiple of the number of features (1 in the public code)"
     )

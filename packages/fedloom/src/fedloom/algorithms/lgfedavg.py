@@ -10,16 +10,16 @@ code: pliang279/LG-FedAvg).
     theta_g    x        parameters of the global model (head), on the server
     theta_m    body     parameters of the local model of client m
 
-Kept by a client: the body's parameters. Sent per round: the head's parameters, down and up.
+Client state: the body's parameters. Traffic per round: the head's parameters, down and up.
 
 Deviations: training starts from the run's initial model. The public code starts from a model that was trained with
-FedAvg. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models contain the most
-recent head.
+FedAvg. The head is the last layer with a weight matrix, unless ``head`` names other layers. Personal models contain the
+most recent head.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
+Public code: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
 Use this method if inputs differ between clients (sensors, scanners) and communication is expensive. If the whole model
-is the head, the method equals FedAvg, and a warning is issued.
+is the head, the method is equivalent to FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

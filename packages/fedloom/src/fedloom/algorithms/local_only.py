@@ -7,7 +7,7 @@ Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalize
     here    meaning
     v       the client's own model
 
-Kept by a client: d (its model). Sent: nothing.
+Client state: d values (its model). Traffic: none.
 
 Deviations: none. A client trains only in the rounds for which it is sampled, so the amount of work is the same as with
 other methods.

@@ -14,8 +14,8 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19, where the paper compares FedSLR 
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
-Kept by a client: d (p). Sent per round: d down, because a mean of low-rank models does not have low rank. Clients send
-the model itself. It is sent as factors U, V if they are shorter.
+Client state: d values (p). Traffic per round: d values down, because a mean of low-rank models does not have low rank.
+Clients send the model itself. It is sent as factors U, V if they are shorter.
 
 Deviations: the paper assumes dense uploads and mentions factors only as a possibility. p starts at zero.
 
@@ -55,7 +55,7 @@ class LPGD(Algorithm):
     lam: float = Field(1e-4, ge=0, description="penalty weight lambda for the global model (GKR; Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="penalty weight mu for the personal component (Sec. 6.1)")
     personal_epochs: int | None = Field(
-        1, ge=0, description="number of epochs in phase II (Sec. 6.1; None: the same steps as in [local])"
+        1, ge=0, description="number of epochs in phase II (Sec. 6.1; None: same steps as in [local])"
     )
     components: Components = Field(
         "lr+s", description="structure of the global and the personal part: low-rank (lr) or sparse (s) (App. A.3)"

@@ -15,14 +15,15 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
     eta        eta              step size of w_i
     beta       beta             server step size
 
-Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
+Client state: d values (theta). Traffic per round: d_sub + 2 values down (w, and the key from which P is drawn), d_sub
+up.
 
 Deviations: w starts at zero, as in the public code. For p > 1, the step of w_i in the public code uses the norm instead
 of the p-th power of the norm divided by p, unless p = 2. Here, the step uses the term in the stated problem. For p = 1,
 both are the same. A local round consists of the run's local steps of theta (20 in the public code), followed by one
 step of w_i. Only sampled clients train. In the public code, all clients train.
 
-Replayed: clients and server of desternylin/perfed (33c68d77) produce the same theta and w to within 1e-15, for p = 1
+Public code: clients and server of desternylin/perfed (33c68d77) produce the same theta and w to within 1e-15, for p = 1
 (``lp_proj``), for p = 2 (``proj``), and for other p once the norm is omitted from the step of w_i. In ``lp_proj``,
 weight decay has no effect. If P is the identity, w starts at the model of the server.
 

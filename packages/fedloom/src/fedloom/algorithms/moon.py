@@ -13,22 +13,22 @@ Eq. 3 (public code: QinbinLi/MOON).
     tau         tau      temperature
     mu          mu       weight of the contrastive loss
 
-Kept by a client: d (last). Sent per round: d down, d up.
+Client state: d values (last). Traffic per round: d values down, d up.
 
 Deviations: the representation is the input of the model's head. The paper adds a two-layer projection head to every
 network. Here, the user may include a projection head in the model. The representations of the received model and of the
 last model are computed without dropout. Absent clients keep the model from their last round, as in the public code with
 a pool of one model.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models to within 1e-15.
+Public code: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models to within 1e-15.
 
 Defaults: mu = 0.5, which is between the paper's two smallest values. With mu of 1 or more, the term ties
 representations to the received model's representations so strongly that a network barely moves in a few rounds of small
 steps.
 
 Use this method if labels are skewed and networks are deep enough to have representations. Each sample needs two
-additional forward passes. With mu = 0, the method equals FedAvg. If the whole model is the head, the method also equals
-FedAvg, and a warning is issued.
+additional forward passes. With mu = 0, the method is equivalent to FedAvg. If the whole model is the head, the method
+is also equivalent to FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ Model-Agnostic Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, Algorith
     beta       local.lr    step size of w
     delta      delta       half width of the difference that replaces the Hessian product
 
-Kept by a client: nothing. Sent per round: d down, d up.
+Client state: none. Traffic per round: d values down, d up.
 
 Deviations: ``variant`` "hf" uses three batches per local step and "fo" uses two. The batches are drawn one after
 another, so an epoch of local steps passes over the data three times ("hf") or twice ("fo"). The personal model is
-obtained by one step of size alpha on a batch of the client's own training part. In the public code of pFedMe, two steps
+obtained by one step of size alpha on a batch of the client's own training set. In the public code of pFedMe, two steps
 are taken, on test batches.
 
-Replayed: for "fo" and "hf", the clients of KarhouTam/FL-bench (06e658b) produce the same models to within 1e-14. For
+Public code: for "fo" and "hf", the clients of KarhouTam/FL-bench (06e658b) produce the same models to within 1e-14. For
 "fo", clients and server of TsingZ0/PFLlib (d832e76f) also produce the same models to within 1e-14.
 
 Defaults: alpha = local.lr, so that a personal model is one local training step away from the server's model.

@@ -9,12 +9,12 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
     mu, Sigma      means, cov    class means and covariance of features: on the server (g) or of client i (i)
     pi_i, beta_i   prior, beta   shares of a client's classes, and weight of its own estimate against the server's
 
-Kept by a client: nothing. Sent per round: the body and c k + k^2 numbers down and up (c classes, k features).
+Client state: none. Traffic per round: the body and c k + k^2 numbers down and up (c classes, k features).
 
 Deviations: there is a single beta, which is chosen from 0, 0.1, ..., 1 by the loss in two folds (every other sample of
 a class). Clients use their own means for classes with at least three samples. The server raises all eigenvalues below
-min(ridge, 1)/2 to this value. Replayed: cj-mclaughlin/pFedFDA (73c7c407) produces the same models to within 1e-15,
-apart from the following differences. That code finds two betas by L-BFGS, leaves classes with one sample out of its
+min(ridge, 1)/2 to this value. Public code: cj-mclaughlin/pFedFDA (73c7c407) produces the same models to within 1e-15,
+once these differences are removed. That code finds two betas by L-BFGS, leaves classes with one sample out of its
 folds, uses the features from its training steps, uses a client's own means for classes with fewer samples, and computes
 covariances with 1e-4 in all entries, shrunk by 1e-4.
 

@@ -15,7 +15,7 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
     R          local.steps      local rounds
     beta       beta             server step size
 
-Kept by a client: d (theta). Sent per round: d down, d up.
+Client state: d values (theta). Traffic per round: d values down, d up.
 
 Deviations: theta starts every round at the received model and is carried over from batch to batch, as in the public
 code. With ``theta = "kept"``, theta starts at the client's last theta, as in FLAME's public code, which also updates
@@ -27,8 +27,8 @@ settings of the run.
 Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so a round
 balances the pull and the data. With eta = 1/lam, w_i is moved to theta_i.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, without the weight decay of
-0.001 in that code.
+Public code: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, without the weight decay
+of 0.001 in that code.
 
 Use this method for personal models. The method has one more parameter than Ditto has. With R > 1, the limit of the
 method does not minimize the Moreau envelopes unless all curvatures are equal, whereas FLAME's limit always does.
@@ -69,7 +69,9 @@ class PFedMe(Algorithm):
     eta: Derived = by_rule(description="step size for w_i (default: 1/lam; 0.005 in the experiments)")
     inner: int = Field(5, ge=1, description="K, number of steps on one batch (5 in the experiments)")
     personal_lr: float | None = Field(None, gt=0, description="step size for theta (default: the local step size)")
-    beta: float = Field(1.0, gt=0, description="server step size beta (1 in the experiments, or 2 if tuned)")
+    beta: float = Field(
+        1.0, gt=0, description="server step size beta (1 in the experiments; 2 in those with tuned parameters)"
+    )
 
     theta: Literal["received", "kept"] = Field(
         "received",

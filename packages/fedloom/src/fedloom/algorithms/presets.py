@@ -97,7 +97,7 @@ Problem: min over x of the mean loss of the pooled data.
 
 Reference: papers on federated learning use this training as an upper limit.
 
-Kept by a client: nothing. Sent: the data, once. The records count d down and d up per round, as for a model.
+Client state: none. Traffic: the data, sent once. The records count d down and d up per round, as for a model.
 
 Deviations: the method is FedAvg with one client that holds the training data of all clients. Steps and samples are
 counted for this client.
@@ -122,8 +122,8 @@ Reference: "Equitable Federated Learning with Activation Clustering", arXiv:2410
     C        clusters                number of clusters
     p_i      1/(C |cluster of i|)    weight of client i
 
-Kept by a client: nothing. Sent per round: d down, d and one activation vector up. The server receives each
-client's activations, so secure aggregation is not possible.
+Client state: none. Traffic per round: d values down, d and one activation vector up. The server receives each client's
+activations, so secure aggregation is not possible.
 
 Deviations: C is the number of clusters that are not empty, so that the weights sum to 1.
 
@@ -136,9 +136,9 @@ Attackers: activations under a forged model differ from all other activations, s
 clusters, the weight of a forged model is n/(C |cluster|) times its weight in FedAvg, for example 2.5 times for one of
 five clients if C is 2. A robust aggregator does not use these weights.
 
-Use it if groups of clients of unequal size should be served equally well. With one cluster, the method equals FedProx.
-If every client has only one class, a cluster may contain few classes and another cluster many. Both have the same
-weight, so the model may not learn the classes of the larger cluster.
+Use it if groups of clients of unequal size should be served equally well. With one cluster, the method is equivalent to
+FedProx. If every client has only one class, a cluster may contain few classes and another cluster many. Both have the
+same weight, so the model may not learn the classes of the larger cluster.
 """,
     FedProx,
     weigher=EquitableWeigher,
@@ -160,8 +160,8 @@ for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algor
     G_i          g                last change of the model by client i
     rho          distance         angle between two G_i, from which Ward's tree is built
 
-Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d numbers and receives each
-client's upload, so secure aggregation is not possible.
+Client state: none. Traffic per round: d values down, d up. The server keeps n d numbers and receives each client's
+upload, so secure aggregation is not possible.
 
 Deviations: a client that is drawn from two distributions trains once and has twice the weight. If the cohort size is
 not set, it is the cohort size of the run's sampler. If all clients participate with equal probabilities, the sampler
@@ -187,7 +187,7 @@ Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Se
     m          clients       candidates with the largest losses, which train
     F_k(w)     estimate      loss of the server's model at client k, or an estimate of it
 
-Kept by a client: nothing. Sent per round: d down, d up. Before the round, except with rpow-d, each candidate
+Client state: none. Traffic per round: d values down, d up. Before the round, except with rpow-d, each candidate
 receives d and sends one loss. The server receives each client's loss.
 
 Deviations: rpow-d stores the loss of a client's trained model on its last mini-batch. If the cohort size is not set, it
@@ -213,8 +213,8 @@ Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eqs. 6 and 7, with the gap 
     Delta_i    gap      |metric of client i - global metric|
     beta       beta     fairness budget
 
-Kept by a client: nothing. Sent per round: d down, d + 1 up, d + 9 with a metric of groups. The server sees
-each client's metric, or its counts by group. In the paper, secure aggregation hides them.
+Client state: none. Traffic per round: d values down, d + 1 up, d + 9 with a metric of groups. The server sees each
+client's metric, or its counts by group. In the paper, secure aggregation hides them.
 
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is computed from the metrics of
 the cohort. The metric is the accuracy, as in Equitable-FL. The paper compares two sensitive groups instead: set
@@ -226,7 +226,7 @@ run, and no client loses its whole weight. A larger step reinforces itself, beca
 further behind. If gaps are small, a run hardly differs from FedAvg. With the accuracy instead of a metric of groups,
 the method does not help the worst clients, because their accuracy is far from the mean.
 
-Use it as a baseline for client weighting. With beta = 0, the method equals FedAvg with weights by samples.
+Use it as a baseline for client weighting. With beta = 0, the method is equivalent to FedAvg with weights by samples.
 """,
     FedAvg,
     weigher=FairFedWeigher,

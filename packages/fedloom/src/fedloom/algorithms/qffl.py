@@ -13,15 +13,15 @@ arXiv:1905.10497v2, Algorithm 2 (q-FedAvg).
     Delta_k    -L dw, L = lipschitz  F_k^q(x) Dw_k
     h_k        L h                   upper estimate of the local Lipschitz constant
 
-Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both as means.
+Client state: none. Traffic per round: d values down, d + 1 up (dw, h), both as means.
 
 Deviations: Delta_k and h_k are divided by L before they are sent, with the sign of a difference. With q = 0, dw is
 therefore the change of the model. Losses below 1e-10 are set to 1e-10, as in the public code. The run's sampler chooses
 the cohort. In the paper, clients are drawn with probability p_k (sampler ``size-weighted``). The loss is the loss of
-the received model on the client's whole training part. Clients send the change multiplied by F_k^q. For weighers and
+the received model on the client's whole training set. Clients send the change multiplied by F_k^q. For weighers and
 samplers, a client's model is therefore x + dw.
 
-Replayed: with L = "step", the server of litian96/fair_flearn (f097971) produces the same models to within 1e-11.
+Public code: with L = "step", the server of litian96/fair_flearn (f097971) produces the same models to within 1e-11.
 
 Defaults: L = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so that a
 round is treated as one step of this size. With the paper's value 1/lr, every local step would be treated as a round.
@@ -31,7 +31,7 @@ h_k, so that the server takes a short step. With this step, x moves less than in
 clients is also slower.
 
 Use this method to make accuracies more even over clients, at some cost to the mean accuracy. Tune q. With q = 0, the
-method equals FedAvg.
+method is equivalent to FedAvg.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class QFFL(Algorithm):
     q: float = Field(
         1.0,
         ge=0,
-        description="degree of fairness; 0 gives FedAvg (Sec. 4 tunes it over {0.001, 0.01, 0.1, 1, 2, 5, ...})",
+        description="degree of fairness; 0 is equivalent to FedAvg (Sec. 4 tunes it over {0.001, 0.01, 0.1, 1, 2, 5, "
+        "...})",
     )
     lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived), AS_IT_IS] = (
         by_rule(

@@ -13,14 +13,15 @@ Averaging for Federated Learning", ICML 2020, arXiv:1910.06378v4, Algorithm 1.
     eta_g     server_lr   server step size
     K         work.steps  local steps
 
-Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
+Client state: d values (ci). Traffic per round: 2d values down (x, c), 2d up (dy, dc).
 
 Deviations: K is each client's own number of steps instead of a number common to all clients. Control variates start at
 zero. ``scaled`` follows FedDyn's public code (alpemreacar/FedDyn), which sends one more number down. With s_i =
 n_i/mean(n), clients correct by c/s_i - c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i.
 This scaling already weights clients by their numbers of samples, so it needs ``client_weights = "uniform"``.
 
-Replayed: with equal shares, clients and server of TsingZ0/PFLlib (d832e76f) produce the same x and c to within 1e-15.
+Public code: with equal shares, clients and server of TsingZ0/PFLlib (d832e76f) produce the same x and c to within
+1e-15.
 
 Attackers: c_i is computed from a forged model in the same way as from any other model (option II), and c contains the
 attacker's share of c_i. In the following rounds, the honest clients therefore repeat the attacker's change.

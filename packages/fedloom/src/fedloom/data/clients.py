@@ -1,4 +1,4 @@
-"""Clients that are passed with their samples, either as a training and a test set or as one set that is split."""
+"""Clients that are passed with their samples, as a training and a test set or as a single set to split."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def as_federation(
     seed: int = 0,
     **options: object,
 ) -> Federation:
-    """Return a federation of clients that are passed together with their samples.
+    """Return a federation of clients that are passed with their samples.
 
     Args:
         clients: list of clients, or a mapping from names to clients. A client is a tuple (training set, test set), in
             which each set is a tuple (x, y) or any other argument of `Dataset.create`. A client may also be a single
-            set, from which a test part is drawn.
-        test: fraction of a client's samples that are held out for testing, unless the client has a test set.
+            set, from which a test set is drawn.
+        test: fraction of each client's samples held out for testing, unless the client has a test set.
         validation: fraction of the samples that are held out for validation. It is a fraction of the client's training
             set, or of all its samples if the client has no test set.
         seed: seed of the splits.
@@ -132,7 +132,7 @@ def as_federation(
     everyone = list(named)
     notes = list(dict.fromkeys(note for parts in sides for part in parts for note in part.notes))
     if not both and (empty := [who for who, parts in zip(named, sides, strict=True) if not len(parts[0].x)]):
-        notes.append(f"{len(empty)} of {len(named)} clients have no sample and are left out: {', '.join(empty[:8])}")
+        notes.append(f"{len(empty)} of {len(named)} clients have no samples and are omitted: {', '.join(empty[:8])}")
     return replace(
         fed,
         names=tuple(everyone[int(place)] for place in fed.names),

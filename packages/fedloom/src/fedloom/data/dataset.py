@@ -1,4 +1,4 @@
-"""Dataset: the data from one source, which are held in memory and checked once.
+"""Dataset: data from a single source, held in memory and checked once.
 
 Arrays keep their stored type, so bytes stay bytes.
 """
@@ -31,7 +31,7 @@ CLASS_TASKS = ("classification", "binary")
 MISSING_LEVEL = ""
 """Level of a kept column that represents rows without a value."""
 MAX_CLASSES = 2**16
-"""Maximum number of classes in a data set. Larger class numbers are likely to be measurements or errors in the data."""
+"""Maximum number of classes in a data set. Larger class numbers are probably measurements or errors."""
 TOO_MANY_CLASSES_TEXT = (
     f"at most {MAX_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
@@ -48,7 +48,7 @@ def default_to_cpu() -> Iterator[None]:
 
 
 class Prepare(Protocol):
-    """Preparation that is fitted to the training part of each client, such as imputation and scaling of tables."""
+    """Preparation that is fitted to the training set of each client, such as imputation and scaling of tables."""
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """Return features in the representation that a model accepts.
@@ -56,7 +56,7 @@ class Prepare(Protocol):
         Args:
             x: raw features [N, p]. Missing values are NaN.
             owner: client of each sample [N]. Samples with -1 belong to no client and are not read.
-            train: bool mask [N] of the samples in their clients' training parts.
+            train: bool mask [N] of the samples in their clients' training sets.
 
         Returns:
             Features [N, q], which are float32 and finite.
@@ -65,10 +65,10 @@ class Prepare(Protocol):
 
 
 class Rereads(Protocol):
-    """Samples that change at random, and are therefore read again for each step (`fedloom.data.sources.rereading`)."""
+    """Samples that change at random and are therefore read again for each step (`fedloom.data.sources.rereading`)."""
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new versions drawn with ``rng``."""
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` with new versions drawn with ``rng``."""
         ...
 
 
@@ -85,7 +85,7 @@ class Dataset:
             positions without a label. Otherwise, float targets: numbers [N, k] for a regression, 0 or 1 [N, k] for
             multiple labels, counts [N, 1], or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
-        classes: names of the classes or labels. It is empty if targets are numbers.
+        classes: names of the classes or labels. Empty if targets are numbers.
         mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been divided by 255.
             None for 0.
         std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
@@ -110,8 +110,8 @@ class Dataset:
         conversion: the ``factors`` by which columns of a table were multiplied, the column ``users`` that contains the
             client of each row, and the columns in ``days_since``. It is empty if no factors were applied and no dates
             were converted.
-        design: which rows belong together, in which order they came, and which rows form the test part. None if all
-            rows are independent.
+        design: which rows belong together, in which order they came, and which rows form the test set. None if all rows
+            are independent.
         original_dtype: numpy name of the type that the features had before they became `x`, such as ``"int64"``, or
             ``"uint8"`` if `x` contains bytes divided by 255. It is empty if the type has not changed.
         rereading: object that reads samples again for every training step, because the samples change at random. For
@@ -149,7 +149,7 @@ class Dataset:
     def __post_init__(self) -> None:
         n = len(self.x)
         if n == 0:
-            raise NoSamples(f"{self.name} contains no samples. A data set needs at least one")
+            raise NoSamples(f"{self.name} contains no samples. A data set needs at least one sample")
         if self.task not in get_args(Task):
             raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
         if len(self.classes) > MAX_CLASSES:
@@ -265,7 +265,7 @@ class Dataset:
         return facts
 
     def refuse_random(self, what: str) -> None:
-        """Raise an error if samples are reread for each step, because that would undo changes of the stored samples.
+        """Raise an error if samples are reread for each step, because that would undo changes to the stored samples.
 
         Raises:
             DataError: samples are reread.
@@ -358,7 +358,7 @@ class Dataset:
 
 
 def raise_data_problems(where: str, problems: Sequence[str]) -> None:
-    """Raise a single error that lists all problems with the data. If there are no problems, nothing happens.
+    """Raise a single error that lists all problems with the data, if there are any.
 
     Raises:
         DataError: the data have at least one problem.
@@ -372,7 +372,7 @@ def raise_data_problems(where: str, problems: Sequence[str]) -> None:
 def _number_problems(task: Task, y: Tensor) -> Iterator[str]:
     """Yield the problems found in times and events, in labels, or in counts."""
     if task == "survival" and y.shape[1] != 2:
-        yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
+        yield f"targets of a survival task must be a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":
         early, odd = y[:, 0] < 0, (y[:, 1] != 0) & (y[:, 1] != 1)
         if bool(early.any()):
@@ -390,13 +390,11 @@ def _number_problems(task: Task, y: Tensor) -> Iterator[str]:
     elif task == "count":
         odd = ((y < 0) | (y != y.floor())).any(1)
         if y.shape[1] != 1 or bool(odd.any()):
-            yield (
-                f"counts must be one whole number of at least 0 per row, but {int(odd.sum())} rows have no such number"
-            )
+            yield (f"every count must be a single nonnegative integer, but {int(odd.sum())} rows have no such number")
 
 
 def _outside_range_problem(what: str, codes: Tensor, count: int) -> Iterator[str]:
     if codes.dtype != torch.int64 or codes.ndim != 1:
-        yield f"{what} must be int64 of one dimension, got {codes.dtype} {codes.ndim}-d"
+        yield f"{what} must be a one-dimensional int64 tensor, got {codes.dtype} {codes.ndim}-d"
     elif len(codes) and (int(codes.min()) < 0 or int(codes.max()) >= count):
         yield f"{what} must be from 0 to {count - 1}, got {int(codes.min())} to {int(codes.max())}"

@@ -1,4 +1,4 @@
-"""Federation: a data set that is divided into clients. It stores lists of indices instead of copies of samples."""
+"""Federation: a data set divided among clients. It stores lists of indices instead of copies of samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA_PARTS = ("train", "validation", "test")
 
 
 class Split(NamedTuple):
-    """One part of all clients, such as the training part: client i has ``index[offsets[i]:offsets[i + 1]]``.
+    """One split of all clients' samples, such as the training set: client i has ``index[offsets[i]:offsets[i + 1]]``.
 
     index: positions in the data set [total] (int64). offsets: boundaries between clients [n + 1] (int64).
     """
@@ -33,13 +33,13 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """Clients, each of which has a training, a validation and a test part.
+    """Clients, each of which has a training, a validation and a test set.
 
     Args:
         data: data set that contains the samples of all clients.
         parts: one `Split` each for ``"train"``, ``"validation"`` and ``"test"``.
         names: names of the clients.
-        test: positions of the samples in a common test set. None if the common test set is the union of the test parts
+        test: positions of the samples in a common test set. None if the common test set is the union of the test sets
             of all clients.
         partition: description of the partition (its kind and fields), which is recorded.
         seed: seed of the split.
@@ -95,7 +95,7 @@ class Federation:
         self._check_subjects()
         empty: list[int] = (self.sizes("train") == 0).nonzero().flatten().tolist()
         if empty or self.n == 0:
-            who = f"clients {empty[:8]} have no training sample" if empty else "there are no clients"
+            who = f"clients {empty[:8]} have no training samples" if empty else "there are no clients"
             raise PartitionError(
                 f"{who}. Every client needs at least one training sample. Use fewer clients or more data"
             )
@@ -118,9 +118,9 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Raise an error if a subject is in two parts, even at different clients.
+        """Raise an error if a subject is in two splits, even at different clients.
 
-        For this check, the common test set belongs to the test part.
+        The common test set is part of the test split here.
 
         Raises:
             DataError: a subject is in two parts.
@@ -134,8 +134,9 @@ class Federation:
         if (mixed := find_shared_subject(design, parts)) is not None:
             first, second, row = mixed
             raise DataError(
-                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
-                f"part (row {row}). Keep each subject in the same part at all clients, mark all rows of a subject in "
+                f"{self.data.name}: a subject ({design.subject_name!r}) is in both the {first} set and the "
+                f"{second} set (row {row}). Keep each subject in the same split at all clients, mark all rows of "
+                "a subject in "
                 "the same way, or let a partition create the parts (pool = true for data with an official test set). "
                 "If every client numbers its subjects from 1, put the client's name before the number"
             )
@@ -167,7 +168,7 @@ class Federation:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences for a run's report about the data and their split, without duplicates."""
+        """Notes for a run's report on the data and their split, without duplicates."""
         return list(dict.fromkeys(map(write_singular, (*self.notes, *self.data.notes))))
 
     @property
@@ -190,7 +191,7 @@ class Federation:
         return self._split(part).offsets.diff()
 
     def indices(self, part: str, client: int) -> Tensor:
-        """Return the positions in the data set of one client's part, as a view [k] (int64)."""
+        """Return the positions of a client's part in the data set, as a view [k] (int64)."""
         index, offsets = self._split(part)
         return index[int(offsets[client]) : int(offsets[client + 1])]
 
@@ -267,7 +268,7 @@ class Federation:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
         """Return the federation with its samples and index lists on a different device.
 
-        The values that its method `fetch` returns have the type `dtype`.
+        Its `fetch` method returns values of type `dtype`.
         """
         data, d = self.data, device
         moved = replace(
@@ -332,7 +333,7 @@ class Federation:
         return values.new_zeros(self.n, *values.shape[1:]).index_add(0, owner, values)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """Return measures of how much clients differ. Each measure is a list with one value per client.
+        """Return measures of client heterogeneity. Each measure is a list with one value per client.
 
         The measure ``sizes`` always exists. If there are classes, each client's labels are compared with the labels of
         all clients: ``emd`` (sum of absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID

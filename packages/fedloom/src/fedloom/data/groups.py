@@ -1,4 +1,4 @@
-"""Groups of rows within clients, defined by columns that are kept for evaluation."""
+"""Groups of rows within clients, defined by columns kept for evaluation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         name, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if name not in data.columns:
             raise unknown(
-                "column", name, data.columns, "groups, which read the columns of a table", rule="groups-column"
+                "column", name, data.columns, "groups, which need the columns of a table", rule="groups-column"
             )
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
@@ -81,11 +81,11 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
 
 
 def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the choice and the name of each group, in an order that depends only on the agreed levels.
+    """Return the choice and the name of each group, in an order that depends only on the levels in the agreement.
 
     Args:
         choices: columns or thresholds, as in `groups_of`.
-        levels: agreed levels of every column that has levels.
+        levels: levels in the agreement of each column that has levels.
 
     Raises:
         ConfigError: no levels were agreed on for a column without a threshold.
@@ -154,7 +154,7 @@ def subjects_of(data: Dataset) -> Tensor | None:
 
 
 def describe_repeated_subjects(rows: int, subjects: int) -> list[str]:
-    """Return a note for statistics of rows if a subject has several rows, and no note otherwise."""
+    """Return a note on row statistics if a subject has several rows, and no note otherwise."""
     if subjects == rows:
         return []
     return [

@@ -1,4 +1,4 @@
-"""InputSpec: facts about the training data that decide how new samples are prepared, and which are rejected."""
+"""InputSpec: facts about the training data that determine how new samples are prepared and which are rejected."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
-"""Facts about samples that must be the same on a server and at its sites."""
+"""Facts about samples that must match between a server and its sites."""
 NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for users whose samples are not in a table."""
 SMALL_SPAN_SHARE = 0.01
-"""Share of the training range below which the range of new samples shows that they are in another unit. Bytes and
-numbers from 0 to 1 differ by a factor of 255."""
+"""Fraction of the training range below which the range of new samples shows that they are in a different unit. Bytes
+and numbers from 0 to 1 differ by a factor of 255."""
 MIN_SPAN_SAMPLES = 10
 """Minimum number of samples other than images for this conclusion."""
 
@@ -49,12 +49,12 @@ class InputSpec(Value):
     It describes the training data of a model.
     """
 
-    shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
+    shape: tuple[int, ...] = Field(description="shape of a single sample, as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes or labels")
     targets: int = Field(1, ge=1, description="number of target values per sample, if targets are numeric")
-    centre: float = Field(0.0, description="number subtracted from regression targets")
-    unit: float = Field(1.0, gt=0, description="divisor for the targets, applied after the subtraction")
+    centre: float = Field(0.0, description="value subtracted from regression targets")
+    unit: float = Field(1.0, gt=0, description="value by which targets are divided after the subtraction")
     pixels: bool = Field(
         False, description="whether samples were stored as bytes and divided by 255. If not, they are unchanged floats"
     )
@@ -64,14 +64,14 @@ class InputSpec(Value):
         "unknown, or the samples are not images",
     )
     mean: tuple[float, ...] | None = Field(
-        None, description="numbers subtracted from samples: one per channel, or one for all channels"
+        None, description="values subtracted from samples: one per channel, or one for all channels"
     )
-    std: tuple[float, ...] | None = Field(None, description="divisors for samples, applied after the subtraction")
+    std: tuple[float, ...] | None = Field(None, description="values by which samples are divided after the subtraction")
     span: tuple[float, float] | None = Field(
-        None, description="smallest and largest value of samples that are floats. None: unknown, or other samples"
+        None, description="smallest and largest values of float samples. None: unknown, or the samples are not floats"
     )
     table: Table | None = Field(None, description="table columns from which the features are computed")
-    vocabulary: tuple[str, ...] = Field((), description="tokens that make up the vocabulary")
+    vocabulary: tuple[str, ...] = Field((), description="tokens in the vocabulary")
     each: bool = Field(False, description="whether every position in a sequence has a label")
 
     @model_validator(mode="after")
@@ -102,7 +102,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """Return the description of the data that the sites will read under an agreement."""
+        """Return the description of the data that sites will read under an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -164,7 +164,7 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Convert new data to the form of the training data. Classes and columns are matched by name.
+        """Convert new data to the format of the training data. Classes and columns are matched by name.
 
         Args:
             data: data set from any source. It does not need to contain all classes.
@@ -243,7 +243,7 @@ class InputSpec(Value):
         return x
 
     def find_far_share(self, x: Tensor) -> float:
-        """Return the share of samples ``[N, *shape]`` whose values are far outside the range of the training samples.
+        """Return the fraction of samples ``[N, *shape]`` whose values are far outside the training range.
 
         A value is far outside if it exceeds the range by more than half its width. If all samples together cover less
         than `SMALL_SPAN_SHARE` of the range, they are probably in another unit, such as numbers from 0 to 1 instead of
@@ -328,12 +328,12 @@ class InputSpec(Value):
 def single_client_federation(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
     """Return a federation in which a single client owns all samples.
 
-    The columns of a table are scaled with the client's training part.
+    The columns of a table are scaled with the client's training set.
 
     Args:
         data: result of `InputSpec.take`.
-        holdout: fraction of the samples in the test part, in [0, 1). At least one sample of each class stays in the
-            training part.
+        holdout: fraction of the samples in the test set, in [0, 1). At least one sample of each class stays in the
+            training set.
         seed: seed of the split.
 
     Raises:

@@ -1,4 +1,4 @@
-"""NewData: reading of files and data sets that appear after a run, with the options of the run that still apply."""
+"""NewData: reading of files and data sets after a run, with those of the run's options that still apply."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class NewRows(NamedTuple):
             for missing cells. For data that are not a table, samples ``[N, *shape]``.
         sites: client of each row, read from a column of the table. None if no column contains the names of the clients.
         notes: notes on cells that were filled.
-        unknown: those of the notes that are on levels that do not occur in the training data.
+        unknown: the notes on levels that do not occur in the training data.
         files: file that contains each row, if each row has a separate file.
-        copied_columns: columns that are written next to the predictions, as text, keyed by name.
+        copied_columns: columns to write next to the predictions, as text, keyed by name.
     """
 
     x: Tensor

@@ -48,7 +48,7 @@ def plan_batches(size: int, batch_size: int | None, steps: int, gen: torch.Gener
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""From this number of samples on, PyTorch uses a different algorithm for permutations."""
+"""Number of samples from which PyTorch uses a different permutation algorithm."""
 
 
 @cache

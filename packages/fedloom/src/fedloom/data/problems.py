@@ -60,13 +60,16 @@ class LinearRegression(_EqualClientsSource):
         default=1.0, ge=0, description="standard deviation of the theta_i around their mean, a vector of ones"
     )
     equal_length: bool = Field(default=False, description="give all theta_i the same norm (condition of Proposition 3)")
-    malicious: int = Field(default=0, ge=0, description="m_a, number of attackers, which are the last clients")
+    malicious: int = Field(default=0, ge=0, description="m_a, number of attackers, who are the last clients")
     gamma: float = Field(default=1.0, ge=0, description="strength of the attack")
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> LinearRegression:
         if self.features > self.samples or self.malicious >= self.clients:
-            raise ValueError("needs features <= samples (so that X_i' X_i is invertible) and malicious < clients")
+            raise ValueError(
+                "features must be at most samples (so that X_i' X_i is invertible), and malicious must "
+                "be less than clients"
+            )
         return self
 
     def truth(self) -> tuple[Floats, Floats]:

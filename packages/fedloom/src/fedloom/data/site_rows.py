@@ -57,7 +57,7 @@ def rows_by_site(
         DataError: a cell is not a number, or every row has a missing cell.
     """
     if not isinstance(source, TableSource):
-        raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
+        raise ConfigError("a regression computed from sums needs a table (CSV or Parquet) in [data]")
     if source.agreement is not None:
         raise ConfigError(
             "a regression reads its columns from [data] itself. Set `categorical` and `drop` there, "
@@ -73,7 +73,7 @@ def rows_by_site(
         raise DataError(f"{data.name}: every row contains a missing cell. Drop the columns that are mostly missing")
     columns = column_names(data.prepare)
     if not columns:
-        raise ConfigError(f"{data.name}: the target is the only column left, so there are no features")
+        raise ConfigError(f"{data.name}: the target is the only remaining column, so there are no features")
     x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     held_out = torch.zeros(len(data), dtype=torch.bool) if test is None else _rows_with(data, *test)
@@ -83,7 +83,7 @@ def rows_by_site(
     lost = int((~whole).sum())
     units = subjects_of(data)
     repeats = [] if units is None else describe_repeated_subjects(int(fitted.sum()), len(units[fitted].unique()))
-    notes = [f"{lost} of {len(data)} rows have a missing cell and are left out"] if lost else []
+    notes = [f"{lost} of {len(data)} rows have a missing cell and are omitted"] if lost else []
     sites = [(x[rows].numpy(), y[rows].numpy()) for rows in here.values()]
     tested = [whole & held_out & (owner == k) for k in here] if test is not None else []
     test_sites = [(x[rows].numpy(), y[rows].numpy()) for rows in tested]

@@ -1,4 +1,4 @@
-"""Table: imputation, missing-value flags, one-hot levels and scaling, all fitted separately at each client."""
+"""Table: imputation, missing-value flags, one-hot encoding and scaling, all fitted separately at each client."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ class TableColumn(Value):
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
     flag: bool = Field(default=False, description="whether an additional feature marks missing values")
     scale: bool = Field(default=True, description="whether to center and scale the numeric column")
-    unit: str = Field(default="", description="agreed unit of a numeric column")
+    unit: str = Field(default="", description="unit of a numeric column in the agreement")
     range: tuple[float, float] | None = Field(
-        default=None, description="smallest and largest plausible value of a numeric column"
+        default=None, description="smallest and largest plausible values of a numeric column"
     )
 
     @model_validator(mode="after")
@@ -137,18 +137,17 @@ class TableColumn(Value):
 
 
 class Table(Value):
-    """Conversion of raw columns [N, p] to features [N, q], which is fitted for each client separately.
+    """Conversion of raw columns [N, p] to features [N, q], fitted separately for each client.
 
     In a numeric column, missing values are replaced by the median of the client's observed training values. Then, the
-    column is centered and divided by its standard deviation in the client's training part (or by 1 if this is 0),
-    unless scaling is switched off. In a column of codes, missing values are replaced by the client's most frequent
-    training level, and each level becomes one feature. If a client has fewer than `min_observed` observed training
-    values in a column, the column is 0 for this client. A column with a missing-value flag has an additional feature
-    that is 1 if the value was missing. No value is fitted to the data of several clients, or to validation or test
-    parts.
+    column is centered and divided by its standard deviation in the client's training set (or by 1 if this is 0), unless
+    scaling is switched off. In a column of codes, missing values are replaced by the client's most frequent training
+    level, and each level becomes one feature. If a client has fewer than `min_observed` observed training values in a
+    column, the column is 0 for this client. A column with a missing-value flag has an additional feature that is 1 if
+    the value was missing. No value is fitted to the data of several clients, or to validation or test sets.
 
     Training, evaluation, prediction, exports and deployments use the same scaling: a client's rows are always encoded
-    with the values fitted to its training part, regardless of the model. For a new client, which has no training part,
+    with the values fitted to its training set, regardless of the model. For a new client, which has no training set,
     the `typical` values are used.
     """
 
@@ -156,10 +155,10 @@ class Table(Value):
     min_observed: int = Field(
         default=5,
         ge=1,
-        description="minimum number of training values in a column. A column with fewer values is dropped",
+        description="minimum number of training values in a column. Columns with fewer values are dropped",
     )
-    missing: tuple[str, ...] = Field(default=("",), description="cell values that mean a missing value")
-    impute: bool = Field(default=True, description="whether missing cells in new rows are filled")
+    missing: tuple[str, ...] = Field(default=("",), description="missing-value codes")
+    impute: bool = Field(default=True, description="whether missing cells in new rows are imputed")
 
     @classmethod
     def numeric(cls, count: int) -> Table:
@@ -182,7 +181,7 @@ class Table(Value):
         return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Fit the conversion to each client's training part. The arguments are the same as for `Prepare`.
+        """Fit the conversion to each client's training set. The arguments are the same as for `Prepare`.
 
         Returns:
             Fitted values [n, p, 5] (float64): the value for missing cells, the number to subtract, the divisor, and the
@@ -219,7 +218,7 @@ class Table(Value):
         return Encoder(self.columns, fitted)
 
     def typical(self, fitted: Tensor) -> Tensor:
-        """Return typical values ``[p, .]`` for a client without a training part, from other clients' ``[n, p, .]``.
+        """Return typical values ``[p, .]`` for a client without a training set, from other clients' ``[n, p, .]``.
 
         For a numeric column, these are the medians over the clients that observed it, and the widest bounds. For a
         column of codes, this is the level that clients most often use to fill missing cells.

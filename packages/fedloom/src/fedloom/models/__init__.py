@@ -1,4 +1,4 @@
-"""Models as values: ``MODELS`` by kind, ``PAPER_NETWORKS`` by name, parts of models, and augmentation."""
+"""Model specifications: ``MODELS`` by kind, ``PAPER_NETWORKS`` by name, parts of models, and augmentation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS: dict[str, type[ModelSpec]] = {
 }
 """Classes of model specifications, keyed by the value of ``kind`` in the ``[model]`` table of an experiment file."""
 MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPER_NETWORKS}}
-"""Classes for all kinds in `MODELS` and all networks in `PAPER_NETWORKS`, with the default values that a run uses."""
+"""Classes for all kinds in `MODELS` and all networks in `PAPER_NETWORKS`, with a run's default values."""
 
 
 def spec_of(kind: str, **options: object) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the layers of a model are frozen, and a small trainable product is added to some of them.
+"""Low-rank adapters: a model's layers are frozen, and a small trainable product is added to some of them.
 
 E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, where
 B is 0 at the start.
@@ -26,14 +26,14 @@ ATTENTION_PATTERN = re.compile("attention|attn", re.IGNORECASE)
 class Adapters(Value):
     """Choice of the layers that get adapters.
 
-    All parameters except the adapters and a trained head are frozen, and are stored only once for all clients.
+    All other parameters, except a trained head, are frozen and stored only once for all clients.
     """
 
     rank: PositiveInt = Field(8, description="rank of each adapter")
     on: Literal["attention", "linear"] = Field(
         "attention", description="layers that get adapters: the linear layers in attention, or all linear layers"
     )
-    scale: float = Field(1.0, gt=0, description="factor that scales the adapter's product (LoRA: alpha / rank)")
+    scale: float = Field(1.0, gt=0, description="scaling factor of the adapter's product (LoRA: alpha / rank)")
     head: bool = Field(False, description="also train the whole last linear layer")
 
 
@@ -55,16 +55,13 @@ class Adapted(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the original layer plus the product of the adapter."""
+        """Return the output of the original layer plus the adapter's product."""
         output: Tensor = self.wrapped(x)
         return output + self.scale * ((x @ self.down.mT) @ self.up.mT)
 
     @property
     def weight(self) -> Tensor:
-        """Weights of the layer with the product of the adapter added.
-
-        Some modules read the weights instead of calling the layer.
-        """
+        """The layer's weights plus the adapter's product. Some modules read the weights and do not call the layer."""
         plain: Tensor = self.wrapped.weight  # type: ignore[assignment]
         product = self.scale * (self.up @ self.down)
         return plain + (product if type(self.wrapped) is nn.Linear else product.mT)
@@ -78,9 +75,8 @@ class Adapted(nn.Module):
 def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
     """Return a copy of a module with adapters added.
 
-    In the copy, only the adapters are trainable and, if ``adapters.head`` is True, the head.
-
-    The initial values of the adapters are drawn from torch's global generator.
+    In the copy, only the adapters (and the head, if ``adapters.head`` is True) are trainable. Their initial values are
+    drawn from torch's global generator.
 
     Raises:
         ConfigError: the module has no such layers, or the rank is too large for one of them.
@@ -117,7 +113,7 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
 def merge_adapters(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose adapters are merged into their layers, which restores the original architecture.
 
-    A module without adapters is not copied, but returned itself.
+    A module without adapters is returned uncopied.
     """
     adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     module = copy.deepcopy(module) if adapters else module

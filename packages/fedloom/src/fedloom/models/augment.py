@@ -1,4 +1,4 @@
-"""Random changes of training images, which are drawn from each client's own generator.
+"""Random augmentation of training images, drawn from each client's own generator.
 
 By default, images remain unchanged.
 
@@ -48,7 +48,7 @@ class Augment(Value):
         return torch.cat([flip, torch.where(chance[:, 1:] < self.crop_probability, corner, self.crop)], 1)
 
     def apply(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Return randomly changed images.
+        """Return randomly augmented images.
 
         Args:
             x: images ``[..., c, h, w]`` with any number of leading dimensions.

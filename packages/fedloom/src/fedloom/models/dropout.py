@@ -9,10 +9,9 @@ from torch import Tensor, nn
 class Dropout(nn.Module):
     """Layer that multiplies by the buffer ``mask`` in training, and returns its input unchanged in evaluation.
 
-    The engine draws masks from the client's own generator with `draw`. It passes them to the layer by assignment to the
-    buffer or by `torch.func.functional_call`, which also supports one mask for each client under `torch.func.vmap`.
-    Until the engine sets ``mask``, it is 1, so that no values are dropped. The buffer is not included in the state
-    dict.
+    The engine draws masks from the client's own generator with `draw`. It passes them to the layer by assigning the
+    buffer or through `torch.func.functional_call`, which also supports one mask per client under `torch.func.vmap`.
+    Until the engine sets ``mask``, it is 1, so no values are dropped. The buffer is not included in the state dict.
 
     Args:
         p: probability in [0, 1) of dropping a feature.

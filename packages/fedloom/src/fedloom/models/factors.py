@@ -1,4 +1,4 @@
-"""Factorized models: a linear or convolutional layer is replaced by two thinner layers if this saves parameters."""
+"""Factorized models: a linear or convolutional layer is replaced by two thinner layers if that saves parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Factorised(NamedTuple):
     """Model with factorized layers.
 
     Attributes:
-        module: changed copy of the original module, in evaluation mode. The original module remains unchanged.
-        parameters: number of parameters of the changed copy.
+        module: factorized copy of the original module, in evaluation mode. The original module is not changed.
+        parameters: number of parameters of the factorized copy.
         original_parameters: number of parameters of the original module.
         ranks: rank of each replaced layer, keyed by the name of the layer.
     """
@@ -40,10 +40,10 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
         module: model to be factorized. If no singular value is dropped, the predictions remain the same up to rounding.
         rank: maximum number of singular values that are kept in each layer. If None, all singular values above the
             tolerance are kept.
-        tolerance: fraction in [0, 1) of a layer's largest singular value, below which singular values are dropped.
+        tolerance: fraction in [0, 1) of a layer's largest singular value. Smaller singular values are dropped.
 
     Returns:
-        Changed copy of the module, with the rank of each replaced layer.
+        Factorized copy of the module, with the rank of each replaced layer.
 
     Raises:
         ConfigError: the rank or the tolerance is out of range.

@@ -38,7 +38,7 @@ class ConditionalValve(nn.Module):
 class Guided(MultiBodyNetwork):
     """Network with a valve below its head and with an embedding of each class (GPFL).
 
-    It predicts from the features under the second condition, which is personal. The embeddings do not influence
+    Its predictions use the features under the second condition, which is personal. The embeddings do not affect
     predictions.
 
     Attributes:
@@ -77,7 +77,7 @@ class Guided(MultiBodyNetwork):
 
 
 class GuidedOption(Construction):
-    """Option ``guided`` of a model, which replaces the network of the model by `Guided`."""
+    """Option ``guided`` of a model, which replaces the model's network with `Guided`."""
 
     option = "guided"
     guided: bool = Field(
@@ -92,7 +92,8 @@ class GuidedOption(Construction):
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
         if each:
             raise Refused(
-                f"model.guided compares the representation of a whole sample with classes, but {POSITIONS_REASON}",
+                f"model.guided compares the representation of a whole sample with the class embeddings, but "
+                f"{POSITIONS_REASON}",
                 rule="guided-needs-one-label",
                 fix="omit {model.guided}",
             )

@@ -19,19 +19,19 @@ class Hub(TokenModelSpec):
     It needs the extra ``hub`` of fedloom.
 
     With ``name``, weights are downloaded by `AutoModel.from_pretrained`, which never executes code from the repository.
-    In this case, the tokens of the data must be the tokens of the model's tokenizer, with 0 as padding. If ``config``
-    is given, a new model is created without a network connection. Dropout is determined by the model's configuration.
+    The data's tokens must then come from the model's tokenizer, with 0 as padding. If ``config`` is given, a new model
+    is created without a network connection. Dropout is determined by the model's configuration.
     """
 
     name: str | None = Field(
         None, description="name of a model on the Hugging Face Hub, or a folder written by `save_pretrained`"
     )
     config: dict[str, Any] = Field(
-        default_factory=dict, description="model_type and other configuration of a new model, instead of a name"
+        default_factory=dict, description="configuration of a new model, with its model_type. Set either this or name"
     )
     pool: Literal["last", "mean"] = Field(
         "last",
-        description="tokens that predict the label of a whole sequence: the last token, or the mean of all tokens",
+        description="pooling for the label of a whole sequence: the last token, or the mean over all tokens",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Models from a user's own `nn.Module`, which is given by an import path or as a Python object."""
+"""Models from a user's own `nn.Module`, given as an import path or as a Python object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
-"""User's own module, or a class or function that returns a module."""
+"""User-defined module, or a class or function that returns a module."""
 ABSENT_VALUE = object()
 """Placeholder for an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
@@ -72,11 +72,11 @@ class Import(_UserModel):
 
 
 class InProcessModel(_UserModel):
-    """A module, class or function in this process without an import path, e.g. one defined in a notebook cell.
+    """A module, class or function in this process without an import path, e.g., one defined in a notebook cell.
 
-    A module is copied with its weights, which are the initial values for all seeds. A class or function is called in
-    the way described in `Import`. In checkpoints, the object is identified by ``digest``. To resume a run in a
-    different process, define the same object there.
+    A module is copied with its weights, which are the initial values for all seeds. A class or function is called as
+    described in `Import`. In checkpoints, the object is identified by ``digest``. To resume a run in a different
+    process, define the same object there.
     """
 
     kind: ClassVar[str] = "held"
@@ -99,11 +99,11 @@ class InProcessModel(_UserModel):
 
 
 def describe_model(model: object) -> ModelSpec | None:
-    """Return the specification of an object that is a model, or None if the object is not a model.
+    """Return the specification of a model object, or None if the object is not a model.
 
     Args:
         model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a
-            module. If the object has an import path, the specification is an `Import`. Otherwise, it is a
+            module. If the object has an import path, the specification is an `Import`. Otherwise, it is an
             `InProcessModel`.
     """
     if isinstance(model, nn.Module):
@@ -194,7 +194,7 @@ def _flatten_pixels(module: nn.Module, inputs: object, output: object) -> Any:
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """Return the names of layers that normalize each sample with the other samples of the batch, even in evaluation."""
+    """Return the names of layers that use batch statistics even in evaluation."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
 
@@ -221,14 +221,14 @@ def try_out(
 ) -> None:
     """Apply a module to two samples, and check the shape of the output.
 
-    The values of the samples are 0. If the module fails on them, the values are 1, because a module may mask all
-    positions with value 0; for tokens, the values are always 1. The module is also applied to a single sample, for
-    which the output must have the same shape. If some layers normalize each sample together with the other samples of
-    the batch, the module must not fail on a single sample.
+    The values of the samples are 0. If the module fails on them, values of 1 are used, because a module may mask all
+    positions with value 0. For tokens, the values are always 1. The module is also applied to a single sample, for
+    which the output must have the same shape. If some layers use batch statistics, the module must not fail on a single
+    sample.
 
     Raises:
         ConfigError: the module fails, the shape of its output differs from the description in `ModelSpec`, or the
-            output depends on no parameter.
+            output does not depend on any parameter.
     """
     training = module.training
     if tokens and tokens[0]:
@@ -396,7 +396,7 @@ class ModuleValues:
 
 @contextmanager
 def restore_module_values(module: nn.Module) -> Iterator[None]:
-    """After the block, restore all values of a module that were changed by a forward pass."""
+    """After the block, restore all of a module's values that a forward pass changed."""
     values = ModuleValues(module)
     copies = {name: copy_of(value) for name, value in values_of(module).items()}
     try:

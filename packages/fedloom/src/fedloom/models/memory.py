@@ -1,4 +1,4 @@
-"""Models with a memory, whose predictions also use the labels of the stored samples with similar representations."""
+"""Models with a memory, whose predictions also use the labels of stored samples with similar representations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_CLASS_PROBABILITY = 1e-12
 class StoredSampleMemory(nn.Module):
     """Representations and labels of stored samples, and the rule for predictions from them.
 
-    A place that contains no sample has no label.
+    An empty place has no label.
 
     Args:
         places: number S of samples that can be stored.
@@ -48,7 +48,7 @@ class StoredSampleMemory(nn.Module):
 
 
 class WithMemory(MultiBodyNetwork):
-    """Network whose class probabilities are mixed with the probabilities of the nearest stored samples (kNN-Per).
+    """Network whose class probabilities are mixed with those of the nearest stored samples (kNN-Per).
 
     In training, and as long as the weight of the memory is 0, predictions come only from the network.
 
@@ -109,11 +109,11 @@ def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours:
 
 
 class MemoryOption(Construction):
-    """Option ``memory`` of a model, which replaces its network by `WithMemory`."""
+    """Option ``memory`` of a model, which replaces its network with `WithMemory`."""
 
     option = "memory"
     memory: int | None = Field(
-        None, ge=1, description="maximum number of samples that a client's network stores for its predictions (kNN-Per)"
+        None, ge=1, description="maximum number of samples that each client stores for its predictions (kNN-Per)"
     )
 
     @staticmethod

@@ -52,7 +52,7 @@ class Mixture(MultiBodyNetwork):
         return {f"components.{m}": component for m, component in enumerate(self.components)}
 
     def above(self, *z: Tensor) -> Tensor:
-        """Return logits ``[b, ..., c]`` of the mixture from the logits of its networks."""
+        """Return the mixture's logits ``[b, ..., c]``, given the logits of its networks."""
         logits: Tensor = self.logits(torch.stack(z, 1))
         weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
         mixed = (log_probabilities(logits) + weights).logsumexp(1)
@@ -60,7 +60,7 @@ class Mixture(MultiBodyNetwork):
 
 
 class MixtureOption(Construction):
-    """Option ``mixture`` of a model, which replaces its network by a `Mixture` of several networks."""
+    """Option ``mixture`` of a model, which replaces its network with a `Mixture` of several networks."""
 
     option = "mixture"
     mixture: int | None = Field(
@@ -89,7 +89,7 @@ class MixtureOption(Construction):
         for key in ("class_weights", "loss"):
             if key in task_keys:
                 raise Refused(
-                    "model.mixture always uses -log of the probabilities as its loss",
+                    "model.mixture always uses the negative log-probability as its loss",
                     rule="mixture-has-a-loss",
                     fix=f"omit {{task.{key}}}",
                 )

@@ -1,6 +1,6 @@
 """Softmax regression, multilayer perceptrons, and plain convolutional networks.
 
-Each of them is an `nn.Sequential`, whose last linear layer has the name ``head``.
+Each model is an `nn.Sequential` whose last linear layer is named ``head``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Activation = Literal["relu", "tanh", "sigmoid", "gelu", "silu", "elu"]
 
 
 class Softmax(ModelSpec):
-    """Multinomial logistic regression: a linear layer with bias (7,850 parameters for 28x28 images of 10 classes)."""
+    """Multinomial logistic regression: a linear layer with bias (7,850 parameters for 28x28 images and 10 classes)."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(OrderedDict(flatten=nn.Flatten(), head=nn.Linear(prod(shape), outputs)))
@@ -45,7 +45,7 @@ class MLP(ModelSpec):
 class CNN(ModelSpec):
     """Convolutions (stride 1) with optional normalization, activation and 2x2 max pooling, then linear layers.
 
-    Each setting of the convolutions is either a single value for all of them, or a list with one value for each.
+    Each setting of the convolutions is either a single value for all of them or a list with one value per convolution.
     """
 
     channels: tuple[PositiveInt, ...] = Field(

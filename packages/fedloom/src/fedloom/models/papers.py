@@ -1,4 +1,4 @@
-"""Networks from papers, keyed by name, with the numbers of parameters that the papers or their code state."""
+"""Networks from papers, keyed by name, with the numbers of parameters given in the papers or their code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Parts of a model: its head, which is the last linear layer, and the layer below the head.
 
-A user's own module may name these parts by the attributes ``head`` and ``penultimate``, which must be strings.
+A user-defined module may name these parts in the attributes ``head`` and ``penultimate``, which must be strings.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fedloom.hints import nearest
 from fedloom.models.dropout import Dropout
 from fedloom.values import Value
 
-POSITIONS_REASON = "these sequences have a label per position"
-"""Reason why an option of a model that needs one label for each sample cannot be used."""
+POSITIONS_REASON = "these sequences have one label per position"
+"""Reason why a model option that requires one label per sample cannot be used."""
 
 
 class Construction(Value):
     """Option of every model. If it is set, a larger network is built from plain networks.
 
-    A method recognizes such networks by the names of their parameters. No other code depends on the method.
+    Methods recognize such networks by their parameter names. No other code depends on the method.
     """
 
     option: ClassVar[str]
@@ -42,7 +42,7 @@ class Construction(Value):
     @staticmethod
     @abstractmethod
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
-        """Raise an error if the option is useless for a task.
+        """Raise an error if the option cannot be used for a task.
 
         Args:
             classed: True if the labels are classes.
@@ -55,7 +55,7 @@ class Construction(Value):
 
 
 class MultiBodyNetwork(nn.Module, ABC):
-    """Network of several bodies, which all receive the samples, and a part that combines their outputs."""
+    """Network with several bodies, which all receive the samples, and a part that combines their outputs."""
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
@@ -97,8 +97,8 @@ def penultimate_layer(module: nn.Module) -> str:
 
     It is the module that the attribute ``penultimate`` names if the attribute is a string. Otherwise, it is the last
     submodule without children that was registered before the head. Dropout and identity layers are skipped, because
-    they do nothing in evaluation mode. If the model has no hidden layer, the representation is the flattened input. If
-    a module applies an activation as a function, the representation is the input of the head
+    they have no effect in evaluation mode. If the model has no hidden layer, the representation is the flattened input.
+    If a module applies an activation as a function, the representation is the input of the head
     (`fedloom.local.oracles.forward.find_representation`).
 
     Raises:

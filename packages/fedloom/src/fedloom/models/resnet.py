@@ -32,7 +32,7 @@ class ResNet18(ModelSpec):
     groups: PositiveInt = Field(
         2, description="number of groups in every normalization layer (FedSLR's code: 2). Must divide 64"
     )
-    head_bias: bool = Field(False, description="give the last linear layer a bias (FedSLR: no)")
+    head_bias: bool = Field(False, description="add a bias to the last linear layer (FedSLR: no)")
 
     @model_validator(mode="after")
     def _groups_divide_the_widths(self) -> ResNet18:

@@ -79,7 +79,7 @@ class Transformer(TokenModelSpec):
 
 
 class LSTMNetwork(nn.Module):
-    """Network that is built by `LSTM`."""
+    """Network built by `LSTM`."""
 
     def __init__(self, spec: LSTM, outputs: int, vocabulary: int, each: bool) -> None:
         super().__init__()
@@ -102,10 +102,7 @@ class LSTMNetwork(nn.Module):
 
 
 class TorchLSTMLayer(nn.LSTM):
-    """LSTM layer that is computed by torch.
-
-    If ``plain`` is True, it is computed by plain operations, which `torch.vmap` supports.
-    """
+    """LSTM layer computed by torch or, if ``plain`` is True, by plain operations that `torch.vmap` supports."""
 
     plain = False
     weight_ih_l0: Tensor
@@ -127,7 +124,7 @@ class TorchLSTMLayer(nn.LSTM):
 
 
 class TransformerNetwork(nn.Module):
-    """Network that is built by `Transformer`."""
+    """Network built by `Transformer`."""
 
     positions: Tensor
     before: Tensor

@@ -1,6 +1,6 @@
 """Specification of a model as a value.
 
-A model is built deterministically, and the global random generators remain unchanged.
+A model is built deterministically, without changing the global random generators.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ DIGEST_MARK = "#sha256="
 
 
 class InitialValues(Value):
-    """Options, for all models, that determine the values before the first round and which values are trained."""
+    """Options of all models that determine the initial values and which values are trained."""
 
     init_from: str | None = Field(
         None,
         description=(
-            "safetensors file with the initial values, as written by `fedloom export`, with an "
-            "optional digest after #sha256= (default: random values, drawn with the seed)"
+            "safetensors file with the initial values, as written by `fedloom export`. A digest may follow after "
+            "#sha256= (default: random values, drawn with the seed)"
         ),
     )
     adapters: Adapters | None = Field(
         None,
-        description="low-rank adapters to train instead of the layers: a table with the keys rank, on, scale and head",
+        description="low-rank adapters that are trained instead of the layers: a table with the keys rank, on, scale "
+        "and head",
     )
 
 
@@ -100,7 +101,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
                 position), and True if each position has a label.
 
         Raises:
-            ConfigError: the model cannot process samples of this shape, does not fit into memory, or does not match its
+            ConfigError: the model cannot process samples of this shape, does not fit in memory, or does not match its
                 weight file or its adapters.
         """
         module = self._draw_model(shape, outputs, seed, tokens)
@@ -126,9 +127,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
             except (RuntimeError, TypeError) as error:  # TypeError: a size exceeds 64 bits
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
-                raise ConfigError(
-                    f"the model does not fit into the memory of this machine. Make the model smaller: {self!r}"
-                ) from None
+                raise ConfigError(f"the model does not fit in memory. Use a smaller model: {self!r}") from None
 
     def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         shape = tuple(shape)
@@ -221,7 +220,9 @@ def weights_content(weights: str) -> bytes:
         ) from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):
-        raise ConfigError(f"model weights {file}: the SHA-256 is {got}, but {wanted} is required. Use the right file")
+        raise ConfigError(
+            f"model weights {file}: the SHA-256 is {got}, but {wanted} is required. Use the file with this digest"
+        )
     return content
 
 

@@ -1,1 +1,1 @@
-"""Models as vectors in R^d, and values of clients as tensors [m, d] with one row per client."""
+"""Models as vectors in R^d, and clients' values as tensors [m, d] with one row per client."""

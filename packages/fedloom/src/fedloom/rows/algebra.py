@@ -24,7 +24,7 @@ def norm(rows: Tensor) -> Tensor:
 def directions(rows: Tensor) -> Tensor:
     """Scale rows [m, d] to length 1.
 
-    If the norm of a row cannot be computed exactly, the row becomes shorter than 1, so that no cosine exceeds 1.
+    If a row's norm cannot be computed exactly, the scaled row is shorter than 1, so that no cosine exceeds 1.
     """
     return torch.nn.functional.normalize(rows, dim=1, eps=shortest(rows))
 
@@ -113,9 +113,9 @@ def solved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ranks(matrices: Tensor) -> Tensor:
-    """Return numerical ranks [...] (int64), which are the numbers of singular values above s_max * max(r, c) * eps.
+    """Return numerical ranks [...] (int64): the number of singular values above s_max * max(r, c) * eps.
 
-    A matrix with values that are not finite has full rank.
+    A matrix with nonfinite values has full rank.
     """
     s = spectrum(matrices)
     return (~(s <= s[..., :1] * max(matrices.shape[-2:]) * torch.finfo(s.dtype).eps)).sum(-1)

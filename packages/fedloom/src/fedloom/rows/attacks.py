@@ -21,14 +21,14 @@ from fedloom.values import Value, choose
 
 
 class Attack(Value, ABC):
-    """Attack, and the fraction of clients that carry it out. The same clients attack in every round."""
+    """Attack, and the fraction of clients that carry it out. The attackers are the same in every round."""
 
     fraction: float = Field(0.2, ge=0, le=1, description="fraction of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
-    """True if the attack forges the activations that describe clients, so that the run must use activations."""
+    """True if the attack forges the activations that describe clients, which requires a run that uses activations."""
 
     def attackers(self, n: int, seed: int) -> Tensor:
-        """Return the ids of the attackers in ascending order. Their number is ``fraction`` times n, rounded."""
+        """Return the attackers' ids in ascending order. There are ``fraction`` times n attackers, rounded."""
         order = torch.randperm(n, generator=generator(seed, purpose="attackers"))
         return order[: round(self.fraction * n)].sort().values
 
@@ -62,13 +62,13 @@ class Poison(Attack, ABC):
 
 
 class Forgery(Attack, ABC):
-    """Attack that replaces the trained models of attackers by forged models.
+    """Attack that replaces the attackers' trained models with forged models.
 
-    The method encodes the forged models in the same way as honest ones (`Algorithm.encode`).
+    The method encodes forged models in the same way as honest ones (`Algorithm.encode`).
     """
 
     sees_honest: ClassVar[bool] = False
-    """True if the attack reads the rows of the honest clients in the cohort, so that the attackers are omniscient."""
+    """True if the attack reads the rows of the cohort's honest clients, so the attackers are omniscient."""
     trains: ClassVar[bool] = False
     """True if the attack uses the rows that the attackers would send if they were honest."""
 
@@ -82,9 +82,8 @@ class Forgery(Attack, ABC):
         """Return the models that the attackers send.
 
         Args:
-            honest: local models [h, d] of the honest clients, as they are contained in the uploads. None if these are
-                not known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section
-                3).
+            honest: local models [h, d] of the honest clients, as contained in the uploads. None if they are not known.
+                In this case, the attackers use their own honest rows instead (as in Baruch et al., section 3).
             base: models [b, d] that the attackers received.
             benign: models [b, d] that the attackers would send if they were honest.
             m: number of clients in the cohort, including attackers.
@@ -123,7 +122,7 @@ class FlippedLabels(Poison):
 
 
 class Backdoor(Attack):
-    """Backdoor: attackers train on samples with a trigger, labeled as the target class (Gu et al., BadNets, 2017).
+    """Backdoor: attackers train on samples with a trigger and the target class's label (Gu et al., BadNets, 2017).
 
     The metric ``attack_success`` is the fraction of the clients' test samples from other classes that a model assigns
     to the target class once the trigger has been added. With ``fraction = 0``, there are no attackers, and the metric
@@ -147,7 +146,7 @@ class Backdoor(Attack):
     )
 
     def stamp(self, x: Tensor, names: Mapping[str, tuple[str, ...]]) -> Tensor:
-        """Return copies of the samples with the trigger added. Override this method to use a different trigger.
+        """Return copies of the samples, with the trigger added. Override this method to use a different trigger.
 
         Args:
             x: images ``[k, channels, height, width]`` (bytes are scaled to 0 to 1), columns of a table ``[k, p]`` in
@@ -205,7 +204,7 @@ class Backdoor(Attack):
 
 
 class SameValue(Forgery):
-    """Vector whose entries are all equal to p, with one p ~ N(0, variance) for each attacker and round.
+    """Vector whose entries all equal p, where p ~ N(0, variance) is drawn for each attacker and round.
 
     (FLAME, V-D; Li et al., RSA, AAAI 2019.)
 
@@ -283,7 +282,7 @@ class Sybils(Forgery):
 
 
 class ALIE(Forgery):
-    """A little is enough: mean + z std of the honest rows per coordinate (Baruch et al., NeurIPS 2019, Algorithm 3).
+    """A little is enough: coordinate-wise mean + z std of the honest rows (Baruch et al., NeurIPS 2019, Algorithm 3).
 
     Among m clients with b attackers, z is the largest value for which s = m // 2 + 1 - b honest rows are likely to be
     farther from the mean: Phi(z) = (m - b - s) / (m - b), and z = 0 if this probability is below 1/2.
@@ -353,7 +352,7 @@ class MinMax(Forgery):
 
 
 class Mimic(Forgery):
-    """Copies of one honest row, sent by all attackers (Karimireddy, He and Jaggi, ICLR 2022, section 3.2, appendix B).
+    """Copies of an honest row, sent by all attackers (Karimireddy, He and Jaggi, ICLR 2022, section 3.2, appendix B).
 
     The attackers copy the row that is farthest along the direction in which the honest rows vary most. In the paper,
     this direction is estimated over several rounds, and the same client is always copied afterwards. Here, the
@@ -373,10 +372,9 @@ class Mimic(Forgery):
 
 
 class ForgedDirection(Forgery):
-    """Long vector in the direction of the round's first honest model. All attackers send this vector.
+    """Long vector in the direction of the round's first honest model, sent by all attackers.
 
-    Cosines do not depend on the length, so a mixer that compares directions includes this vector in the mixture for
-    that client.
+    Cosines do not depend on length, so a mixer that compares directions includes this vector in that client's mixture.
     """
 
     sees_honest: ClassVar[bool] = True

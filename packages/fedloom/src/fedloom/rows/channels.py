@@ -3,9 +3,8 @@
 ``CHANNELS`` lists the channels by kind.
 
 Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2) works as follows: the client
-stores the part that the channel C did not send, e <- x + e - C(x + e), and adds this part to its next difference x.
-Nothing is lost in this way: over T rounds, sum C = sum x - e_T. The state e has the shape [m, D]. It stays on the
-client.
+stores the error that the channel C did not send, e <- x + e - C(x + e), and adds it to its next difference x. Nothing
+is lost this way: over T rounds, sum C = sum x - e_T. The state e has the shape [m, D] and stays on the client.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fedloom.values import Value
 
 
 class Channel(Value, ABC):
-    """Transformation of rows [m, D] that processes each row separately."""
+    """Transformation of rows [m, D] that is applied to each row separately."""
 
     encoding: ClassVar[fields.Kind] = "dense"
     """Encoding of the channel's output."""
@@ -77,9 +76,9 @@ class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
     If a delta is given, the run records epsilon for the client with the most uploads (see `fedloom.engine.privacy`).
-    Every client adds its own noise. This provides local differential privacy, but reduces accuracy much more than noise
-    that is added to a sum. A simulation draws the noise from seeded generators, so the noise does not protect any
-    client. A deployment draws unpredictable noise (`fedloom_sites.deploy.noise`) and accounts for it by Renyi
+    Every client adds its own noise. This provides local differential privacy, but reduces accuracy much more than
+    adding noise to a sum. A simulation draws the noise from seeded generators, so it does not protect any client. A
+    deployment draws unpredictable noise (`fedloom_sites.deploy.noise`) and tracks the privacy loss by Renyi
     divergences.
     """
 
@@ -159,7 +158,7 @@ class RandomK(Channel):
 
 
 class QSGD(Channel):
-    """Quantization that randomly rounds each |x_j| / scale, without bias, to a neighbor in {0, 1 / s, ..., 1}.
+    """Unbiased stochastic rounding of each |x_j| / scale to a neighbor in {0, 1 / s, ..., 1}.
 
     (Alistarh et al., NeurIPS 2017, section 3.1. The scale is max|x|, as in their experiments, instead of ||x||_2, so
     that the variance is smaller.) It satisfies E ||C(x) - x||^2 <= D scale^2 / (4 s^2).

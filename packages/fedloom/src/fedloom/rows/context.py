@@ -1,4 +1,4 @@
-"""Context of a round that functions of rows can read. It is part of the server's context."""
+"""Context of a round that functions on rows can read. It is part of the server's context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Cohort(Protocol):
-    """Cohort of a round whose uploads were accepted."""
+    """Clients of a round whose uploads were accepted."""
 
     @property
     def ids(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Encodings, which convert the numbers in a message field to bytes and can compute the length without doing so.
+"""Encodings, which convert the numbers in a message field to bytes, and can compute the length without encoding.
 
 All numbers are little-endian. In the table, `n` is the number of transmitted scalars, and `item` is the number of bytes
 per scalar.
@@ -37,7 +37,7 @@ class Encoding(Protocol):
         ...
 
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the size by the papers' way of counting: 4 bytes per floating-point number, plus packed integers."""
+        """Return the size as papers count it: 4 bytes per floating-point number, plus packed integers."""
         ...
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
@@ -113,10 +113,7 @@ class _Sparse:
 
 
 class _LowRank:
-    """Encoding as two factors per matrix, if the factors are smaller than the matrix.
-
-    All other parameters are sent unchanged.
-    """
+    """Encoding as two factors per matrix if they are smaller than the matrix. Other parameters are sent unchanged."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor | int:
         return 4 * len(field.matrices) + field.item * self._scalars(field, x, ranks)

@@ -30,8 +30,8 @@ class Field:
         dtype: one of float64, float32, float16, bfloat16, int64.
         encoding: most compact encoding of the value. The encodings are listed in the table in
             `fedloom.rows.encodings`.
-        mask: bool tensor of the same shape. Only the marked scalars are sent. For the others, the receiver uses its own
-            values.
+        mask: bool tensor of the same shape. Only the marked scalars are sent. The receiver uses its own values for the
+            others.
         levels: number L of positive levels on the grid {-L..L} scale / L, in the encoding "levels".
         layout: layout that defines the matrices, in the encoding "lowrank".
 

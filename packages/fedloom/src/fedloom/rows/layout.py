@@ -1,4 +1,4 @@
-"""Layout, which is the only class that knows the shapes of the parameters in an `nn.Module`.
+"""Layout, the only class that knows the shapes of an `nn.Module`'s parameters.
 
 Everywhere else, a model is a vector in R^d.
 """
@@ -113,7 +113,7 @@ class Layout:
         return {name: part.view(lead + shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
-        """Concatenate named tensors ``[..., *shape]`` to new rows ``[..., d]``. This is the inverse of `tree`."""
+        """Concatenate named tensors ``[..., *shape]`` into new rows ``[..., d]``. This is the inverse of `tree`."""
         if set(tree) != set(self.names):
             raise LayoutError(f"flatten needs the parameters {list(self.names)}, got {list(tree)}")
         first = tree[self.names[0]].shape
@@ -128,7 +128,7 @@ class Layout:
         )
 
     def check(self, rows: Tensor) -> None:
-        """Raise an error if the rows do not fit this model.
+        """Raise an error if the rows do not match this model.
 
         Raises:
             LayoutError: the last dimension of the rows is not d.
@@ -141,7 +141,7 @@ class Layout:
         return [shape.numel() for shape in self.shapes]
 
     def mask(self, *prefixes: str) -> Tensor:
-        """Return a bool mask [d] of the parameters that match any of the prefixes, e.g. ``mask("fc2", "body.0")``.
+        """Return a bool mask [d] of the parameters that match any of the prefixes, e.g., ``mask("fc2", "body.0")``.
 
         If a prefix is the dotted name of a module or parameter, it matches only this module or parameter ("fc1" does
         not match "fc10"). Any other prefix matches every parameter whose name starts with it.
@@ -189,7 +189,7 @@ class Layout:
     def ranks(self, x: Tensor) -> Tensor:
         """Return the numerical ranks (int64) of the matrices in ``x [d]``, in the order of `matrix_shapes`.
 
-        A matrix with values that are not finite has full rank.
+        A matrix with nonfinite values has full rank.
         """
         matrix_ranks = [ranks(w) for w in self.matrices(x).values()]
         return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)

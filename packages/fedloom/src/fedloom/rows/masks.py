@@ -13,17 +13,17 @@ from fedloom.rows.layout import Layout
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     """Return a bool mask ``[d]`` of the parameters that match the prefixes, by default of the head.
 
-    The head is the last layer with a matrix, including its bias.
+    The head is the last layer with a weight matrix, including its bias.
 
     Raises:
-        Refused: no prefix is given, and the model has no layer with a matrix.
+        Refused: no prefix is given, and the model has no layer with a weight matrix.
         LayoutError: a prefix does not match any parameter.
     """
     if prefixes:
         return layout.mask(*prefixes)
     if not layout.matrix_shapes:
         raise Refused(
-            "the model has no layer with a matrix that could be its head",
+            "the model has no layer with a weight matrix that could be its head",
             rule="head-missing",
             fix="name the parameters of the head in {method.head}",
         )
@@ -32,7 +32,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def note_head_is_model(method: str, head: Tensor, equal: str) -> list[str]:
-    """Return a note if the head ``[d]`` is the whole model, because ``method`` is then the same as ``equal``."""
+    """Return a note if the head ``[d]`` is the whole model, because ``method`` is then equivalent to ``equal``."""
     sentence = (
         f"{method} on a model that consists only of the head is the same as {equal}. Use a model with a hidden layer, "
         "or set a smaller head"

@@ -1,4 +1,4 @@
-"""Fixed random linear projection to a space with few dimensions, which is determined by a key."""
+"""Fixed random linear projection to a low-dimensional space, determined by a key."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A message contains the values of the named fields of one client. It consists of a header (magic, version, number of
 fields, fingerprint of the layout, CRC-32 of everything that follows), one descriptor per field (name, type, encoding,
 shape, number of bytes in the payload), and the payloads. Before `decode` allocates memory, it compares the header, the
-descriptors and all lengths with the agreed layout. Decoding therefore uses at most a small multiple of the memory of
-the agreed fields. No code in a message is ever executed.
+descriptors and all lengths with the expected layout. Decoding therefore uses at most a small multiple of the memory of
+the expected fields. Code in a message is never executed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Codec:
         """Decode a message to values {name: ``[*shape]``}.
 
         Args:
-            message: received bytes, which are not necessarily a valid message.
+            message: received bytes, which may not be a valid message.
             receiver: the receiver's own values of masked fields, which fill in the entries that are not sent. If they
                 are not given, these entries are zero.
 

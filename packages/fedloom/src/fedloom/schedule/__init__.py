@@ -1,4 +1,4 @@
-"""Virtual time: how long clients take, when they are available, and which uploads the server uses in a step."""
+"""Simulated time: how long clients take, when they are available, and which uploads the server uses in each step."""
 
 from fedloom.schedule.devices import DEVICES, Classes, DeviceClass, Devices, Equal, LogNormal, Trace
 from fedloom.schedule.fleet import FORWARD_COST, Fleet

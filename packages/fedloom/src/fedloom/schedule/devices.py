@@ -26,7 +26,7 @@ Slow = Literal["drawn", "rare-labels"]
 
 
 class Devices(Value, ABC):
-    """Devices of all clients in a run. Devices are drawn from random streams that are not used for anything else."""
+    """Devices of all clients in a run, drawn from random streams that are not used for anything else."""
 
     kind: ClassVar[str]
 
@@ -46,23 +46,21 @@ class Devices(Value, ABC):
 
 
 class Stated(Devices, ABC):
-    """Devices whose speeds, rates and availability are given by options."""
+    """Devices whose speeds, rates and availability are set by options."""
 
-    speed: float = Field(
-        100.0, gt=0, description="number of training samples per second on a typical device, measured or stated"
-    )
+    speed: float = Field(100.0, gt=0, description="typical device's speed, in training samples per second")
     up: float = Field(1e6, gt=0, description="upload rate from a client to the server, in bytes per second")
     down: float = Field(1e6, gt=0, description="download rate from the server to a client, in bytes per second")
     latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
     present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is available")
     period: float = Field(
-        86400.0, gt=0, description="length of a period in seconds. Each client becomes available at a different time"
+        86400.0, gt=0, description="length of a period in seconds. Each client's period starts at a different time"
     )
 
     def _fleet(
         self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None
     ) -> Fleet:
-        """Return the fleet whose speeds are ``factor [n]`` times the typical speed."""
+        """Return a fleet whose speeds are ``factor [n]`` times the typical speed."""
         n = len(factor)
         constant = torch.ones(n, dtype=torch.float64)
         member = torch.zeros(n, dtype=torch.long) if member is None else member
@@ -83,12 +81,12 @@ class Stated(Devices, ABC):
 
 
 class Equal(Stated):
-    """Devices that are equal for all clients."""
+    """Identical devices for all clients."""
 
     kind: ClassVar[str] = "equal"
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Return equal devices for all clients."""
+        """Return identical devices for all clients."""
         return self._fleet(torch.ones(n, dtype=torch.float64), seed)
 
 
@@ -98,13 +96,13 @@ class LogNormal(Stated):
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of the clients' speeds")
     slow: Slow = Field(
-        "drawn", description="clients with slow devices: drawn at random, or the clients with the rarest labels"
+        "drawn", description="clients with slow devices: random clients, or the clients with the rarest labels"
     )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw a speed for each client.
 
-        Speeds are assigned at random, or the slowest device is assigned to the client with the rarest labels.
+        Speeds are assigned at random, or in such a way that clients with rarer labels get slower devices.
 
         The device classes are the slowest, the middle and the fastest third of the speeds.
         """
@@ -118,10 +116,10 @@ class LogNormal(Stated):
 
 
 class DeviceClass(Value):
-    """Options of the devices in one class."""
+    """Options of a device class."""
 
     share: float = Field(
-        gt=0, le=1, description="fraction of the clients with this kind of device. The fractions of all kinds sum to 1"
+        gt=0, le=1, description="fraction of clients with this kind of device. The fractions of all kinds sum to 1"
     )
     speed: float = Field(100.0, gt=0, description="number of training samples per second")
     up: float = Field(1e6, gt=0, description="upload rate from a client to the server, in bytes per second")
@@ -130,17 +128,17 @@ class DeviceClass(Value):
 
 
 class Classes(Devices):
-    """Named classes of devices, with their fractions of the clients.
+    """Named device classes, each with its fraction of the clients.
 
-    Numbers are rounded by the largest remainder method.
+    Numbers of clients are rounded by the largest remainder method.
     """
 
     kind: ClassVar[str] = "classes"
     classes: dict[str, DeviceClass] = Field(
-        min_length=1, description="kinds of devices, each in a table [devices.classes.NAME]"
+        min_length=1, description="device classes, each in a table [devices.classes.NAME]"
     )
     slow: Slow = Field(
-        "drawn", description="clients with slow devices: drawn at random, or the clients with the rarest labels"
+        "drawn", description="clients with slow devices: random clients, or the clients with the rarest labels"
     )
 
     @field_validator("classes")
@@ -154,8 +152,8 @@ class Classes(Devices):
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw the device classes of the clients.
 
-        The classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with
-        the rarest labels.
+        Classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with the
+        rarest labels.
         """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
@@ -201,8 +199,8 @@ class Trace(Devices):
     )
     draw: bool = Field(
         False,
-        description="draw the clients' devices at random from a larger file. Otherwise each client gets the "
-        "device with its own client number",
+        description="draw the clients' devices at random from a larger file. Otherwise, each client gets the device "
+        "with its own number",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Fleet: the devices of a run's clients as numbers, and the times that computations and messages take."""
+"""Fleet: the devices of a run's clients as numbers, and the time that computation and communication take."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fedloom.errors import ConfigError
 
 
 class Presence:
-    """Intervals when each client is available.
+    """Intervals during which each client is available.
 
     Args:
         intervals: intervals [start, end) of each client, in seconds within [0, period]. A client without intervals is
@@ -54,7 +54,7 @@ class Presence:
         return laps * done[-1] + within
 
     def end(self, client: int, start: float, busy: float) -> float:
-        """Return when a client that starts at ``start`` has worked for ``busy`` seconds, or inf if never."""
+        """Return when a client that starts at ``start`` has worked for ``busy`` seconds, or inf if it never does."""
         if client not in self._starts:
             return start + busy
         starts, done = self._starts[client], self._done[client]

@@ -1,4 +1,4 @@
-"""Schedules, which determine the uploads that the server uses in a step. ``SCHEDULES`` lists them by kind."""
+"""Schedules, which determine which uploads the server uses in each step. ``SCHEDULES`` lists them by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.values import Value
 
 
 class Schedule(Value, ABC):
-    """Rule that determines which uploads the server uses in a step."""
+    """Rule that determines which uploads the server uses in each step."""
 
     kind: ClassVar[str]
 
@@ -23,7 +23,7 @@ class Schedule(Value, ABC):
 
 
 class Synchronous(Schedule):
-    """Schedule in which a round ends when the last of its clients has replied."""
+    """Schedule in which a round ends when all of its clients have replied."""
 
     kind: ClassVar[str] = "synchronous"
 
@@ -31,14 +31,14 @@ class Synchronous(Schedule):
 class Deadline(Schedule):
     """Schedule in which a round ends after a number of seconds, or as soon as all clients have replied.
 
-    Late uploads are lost.
+    Late uploads are discarded.
     """
 
     kind: ClassVar[str] = "deadline"
-    seconds: float = Field(gt=0, description="maximum length of a round, in simulated seconds")
+    seconds: float = Field(gt=0, description="maximum duration of a round, in simulated seconds")
     partial: bool = Field(
         False,
-        description="let clients take as many steps as time allows. Works only with methods that can weight "
+        description="let each client take as many steps as time allows. Works only with methods that can weight "
         "partial work",
     )
 
@@ -50,7 +50,7 @@ class OverSelection(Schedule):
     """
 
     kind: ClassVar[str] = "over-selection"
-    factor: float = Field(1.3, ge=1, description="number of clients drawn for each upload that is used")
+    factor: float = Field(1.3, ge=1, description="oversampling factor: clients drawn per upload used")
 
     def enough(self, m: int) -> int:
         """Return the number of uploads that are used if ``m`` clients are drawn."""
@@ -68,17 +68,19 @@ class Stream(Schedule, ABC):
     """
 
     concurrency: int | None = Field(
-        None, ge=1, description="number of clients that train at the same time (default: as many as the sampler draws)"
+        None, ge=1, description="number of clients that train concurrently (default: as many as the sampler draws)"
     )
     discount: Literal["polynomial", "hinge", "none"] = Field(
         "polynomial",
-        description="discount for an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 if s is at "
+        description="discount of an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 if s is at "
         "most hinge, otherwise 1 / (power (s - hinge) + 1)",
     )
     power: float = Field(0.5, ge=0, description="decay rate of the discount")
-    hinge: int = Field(4, ge=0, description="with discount = 'hinge': the largest staleness without a discount")
+    hinge: int = Field(4, ge=0, description="largest staleness without a discount, for discount = 'hinge'")
     timeout: float | None = Field(
-        None, gt=0, description="number of seconds before fedloom gives up on a silent client (default: never)"
+        None,
+        gt=0,
+        description="number of seconds after which fedloom stops waiting for an unresponsive client (default: never)",
     )
 
     needs: ClassVar[Mapping[str, str]] = {"hinge": "discount hinge"}
@@ -92,7 +94,7 @@ class Stream(Schedule, ABC):
     def rate(self) -> float | None:
         """Weight of a client's model when it is mixed into the server's model.
 
-        If None, the client's change is added to the server's model instead.
+        If None, the client's update is added to the server's model instead.
         """
         return None
 
@@ -128,12 +130,12 @@ class Buffered(Stream):
 class Asynchronous(Stream):
     """FedAsync schedule, in which each upload is mixed into the server's model (Xie et al., arXiv:1903.03934).
 
-    A step is x <- (1 - a) x + a w, where a is the rate times the factor that belongs to the staleness. In the paper,
-    the local problem also contains the proximal term of FedProx.
+    A step is x <- (1 - a) x + a w, where a is the rate times the staleness factor. In the paper, the local problem also
+    contains the proximal term of FedProx.
     """
 
     kind: ClassVar[str] = "asynchronous"
-    mix: float = Field(0.6, gt=0, le=1, description="alpha, weight of a newly received client model")
+    mix: float = Field(0.6, gt=0, le=1, description="alpha, mixing weight of a newly received client model")
 
     @property
     def rate(self) -> float | None:

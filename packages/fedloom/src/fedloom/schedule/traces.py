@@ -1,4 +1,4 @@
-"""Traces, which are files that describe devices. Each row is checked when a trace is read."""
+"""Traces, which are files that describe devices. Each row is checked when the trace is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks, which are the kinds of targets with their losses, predictions, metrics and custom objectives."""
+"""Tasks: kinds of targets, with their losses, predictions, metrics and custom objectives."""
 
 from fedloom.lazy import lister
 from fedloom.tasks.chosen import Chosen, compute_user_number, task_of

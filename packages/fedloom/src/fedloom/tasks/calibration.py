@@ -1,7 +1,7 @@
 """Recalibration of a binary model at a client by a linear function of its logits, fitted on validation data.
 
 References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999. E. W. Steyerberg, "Clinical
-Prediction Models", 2nd ed., Section 15.3, recommends to fit only the intercept if there are few events, and otherwise
+Prediction Models", 2nd ed., Section 15.3, recommends fitting only the intercept if there are few events, and otherwise
 the intercept and the slope.
 """
 
@@ -52,7 +52,7 @@ def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, T
 
     ``calibration_slope`` is the slope in a regression of the targets on the logits. The slope is 1 if the probabilities
     have the correct spread, less than 1 if they are too extreme, and NaN if a class has fewer than `MIN_SLOPE_ROWS`
-    rows. ``calibration_intercept`` is calibration-in-the-large, i.e. the number that must be added to the logits to
+    rows. ``calibration_intercept`` is calibration-in-the-large, i.e., the number that must be added to the logits to
     match the fraction of positive targets. Ideally, this number is 0. The number is NaN if all targets are in one
     class.
     """
@@ -98,7 +98,7 @@ def _fit_intercept(z: Floats, share: float) -> float:
 def recalibrate(output: Tensor, line: Tensor) -> Tensor:
     """Recalibrate logits ``[N, 1]`` with the slopes and intercepts of their clients, ``[N, 2]`` or ``[2]``.
 
-    If the slope or the intercept is NaN, logits remain unchanged.
+    If the slope or the intercept is NaN, logits are not changed.
     """
     slope, intercept = line.to(output).unbind(-1)
     fitted = ~(slope.isnan() | intercept.isnan())

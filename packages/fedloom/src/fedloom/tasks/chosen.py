@@ -1,4 +1,4 @@
-"""Task of a data set, which can be combined with a user-defined loss, class weights and metrics."""
+"""A data set's task, which can be combined with a user-defined loss, class weights and metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Kinds = Literal["classification", "binary", "multilabel", "regression", "surviva
 
 
 class Labelled(Protocol):
-    """Fields of a data set that the function `task_of` uses."""
+    """Fields of a data set that `task_of` uses."""
 
     @property
     def task(self) -> Kinds:
@@ -83,7 +83,7 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
 
 @dataclass(frozen=True)
 class Chosen:
-    """Task combined with a user's own loss, metrics or class weights (see `Task`).
+    """Task combined with a user-defined loss, metrics or class weights (see `Task`).
 
     Attributes:
         base: task that the data set declares.
@@ -122,9 +122,9 @@ class Chosen:
         _check_weights(objective.class_weights, classes)
         if objective.class_weights is not None and objective.loss is not None and isinstance(base, MultiLabel):
             raise ConfigError(
-                "task.class_weights: a custom loss of a multilabel task is one number for all labels, so its labels "
-                "cannot be weighted. Omit task.class_weights, and weight the labels in the loss, as "
-                "torch.nn.BCEWithLogitsLoss does with pos_weight"
+                "task.class_weights: a custom loss of a multilabel task is a scalar for all labels, so "
+                "individual labels cannot be weighted. Omit task.class_weights, and weight the labels inside the "
+                "loss, like pos_weight in torch.nn.BCEWithLogitsLoss"
             )
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError(
@@ -233,7 +233,7 @@ def _blank_outputs(base: Base) -> Tensor:
 def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
     if weights is not None and not classes:
         raise ConfigError(
-            "task.class_weights needs classes, but this task has no classes",
+            "task.class_weights requires a classification task",
             rule="class-weights-need-classes",
             fix="omit {task.class_weights}",
         )
@@ -279,10 +279,10 @@ def _warn_of_metric(_name: str, sentence: str) -> None:
 
 
 def compute_user_number(scorer: UserFunction, what: str, output: Tensor, y: Tensor) -> float:
-    """Return the single number that a user's loss or metric computes for a batch.
+    """Return the scalar that a user-defined loss or metric computes for a batch.
 
     Raises:
-        FunctionError: the function fails, or does not return a single number.
+        FunctionError: the function fails, or does not return a scalar.
     """
     try:
         with torch.no_grad():
@@ -290,7 +290,7 @@ def compute_user_number(scorer: UserFunction, what: str, output: Tensor, y: Tens
         size = getattr(value, "shape", ())
         if len(size):
             raise FunctionError(
-                f"{what} {scorer.display_name!r} must return one number for a batch, got shape "
+                f"{what} {scorer.display_name!r} must return a scalar for each batch, got shape "
                 f"{[*size]}. Reduce the result, for example to its mean"
             )
         return float(value)

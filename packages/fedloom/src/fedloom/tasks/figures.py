@@ -41,7 +41,7 @@ def owner_total(x: Tensor, owner: Tensor, n: int) -> Tensor:
 def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
     """Return the means ``[n, ...]`` of x ``[N, ...]`` over the samples of each client.
 
-    If the client has no samples, a mean is NaN.
+    If a client has no samples, its mean is NaN.
     """
     size = torch.bincount(owner, minlength=n).double()
     return owner_total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
@@ -60,7 +60,7 @@ def select_labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, T
 
 
 def mask_nonfinite_clients(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """If the outputs of a client are not all finite, set the client's metrics to NaN."""
+    """Set a client's metrics to NaN if some of its outputs are not finite."""
     if bool(output.sum().isfinite()):
         return values
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
@@ -68,7 +68,7 @@ def mask_nonfinite_clients(values: dict[str, Tensor], output: Tensor, owner: Ten
 
 
 def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the AUROC and AUPRC of each client. Equal scores are treated as a single threshold."""
+    """Return each client's AUROC and AUPRC. Equal scores are treated as a single threshold."""
     order = score.argsort(descending=True, stable=True)
     order = order[owner[order].argsort(stable=True)]
     score, y, owner = score[order], y[order], owner[order]
@@ -88,7 +88,7 @@ def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Te
 
 
 def calibration_error(p: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Return the mean ``[n]`` over a client's samples of |fraction of positive y - mean probability p| in their bin."""
+    """Return the mean ``[n]`` over each client's samples of |fraction of positive y - mean p| in the sample's bin."""
     cell = owner * CALIBRATION_BINS + (p.nan_to_num(0) * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     gap = owner_total(y - p, cell, n * CALIBRATION_BINS).abs().view(n, CALIBRATION_BINS).sum(1)
     return gap / torch.bincount(owner, minlength=n).double()
@@ -102,9 +102,7 @@ def count_by_class(label: Tensor, owner: Tensor, n: int, classes: int) -> Tensor
 def class_metrics(
     wanted: Collection[str], p: Tensor, guess: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return metrics ``[n]`` that treat each class separately.
-
-    Means over classes include only the classes for which the metric is defined.
+    """Return class-wise metrics ``[n]``. Means over classes include only the classes for which the metric is defined.
 
     Args:
         wanted: names in `COUNT_METRICS` or `CLASS_RATIOS` (which give one metric per class), or ``auroc_ovr``,
@@ -166,7 +164,7 @@ def label_metrics(
 
 
 def label_counts(true: Tensor, guessed: Tensor, hits: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return metrics ``[...]`` from numbers of samples ``[..., k]`` that have a label, are predicted to, or both."""
+    """Return metrics ``[...]``, given the numbers of samples ``[..., k]`` with a label, a prediction, and both."""
     shown = {"recall": "recall", "precision": "precision", "label_f1": "dice"}
     each = {name: CLASS_RATIOS[ratio](true, guessed, hits) for name, ratio in shown.items()}
     figures = {
@@ -183,7 +181,7 @@ def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
 
 
 FromCounts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of three numbers of samples by class ``[..., C]``: in the class, predicted to be in the class, and both."""
+"""Function of three numbers of samples per class ``[..., C]``: in the class, predicted to be in the class, and both."""
 
 CLASS_RATIOS: Mapping[str, FromCounts] = {
     "recall": lambda true, _, hits: hits / true,

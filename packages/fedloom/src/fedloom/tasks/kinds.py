@@ -31,8 +31,7 @@ from fedloom.tasks.figures import (
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns the mean loss of a batch as a single
-number."""
+"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns a batch's mean loss as a scalar."""
 
 
 class Task(Protocol):
@@ -85,7 +84,7 @@ class TaskKind(Value):
     """Task that a data set declares."""
 
     further: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are computed only if `Objective.metrics` names them."""
+    """Metrics that are computed only if `Objective.metrics` lists them."""
 
     @property
     def own_loss(self) -> OwnLoss | None:
@@ -151,7 +150,7 @@ class Binary(TaskKind):
 
     Metrics: ``loss``. ``accuracy`` and ``f1`` are computed by the rule z > 0 (F1 is NaN if there is no positive target
     and no positive prediction). ``auroc`` and ``auprc`` are computed from z. ``calibration_error`` is the mean over
-    samples of |fraction of positives - mean probability| in their bin.
+    samples of |fraction of positives - mean probability| in the sample's bin.
     """
 
     further: ClassVar[tuple[str, ...]] = (

@@ -1,4 +1,4 @@
-"""Objective: loss, class weights and metrics that a user specifies in addition to the task that the data declare."""
+"""Objective: loss, class weights and metrics that a user specifies in addition to the data set's task."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check_metric(choice: object) -> str | UserFunction:
     measure = function(choice, "metric")
     if measure.short in METRICS:
         raise ValueError(
-            f"metric {measure.short!r} has the name of a metric of fedloom. To use fedloom's metric, pass the name "
+            f"metric {measure.short!r} has the same name as a fedloom metric. To use fedloom's metric, pass the name "
             f"{measure.short!r}; to use your own, rename your function, for example to my_{measure.short}"
         )
     if not measure.short.isidentifier():
@@ -45,7 +45,7 @@ def _check_class_weights(weights: Any) -> Any:
     numbers = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
     if not numbers or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
         raise ValueError(
-            f"must be 'balanced', a list of one number per class, or a table class = number, got {weights!r}"
+            f"must be 'balanced', a list with one number per class, or a table class = number, got {weights!r}"
         )
     if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
         raise ValueError(f"must be finite numbers of at least 0, not all of them 0, got {weights!r}")
@@ -70,14 +70,13 @@ Weights = Annotated[
 
 
 class Objective(Value):
-    """Training loss and metrics that differ from the defaults for the kind of target.
+    """Training loss and metrics that differ from the defaults for this kind of target.
 
     A custom loss receives the outputs ``[b, k]`` of a batch and its targets. The targets are ``[b]``, or ``[b, k]`` for
     a regression. For sequences with a label per position, only positions with a label are passed. The loss returns a
-    single number, which is the mean over the batch. Its gradient is computed by autograd. A custom metric receives
-    outputs and targets for all samples of one client (float64, on the CPU). The metric returns a single number, or NaN
-    if the metric is undefined. Larger values are considered better unless the function sets ``higher_is_better =
-    False``.
+    scalar, the mean over the batch. Its gradient is computed by autograd. A custom metric receives outputs and targets
+    for all samples of one client (float64, on the CPU). The metric returns a scalar, or NaN if it is undefined. Larger
+    values are considered better unless the function sets ``higher_is_better = False``.
 
     Class weights are used only in training, and are ignored in evaluation. With "balanced", class c at a client has the
     weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these samples in
@@ -87,23 +86,23 @@ class Objective(Value):
     per label, by which the loss of a present label is multiplied (``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``).
     """
 
-    loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
+    loss: OwnFunction = Field(None, description="custom loss: an import path, or a function")
     metrics: tuple[Measured, ...] = Field(
         (), description="additional metrics: names, or import paths of custom metrics"
     )
     class_weights: Weights = Field(
         None,
-        description="class weights in the training loss: 'balanced' at every client, a list, or a table. In a "
-        "multilabel task, weights of present labels",
+        description="class weights in the training loss: 'balanced' (at each client), a list, or a table. In a "
+        "multilabel task, weights of positive labels",
     )
     calibrate: bool = Field(
-        False, description="recalibrate the models of a binary task at every client, on the client's validation part"
+        False, description="recalibrate the models of a binary task at each client, using the client's validation set"
     )
 
     horizon: float | None = Field(
         None,
         gt=0,
-        description="time horizon, in the unit of the times: a survival task predicts whether the event occurs "
+        description="time horizon, in the same unit as the times: a survival task predicts whether the event occurs "
         "by this time",
     )
 
@@ -126,7 +125,7 @@ class Objective(Value):
         return fit_baseline(output, y, owner, n, self.horizon)
 
     def remarks(self, kind: str) -> list[str]:
-        """Return notes that a user should read before a run of a ``kind`` of task, such as "binary"."""
+        """Return notes that a user should read before a run of a task ``kind``, such as "binary"."""
         if self.class_weights is None or self.calibrate:
             return []
         cure = ". Set [task] calibrate = true to correct them on validation data" if kind == "binary" else ""

@@ -1,6 +1,6 @@
 """Sums over samples from which metrics can be computed.
 
-The sums of several sites add up to the sums over all of their samples.
+The sums of several sites add up to the sums over all their samples.
 
 In this module, N is the number of samples, C is the number of classes, k is the number of outputs, and S is the number
 of sums. Metrics that rank all samples, such as AUROC, cannot be computed from sums.
@@ -20,7 +20,7 @@ from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS,
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
-"""Fraction of a target's sum of squares. A spread below this fraction is considered a rounding error of a constant
+"""Fraction of a target's sum of squares. A spread below this fraction is treated as the rounding error of a constant
 target."""
 
 
@@ -92,7 +92,7 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
 
 
 def base_of(task: Task) -> Task:
-    """Return the task that the data set declares, without the choices of the user."""
+    """Return the task that the data set declares, without the user's choices."""
     return task.base if isinstance(task, Chosen) else task
 
 
@@ -102,7 +102,7 @@ def sum_count(task: Task) -> int:
 
 
 def metric_names(task: Task) -> list[str]:
-    """Return the names of a client's metrics, in recording order."""
+    """Return the names of a client's metrics, in the order in which they are recorded."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
     return [*task.metrics(blank, _empty_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 

@@ -1,7 +1,8 @@
-"""Time-to-event task: partial likelihood of a batch, and measures of how a client's risks rank and are calibrated.
+"""Time-to-event task: partial likelihood of a batch, and the discrimination and calibration of a client's risks.
 
 In this module, b is the number of samples in a batch, N is the number of samples of all clients together, and n is the
-number of clients. A target consists of a time and an indicator, which is 1 for an event and 0 if the time is censored.
+number of clients. A target consists of a time and an indicator, which is 1 if the event was observed and 0 if the time
+is censored.
 
 References:
     Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977. Networks: J. L. Katzman et al., "DeepSurv",
@@ -27,7 +28,7 @@ from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
 MAX_RISK_GROUPS = 5
-"""Maximum number of groups of increasing risk for comparing observed and expected events."""
+"""Maximum number of risk groups for comparing observed and expected events."""
 MIN_GROUP_ROWS = 10
 """Minimum number of rows in each of these groups."""
 BLOCK_PAIRS = 1 << 22
@@ -113,7 +114,7 @@ class SurvivalRows(NamedTuple):
 
 
 def _finite_client_rows(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, SurvivalRows]]:
-    """Yield the number and the rows of each client that has rows and only finite outputs."""
+    """Yield the number and the rows of each client that has rows and whose outputs are all finite."""
     z, times, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     order = np.argsort(owners, kind="stable")
     for client, rows in enumerate(np.split(order, np.bincount(owners, minlength=n).cumsum()[:-1])):
@@ -124,7 +125,7 @@ def _finite_client_rows(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Ite
 def partial_loss(output: Tensor, y: Tensor) -> Tensor:
     """Return the negative log partial likelihood divided by the number of rows, with Efron's method for ties.
 
-    The result is a single number, which is 0 if there is no event.
+    The result is a scalar, which is 0 if there is no event.
 
     Args:
         output: log hazards ``[b, 1]``.

@@ -38,10 +38,10 @@ UNSEEDED_NOTE = (
 
 
 class Partition(Value):
-    """Division of a data set among clients: ``partition(data, seed) -> Federation``.
+    """Partition of a data set among clients: ``partition(data, seed) -> Federation``.
 
-    If a client has few samples, the training part gets a sample first, then the test part, then the validation part. At
-    least one sample of each class stays in the training part.
+    If a client has few samples, the training set gets a sample first, then the test set, then the validation set. At
+    least one sample of each class stays in the training set.
     """
 
     kind: ClassVar[str]
@@ -58,9 +58,9 @@ class Partition(Value):
     test_from: Literal["own", "ratio", "clients"] = Field(
         default="own",
         description=(
-            "source of test samples. own: the fraction `test` of the client's samples. ratio: test_count official test "
-            "samples, with labels in the same ratio as in the client's training part (FedSLR, section 5.1). clients: "
-            "the official test samples of the client's own users (LEAF)"
+            "source of test samples. own: the fraction `test` of the client's samples. ratio: test_count "
+            "official test samples, with the same label ratios as the client's training set (FedSLR, section 5.1). "
+            "clients: the official test samples of the client's own users (LEAF)"
         ),
     )
     test_count: int = Field(
@@ -69,19 +69,19 @@ class Partition(Value):
     folds: int | None = Field(
         default=None,
         ge=2,
-        description="number of cross-validation folds. Seed s tests on fold s mod folds of the split that is "
-        "drawn with seed s div folds",
+        description="number of cross-validation folds. Seed s tests on fold `s % folds` of the split drawn with seed "
+        "`s // folds`",
     )
     max_train_per_client: int | None = Field(
         default=None,
         ge=1,
-        description="maximum number of training samples kept per client, or of subjects if the data have subjects "
+        description="maximum number of training samples (or subjects, if the data have subjects) kept per client "
         "(FedACS, Table 2: 50)",
     )
     min_size: int = Field(default=1, ge=1, description="minimum number of samples per client")
     pool: bool = Field(
         default=False,
-        description="join the official training and test sets before the split. Otherwise all clients share the "
+        description="merge the official training and test sets before the split. Otherwise, all clients share the "
         "official test set",
     )
 
@@ -106,17 +106,17 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign samples to clients. All random numbers must be derived from `seed`.
+        """Assign samples to clients. All randomness must be derived from `seed`.
 
         Raises:
-            PartitionError: the data cannot be divided in this way. The message states the numbers involved.
+            PartitionError: the data cannot be divided in this way. The message states the relevant numbers.
             ConfigError: this kind of partition needs classes or images, but the data have none.
         """
         ...
 
     @default_to_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
-        """Divide a data set among clients, and return the federation.
+        """Split a data set among clients, and return the federation.
 
         Args:
             data: a `Dataset`, or an argument of `Dataset.create`, such as arrays, tensors, or torch, Hugging Face or
@@ -235,7 +235,7 @@ class Partition(Value):
         return np.flatnonzero(mask)
 
     def _check_design(self, data: Dataset) -> None:
-        """Raise an error if the data mark test rows but an option chooses the test part in a different way."""
+        """Raise an error if the data mark test rows but an option chooses the test set in a different way."""
         if data.design is None or data.design.tested is None or self.test == 0:
             return
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
@@ -248,7 +248,7 @@ class Partition(Value):
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
         """Return the draw with all rows of each subject.
 
-        If clients have only test rows, these rows become a common test set.
+        The rows of clients that have only test rows become a common test set.
         """
         design = data.design
         if design is None:
@@ -276,7 +276,7 @@ class Partition(Value):
         return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_idle_options(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return notes on options that have no effect beside another option, the partition's draw or the data."""
+        """Return notes on options that have no effect because of another option, the partition's draw or the data."""
         notes = [f"{self.kind}: {note.partition(': ')[2]}" for note in note_idle_fields(self)]
         if self.pool and data.test is None:
             notes.append(f"{self.kind}: pool = true has no effect, because {data.name} has no official test set")
@@ -288,15 +288,14 @@ class Partition(Value):
         why, marked = "", data.design is not None and data.design.tested is not None
         if marked and self.test == 0 and "test" in self.model_fields_set:
             notes.append(
-                f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked as test rows are training "
-                "rows"
+                f"{self.kind}: test = 0 leaves the test set empty, so rows marked as test rows are used for training"
             )
         elif self.folds is not None:
-            why = f"folds = {self.folds} defines the test parts"
+            why = f"folds = {self.folds} defines the test sets"
         elif self.test_from != "own":
-            why = f"test_from = {self.test_from!r} defines the test parts"
+            why = f"test_from = {self.test_from!r} defines the test sets"
         elif draw.test is not None:
-            why = "the partition defines the test parts itself"
+            why = "the partition defines the test sets itself"
         elif marked:
             why = "the data mark test rows"
         if why and "test" in self.model_fields_set:
@@ -335,7 +334,7 @@ class Partition(Value):
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
             raise PartitionError(
-                f"{self.kind} defines the test parts itself, so {option} has no effect. Omit this option"
+                f"{self.kind} defines the test sets itself, so {option} has no effect. Omit this option"
             )
         if (changes or data.prepare is not None) and count_distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
@@ -349,7 +348,7 @@ class Partition(Value):
             )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
-        """For each client, choose `test_count` official test samples with its training part's label frequencies."""
+        """For each client, choose `test_count` official test samples with its training set's label frequencies."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
         lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
@@ -400,7 +399,7 @@ def _partition_notes(
     cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...], samples: int
 ) -> list[str]:
     notes = [
-        f"{count} client{' has' if count == 1 else 's have'} no {part} part"
+        f"{count} client{' has' if count == 1 else 's have'} no {part} set"
         for part in ("validation", "test")
         if (count := int((np.diff(cut[part].offsets) == 0).sum()))
     ]

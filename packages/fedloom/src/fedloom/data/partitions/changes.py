@@ -1,4 +1,4 @@
-"""Changes that partitions make to samples: noise, other labels, rotated images, and scaling for each client."""
+"""Changes that partitions make to samples: noise, permuted labels, rotated images, and per-client scaling."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rotate_and_invert_images(data: Dataset, dealt: Dealt, views: Ints) -> Datase
 
 
 def fit_preparation(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
-    """Apply the preparation of a data set, fitted to the training part of each client.
+    """Apply a data set's preparation, fitted to each client's training set.
 
     Samples that belong to no client become NaN and are marked as False in `Dataset.ready`, and no part of a federation
     may contain them. In a common test set, samples that belong to no client are scaled in the same way as for a new
@@ -91,7 +91,7 @@ def fit_preparation(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | No
     Args:
         data: data set with a preparation.
         dealt: samples of each client.
-        train: samples in each client's training part.
+        train: samples in each client's training set.
         common: positions of the samples in a common test set. None if there is no common test set.
 
     Raises:
@@ -115,7 +115,7 @@ def fit_preparation(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | No
         return replace(data, x=x, prepare=None, fitted=fitted, ready=ready)
     if len(outside):
         raise Refused(
-            f"{data.name}: the scaling is fitted on each client's training part, so a common test set "
+            f"{data.name}: the scaling is fitted on each client's training set, so a common test set "
             "cannot be scaled. Set pool = true"
         )
     x = data.prepare(data.x, who, fit_on)

@@ -16,7 +16,7 @@ from fedloom.seeds import numpy_generator
 
 
 class Natural(Partition):
-    """Natural clients of the source, such as writers or hospitals. Several of them may be combined into one client.
+    """Natural clients of the source, such as writers or hospitals. Several of them can be combined into one client.
 
     Natural clients with fewer than `min_size` samples are omitted, as with LEAF's option `-k`.
     """
@@ -38,7 +38,7 @@ class Natural(Partition):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign complete natural clients to clients."""
+        """Assign whole natural clients to clients."""
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"

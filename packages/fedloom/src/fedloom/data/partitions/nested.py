@@ -1,4 +1,4 @@
-"""Partitions that change or combine others (mixed, feature noise, swapped labels, rotation), and a list of kinds."""
+"""Partitions that modify or combine others (mixed, feature noise, swapped labels, rotation), and a list of kinds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FeatureNoise(Sized):
         description=(
             "frequency of the noise draws. per-sample: once per sample. per-batch: once per batch in "
             "each step, as in FLAME's code. Validation and test samples then have fixed noise, and passes over a "
-            "whole training part use no noise"
+            "whole training set use no noise"
         ),
     )
     base: dict[str, Any] = Field(
@@ -166,9 +166,7 @@ class MixedSkew(Sized):
     kind: ClassVar[str] = "mixed"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
-    ratio: float = Field(
-        default=0.5, gt=0, lt=1, description="fraction of the clients that belong to the first partition"
-    )
+    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients in the first partition")
     labels_per_client: int = Field(
         default=2,
         ge=1,

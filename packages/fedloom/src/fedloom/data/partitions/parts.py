@@ -1,4 +1,4 @@
-"""Division of the samples of all clients into training, validation and test parts."""
+"""Split of each client's samples into training, validation and test sets."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fedloom.data.subjects.design import Design
 def cut_parts(
     dealt: Dealt, y: Ints | None, quota: PartSizes, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
-    """Divide each client's samples into training, validation and test parts.
+    """Split each client's samples into training, validation and test sets.
 
     At least one sample remains for training. If there are at least 2 samples, at least one is used for testing, and if
     there are at least 3, at least one is used for validation. Fractions of samples are rounded. One sample of each of
-    the client's classes stays in the training part. If a client has the same sample several times, all copies are in
-    one part.
+    the client's classes stays in the training set. If a client has the same sample several times, all copies are in one
+    part.
 
     Args:
         dealt: samples of each client.
         y: classes of the whole data set [N], or None for a regression.
-        quota: sizes of the training, validation and test parts.
+        quota: sizes of the training, validation and test sets.
         rng: random generator for the order of samples.
         design: groups of samples that belong together, or None. If it is given, subjects are divided instead of
             samples (see `parts_by_subject`).
@@ -68,7 +68,7 @@ def _part_codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: P
 def _join_copies(code: Ints, owner: Ints, index: Ints, is_capped: bool) -> Ints:
     """Return codes that put all copies of a client's sample in the first of their parts.
 
-    If training parts are capped, copies that would move to the training part are omitted (code 3).
+    If training sets are capped, copies that would move to the training set are omitted (code 3).
     """
     _, sample = np.unique(owner * (int(index.max()) + 1) + index, return_inverse=True)
     first = np.full(len(index), 3)
@@ -160,7 +160,7 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
         return
     if (tested := len(draw.test.offsets) - 1) != n:
         raise ValueError(
-            f"`test` covers {tested} clients, but `dealt` covers {n}. Provide a test part, which may "
+            f"`test` covers {tested} clients, but `dealt` covers {n}. Provide a test set, which may "
             "be empty, for every client"
         )
     trains, tests = (owners(lists) * samples + lists.index for lists in (draw.dealt, draw.test))

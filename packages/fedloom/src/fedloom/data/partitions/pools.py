@@ -65,7 +65,7 @@ class Draw(NamedTuple):
 
     Attributes:
         dealt: samples that each client receives, before they are divided into parts.
-        test: samples in the test part of each client, if the partition itself chooses them. In this case, the option
+        test: samples in the test set of each client, if the partition itself chooses them. In this case, the option
             ``test`` has no effect. These samples are changed, scaled and encoded in the same way as the samples in
             ``dealt``.
         common: positions ``[k]`` (int64) of a common test set for global models. These samples must

@@ -1,4 +1,4 @@
-"""Partitions into equal clients, unequal sizes, and label skew: iid, quantity skew, shards, FedProx, Dirichlet."""
+"""Partitions with equal sizes, unequal sizes or label skew: iid, quantity skew, shards, FedProx, Dirichlet."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class QuantitySkew(Sized):
     overlap: bool = Field(
         default=False,
         description=(
-            "draw every client's samples from all samples, so that clients can share samples "
-            "(FLAME's code, with min_size 100)"
+            "draw each client's samples from the whole data set, so clients can share samples (FLAME's code, "
+            "with min_size 100)"
         ),
     )
 
@@ -166,8 +166,8 @@ class FemnistFedProx(Sized):
     labels_per_client: int = Field(default=3, ge=1, description="number of classes per client (FedProx on FEMNIST: 3)")
     mean: float = Field(
         default=4.0,
-        description="mean of the logarithm of client sizes (default: depends on the number of samples, and is "
-        "lower if there are few)",
+        description="mean of the logarithm of client sizes (default: depends on the number of samples, and is lower "
+        "for small data sets)",
     )
     std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of client sizes")
     extra: int = Field(default=5, ge=0, description="number of additional samples for every client")
@@ -242,7 +242,7 @@ class Dirichlet(Sized):
     )
     overlap: bool = Field(
         default=False,
-        description="draw every client's samples from all samples, so that clients can share samples (FLAME's code)",
+        description="draw each client's samples from the whole data set, so clients can share samples (FLAME's code)",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:

@@ -22,7 +22,7 @@ from fedloom.imports import path_of
 from fedloom.rundir import place_of
 from fedloom.values import Value
 
-FOLDER_DESCRIPTION = "file or folder of the data set. None: looked for in the data folder"
+FOLDER_DESCRIPTION = "file or folder of the data set (default: searched for in the data folder)"
 
 
 class Source(Value):
@@ -84,12 +84,12 @@ Scale = tuple[tuple[float, ...] | None, tuple[float, ...] | None]
 
 def mean_option(value: tuple[float, ...] | None, origin: str = "") -> Any:
     """Return the option ``mean`` of a source of images, with its default value and a note on the value's origin."""
-    return Field(default=value, description=f"number subtracted from pixels in [0, 1]{origin}")
+    return Field(default=value, description=f"value subtracted from pixels, which are in [0, 1]{origin}")
 
 
 def std_option(value: tuple[float, ...] | None, origin: str = "") -> Any:
     """Return the option ``std`` of a source of images, with its default value and a note on the value's origin."""
-    return Field(default=value, description=f"divisor for pixels, applied after the subtraction{origin}")
+    return Field(default=value, description=f"value by which pixels are divided after the subtraction{origin}")
 
 
 def image_dataset(
@@ -137,7 +137,7 @@ def locate(
     base = Path(root).expanduser()
     if base.is_file():
         raise DataError(
-            f"{what}: {base} is a file, not a folder of data sets. Give the folder of the file, or "
+            f"{what}: {base} is a file, not a folder of data sets. Pass the folder that contains the file, or "
             "pass the file as `path`"
         )
     tried = [*(base / folder for folder in folders), base]

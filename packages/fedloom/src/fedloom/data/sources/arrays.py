@@ -43,14 +43,14 @@ class _Header(NamedTuple):
 class _Arrays(SampleSource):
     task: Literal["classification", "binary", "multilabel", "regression", "survival", "count"] | None = Field(
         default=None,
-        description="task (default: classification if y contains whole numbers). multilabel: y has shape [N, "
-        "labels] and contains 0 and 1",
+        description="task (default: classification if y contains integers). multilabel: y has shape [N, labels] and "
+        "contains 0 and 1",
     )
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted from samples (for bytes: from pixels in [0, 1])"
+        default=None, description="value subtracted from samples (for bytes: from pixels in [0, 1])"
     )
     std: tuple[float, ...] | None = Field(
-        default=None, description="divisor for samples, applied after the subtraction"
+        default=None, description="value by which samples are divided after the subtraction"
     )
     layout: Layout | None = Field(
         default=None,
@@ -60,8 +60,8 @@ class _Arrays(SampleSource):
     vocabulary: int | None = Field(
         default=None,
         ge=2,
-        description="vocabulary size, if x contains tokens and has shape [N, length]. Tokens are below this "
-        "size, and 0 is padding at the end",
+        description="vocabulary size, if x contains tokens and has shape [N, length]. Tokens must be less than this "
+        "size, and sequences are padded with 0 at the end",
     )
 
 

@@ -45,7 +45,7 @@ class Heart(FileSource):
     """UCI heart disease (Janosi et al. 1988): four hospitals and 920 patients, with or without the disease (num > 0).
 
     The hospitals are the natural clients of this data set. A cholesterol level or resting blood pressure of 0 is
-    treated as missing. Imputation and scaling are fitted to each client's training part. If a client has fewer than 5
+    treated as missing. Imputation and scaling are fitted to each client's training set. If a client has fewer than 5
     values in a column, all values in this column become 0 for the client. For each column with missing values, an
     additional feature marks these values.
     """
@@ -141,7 +141,7 @@ class Adult(FileSource):
         place = locate("UCI adult", self.path, data_dir, folders, _make_file_check("adult.data*", "adult*.tar*"))
         tables = list(_iterate_census_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
         if not tables:
-            raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test. Put both there")
+            raise DataError(f"UCI adult: {place} contains neither adult.data nor adult.test. Put both files there")
         in_test = np.repeat([name == "adult.test" for name, _ in tables], [len(values) for _, values in tables])
         values = np.concatenate([values for _, values in tables])
         column = {name: torch.from_numpy(values[:, j]) for j, name in enumerate(ADULT_COLUMNS)}

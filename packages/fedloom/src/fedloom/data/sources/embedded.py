@@ -19,7 +19,7 @@ Name = Literal["breast_cancer", "diabetes", "digits", "iris", "linnerud", "wine"
 
 
 class Digits(Source):
-    """Handwritten digits: 1,797 gray images of 8x8 pixels with 17 levels (the test part of UCI optdigits)."""
+    """Handwritten digits: 1,797 gray images of 8x8 pixels with 17 levels (the test set of UCI optdigits)."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images as bytes from 0 to 16, which are scaled to the range 0 to 1 for models.
@@ -51,7 +51,7 @@ def _digit_rows() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 
 class Embedded(Source):
-    """Small table that is included in scikit-learn. It is scaled with each client's training part."""
+    """Small table that is included in scikit-learn. It is scaled with each client's training set."""
 
     set: Name = Field(default="breast_cancer", description="name of a data set that is included in scikit-learn")
 

@@ -86,7 +86,9 @@ def read_idx(name: str, place: Path, classes: tuple[str, ...], scale: Scale) -> 
         raise DataError(f"{name}: {place} lacks {', '.join(missing)} (plain, .gz or .xz). Put all four files there")
     train, test = sizes["train-images-idx3-ubyte"], sizes["t10k-images-idx3-ubyte"]
     if train[1:] != test[1:]:
-        raise DataError(f"{name}: {place} contains training images of {train[1:]} but test images of {test[1:]}")
+        raise DataError(
+            f"{name}: {place} contains training images of size {train[1:]} but test images of size {test[1:]}"
+        )
     for side, (count, *_) in (("train", train), ("t10k", test)):
         label_count = sizes[f"{side}-labels-idx1-ubyte"][0]
         if label_count != count:

@@ -178,7 +178,7 @@ class MedicalMnist(FileSource):
     """
 
     rgb: bool = Field(
-        default=False, description="repeat the channel three times, as FLAME's CNN expects (206,678 parameters)"
+        default=False, description="repeat the channel three times, as required by FLAME's CNN (206,678 parameters)"
     )
     mean: tuple[float, ...] | None = mean_option((0.3,), " (FLAME)")
     std: tuple[float, ...] | None = std_option((0.3,), " (FLAME)")

@@ -183,12 +183,14 @@ class Leaf(FileSource):
     files.
     """
 
-    inside: str = Field(default="", description="path prefix of the files to read, relative to the folder or archive")
+    inside: str = Field(
+        default="", description="path prefix of the files to read, relative to the root of the folder or archive"
+    )
     shape: tuple[int, ...] | None = Field(
         default=None, description="shape of one sample (default: the length of a row)"
     )
     pixels: bool = Field(
-        default=False, description="store features as bytes. Requires that every feature is k/255 for a whole number k"
+        default=False, description="store features as bytes. Every feature must be k/255 for an integer k"
     )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")

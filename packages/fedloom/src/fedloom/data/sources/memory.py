@@ -81,7 +81,7 @@ def as_dataset(
 
     Raises:
         ConfigError: the type of the object is unknown, or an option or a column does not exist.
-        DataError: shapes, types, lengths or values are invalid. All problems are listed in a single message.
+        DataError: shapes, types, lengths or values are invalid. A single message lists all problems.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -245,11 +245,9 @@ class HubData(Source):
     """
 
     name: str = Field(min_length=1, description="name on the Hugging Face Hub, as owner/name")
-    config: str | None = Field(default=None, description="configuration of the data set, if it has several")
-    train: str = Field(default="train", description="split of the data set used for training")
-    test: str | None = Field(
-        default="test", description="split of the data set used as the official test set, if it exists"
-    )
+    config: str | None = Field(default=None, description="configuration of the data set, if there are several")
+    train: str = Field(default="train", description="split to use for training")
+    test: str | None = Field(default="test", description="split to use as the official test set, if it exists")
     x: str | None = Field(
         default=None, description="column that contains the features (default: the first image or array column)"
     )
@@ -261,10 +259,10 @@ class HubData(Source):
     )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted from samples (for images: from pixels in [0, 1])"
+        default=None, description="value subtracted from samples (for images: from pixels in [0, 1])"
     )
     std: tuple[float, ...] | None = Field(
-        default=None, description="divisor for samples, applied after the subtraction"
+        default=None, description="value by which samples are divided after the subtraction"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

@@ -77,7 +77,7 @@ class Rereading:
         return replace(data, rereading=cls(joined), notes=(*data.notes, REREAD_NOTE))
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new versions drawn with ``rng``.
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` with new versions drawn with ``rng``.
 
         Raises:
             DataError: the user's data set fails, or returns samples of a different shape or type.

@@ -25,7 +25,7 @@ class Synthetic(Source):
     User k has n_k = int(lognormal(4, 2)) + 50 samples x ~ N(mean_k, diag(j^-1.2)) with labels y = argmax(W_k x + b_k).
     The entries of mean_k are drawn from N(B_k, 1), and the entries of W_k and b_k from N(u_k, 1), where u_k ~ N(0,
     alpha) and B_k ~ N(0, beta). Users also differ if (alpha, beta) = (0, 0). In the iid variant, all users share one W,
-    b ~ N(0, 1) and the mean 0. The last tenth of each user's samples is its official test part. pFedMe's variant uses
+    b ~ N(0, 1) and the mean 0. The last tenth of each user's samples is its official test set. pFedMe's variant uses
     users = 100, factor = 5, test = 0.25.
     """
 
@@ -35,23 +35,27 @@ class Synthetic(Source):
     beta: float = Field(
         default=0.0, ge=0, description="size of the differences between the clients' features (FedProx: 0, 0.5, 1)"
     )
-    iid: bool = Field(default=False, description="use the same model and the same feature distribution for all clients")
+    iid: bool = Field(default=False, description="use the same model and feature distribution for all clients")
     spread_unit: Literal["std", "variance"] = Field(
         default="std",
         description="meaning of alpha and beta. std: standard deviations (authors' code). variance: variances "
         "(the paper's text)",
     )
     clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx: 30, pFedMe: 100)")
-    factor: int = Field(default=1, ge=1, description="factor for every client's number of samples (pFedMe: 5)")
+    factor: int = Field(
+        default=1, ge=1, description="factor by which each client's number of samples is multiplied (pFedMe: 5)"
+    )
     test: float = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="fraction of a user's samples that are held out as the official test part (pFedMe: 0.25)",
+        description="fraction of each user's samples held out as the official test set (pFedMe: 0.25)",
     )
     features: int = Field(default=60, ge=1, description="number of features per sample")
     classes: int = Field(default=10, ge=2, description="number of classes")
-    seed: int = Field(default=0, ge=0, description="seed for generating the data set (the authors' generator has none)")
+    seed: int = Field(
+        default=0, ge=0, description="seed of the generated data (the authors' generator has no seed option)"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Generate the data set with its seed."""

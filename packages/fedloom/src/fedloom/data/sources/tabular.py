@@ -48,8 +48,8 @@ class Csv(TableSource):
     decimal: Literal[".", ","] | None = Field(
         default=None, description="decimal separator in numbers (default: detected)"
     )
-    header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="number of lines above the header to skip")
+    header: bool = Field(default=True, description="whether the first row contains the column names")
+    skip: int = Field(default=0, ge=0, description="number of lines to skip above the header")
     encoding: str | None = Field(default=None, description="text encoding, such as latin-1 (default: UTF-8)")
 
     @field_validator("encoding")
@@ -87,7 +87,7 @@ class Csv(TableSource):
                 entry.stream.read(DETECTION_BYTES), entry.location, self.encoding, self.skip
             )
             return CsvSigns(self.separator or separator, self.decimal or decimal)
-        raise DataError(f"{place} contains no .csv file. Give the path of a .csv file")
+        raise DataError(f"{place} contains no .csv file. Pass the path to a .csv file")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all rows with the separator and decimal sign of the file.
@@ -109,7 +109,7 @@ class Csv(TableSource):
             yield RawTable(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(
-                    f"{place} contains more than one table, {entry.name} and {other.name}. Give the path of one table"
+                    f"{place} contains more than one table, {entry.name} and {other.name}. Pass the path to one table"
                 )
 
 

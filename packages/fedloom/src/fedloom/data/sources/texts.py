@@ -52,16 +52,14 @@ class Texts(FileSource):
         default=",", min_length=1, max_length=1, description="character that separates the cells of a CSV file"
     )
     level: Level = Field(
-        default="word", description="unit of a token: a word or punctuation mark, or an individual character"
+        default="word", description="tokenization unit: a word or punctuation mark, or a single character"
     )
     length: int = Field(
         default=64,
         ge=1,
         description="maximum number of tokens per text (the first words or the last characters are kept)",
     )
-    tokens: int = Field(
-        default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent tokens"
-    )
+    tokens: int = Field(default=10_000, ge=3, description="maximum vocabulary size. The most frequent tokens are kept")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all rows, and build the vocabulary from all texts."""
@@ -208,9 +206,7 @@ class Sent140(FileSource):
     length: int = Field(
         default=25, ge=1, description="maximum number of words per tweet, counted from the start (LEAF: 25)"
     )
-    words: int = Field(
-        default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent words"
-    )
+    words: int = Field(default=10_000, ge=3, description="maximum vocabulary size. The most frequent words are kept")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the samples of all users. The tokens are words and punctuation marks in lower case."""
@@ -244,7 +240,7 @@ class Docstrings(Source):
     )
     modules: Literal["all", "even", "odd"] = Field(
         default="all",
-        description="modules to use, by their position in the list sorted by name. The vocabulary covers all modules",
+        description="indices of the modules to use, in the list sorted by name. The vocabulary covers all modules",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

@@ -19,12 +19,12 @@ class PartSizes(NamedTuple):
     """Sizes of the parts of a client's data.
 
     Attributes:
-        test: fraction of the samples in the test part, which may be 0.
-        validation: fraction of the samples in the validation part, which may be 0.
+        test: fraction of the samples in the test set, which may be 0.
+        validation: fraction of the samples in the validation set, which may be 0.
         keep: maximum number of training samples per client (or of subjects, if they are known). None to keep all of
             them.
         folds: number of cross-validation folds, which replace the share `test`.
-        fold: index of the fold that is the test part.
+        fold: index of the fold that is the test set.
     """
 
     test: float
@@ -77,8 +77,8 @@ def parts_by_subject(
 ) -> Ints:
     """Return a code for the part of each row ``[k]``. Each subject is in the same part at all clients.
 
-    If a subject belongs to several clients, its part is chosen at the client that has the fewest subjects. The test
-    part contains the latest subjects if rows have an order, or the marked subjects if there are any. Otherwise, it is a
+    If a subject belongs to several clients, its part is chosen at the client that has the fewest subjects. The test set
+    contains the latest subjects if rows have an order, or the marked subjects if there are any. Otherwise, it is a
     random sample that preserves the proportions of the strata. Fractions and numbers in the quota refer to subjects,
     not samples.
 
@@ -88,7 +88,7 @@ def parts_by_subject(
         owner: number of the client that owns each row ``[k]``, in ascending order.
         n: number of clients.
         y: classes of the whole data set. None if the data have no classes.
-        quota: sizes of the training, validation and test parts.
+        quota: sizes of the training, validation and test sets.
         rng: random generator for the order of subjects.
 
     Raises:
@@ -121,8 +121,8 @@ def parts_by_subject(
     if bare := np.flatnonzero(np.bincount(owner[parts == TRAIN_CODE], minlength=n) == 0).tolist():
         why = "is earlier than the test rows" if design.order is not None else "belongs to a training subject"
         raise PartitionError(
-            f"clients {bare[:8]} have no training sample, because none of their rows {why}. A subject "
-            f"({design.subject_name!r}) is in the same part at all clients. Use fewer clients, a smaller test part, or "
+            f"clients {bare[:8]} have no training samples, because none of their rows {why}. A subject "
+            f"({design.subject_name!r}) is in the same part at all clients. Use fewer clients, a smaller test set, or "
             "more data"
         )
     return parts
@@ -146,7 +146,7 @@ def codes_in_order(
     """Return the part of each subject. A client's earliest subjects are for training, and its latest for testing.
 
     With folds, a client's subjects are divided into one more block than the number of folds. Fold f uses block f + 1 as
-    the test part and all earlier blocks for training. Later blocks are omitted.
+    the test set and all earlier blocks for training. Later blocks are omitted.
     """
     sizes = np.bincount(cells.owner, minlength=cells.n)
     rank = ranks_within(cells.owner, np.lexsort((draw, times, cells.owner)), sizes)
@@ -170,7 +170,7 @@ def codes_in_order(
 def codes_at_random(cells: SubjectUnits, quota: PartSizes, draw: NDArray[np.float64]) -> Ints:
     """Assign each unit to a random part in a way that preserves the proportions of the strata.
 
-    One unit of each class stays in the training part.
+    One unit of each class stays in the training set.
     """
     owner, label, stratum, n = cells
     classes = int(label.max(initial=0)) + 1

@@ -1,4 +1,4 @@
-"""Design of a data set: which rows belong together, in which order they came, and which rows form the test part."""
+"""Design of a data set: which rows belong together, in which order they came, and which rows form the test set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Design:
         strata: code of the stratum of each row ``[N]`` (int64). Splits and folds preserve the proportions of the
             strata. None if there are none.
         held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if the partition chooses the test
-            parts.
+            sets.
         names: source columns of these values, keyed by option, such as ``{"subject": "patient_id"}``.
         doubts: notes on subjects in memory that may be the same, or unknown.
     """
@@ -97,7 +97,7 @@ class Design:
 
     @cached_property
     def tested(self) -> NDArray[np.bool_] | None:
-        """Mask ``[N]`` of the rows in the test part, which are all rows of subjects whose last row is marked."""
+        """Mask ``[N]`` of the rows in the test set, which are all rows of subjects whose last row is marked."""
         if self.held_out is None:
             return None
         of_unit = np.zeros(len(self.units), bool)

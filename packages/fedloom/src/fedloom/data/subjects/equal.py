@@ -99,7 +99,7 @@ def note_equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | Non
 
 
 def note_untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return notes on levels of a table's columns that occur in a test part but not in any training part.
+    """Return notes on levels of a table's columns that occur in a test set but not in any training set.
 
     Args:
         data: data set as it was read, with codes for levels.
@@ -141,7 +141,7 @@ def note_single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints |
         if len(codes) == 1:
             effect = "a model cannot learn from it" if name == "train" else "AUROC is not defined for it"
             part = {"train": "training"}.get(name, name)
-            notes.append(f"all {len(rows):,} rows of the {part} part are of class {data.classes[codes[0]]!r}: {effect}")
+            notes.append(f"all {len(rows):,} rows of the {part} set are of class {data.classes[codes[0]]!r}: {effect}")
     return notes
 
 
@@ -157,9 +157,9 @@ def _equal_row_notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str
         pairs, chance = float(counts[place[twice]].sum()), digests.chance * len(rows) * len(before)
         limit = CHANCE_RATIO * chance if digests.is_distinctive else CHANCE_RATIO**2 * max(chance, 1)
         if twice.sum() >= MIN_EQUAL_ROWS and pairs > limit:
-            where = " or ".join(f"the {other} part" for other in names[:k])
+            where = " or ".join(f"the {other} set" for other in names[:k])
             yield Note.create(
-                f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are exact copies of "
+                f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} set are exact copies of "
                 f"rows of {where}, so scores are too good. Remove the copies, or set subject to the "
                 "column that identifies the patient or person",
                 "parts-share-rows",

@@ -37,22 +37,22 @@ class AgreedColumn(Value):
     unit: str = Field("", description="unit of a numeric column")
     levels: tuple[str, ...] = Field((), description="all levels that may occur")
     range: tuple[float, float] | None = Field(
-        None, description="smallest and largest plausible value of a numeric column"
+        None, description="smallest and largest plausible values of a numeric column"
     )
     missing: bool = Field(
         False, description="whether cells may be missing. If so, an additional feature marks missing cells"
     )
     scale: bool = Field(True, description="whether each site centers and scales the numeric column")
-    scoring: bool = Field(False, description="use the column only for groups in analyses. Models do not receive it")
+    scoring: bool = Field(False, description="use the column only to form groups in analyses. Models do not receive it")
 
     @model_validator(mode="after")
     def _fits(self) -> AgreedColumn:
         if (self.type == "level") != bool(self.levels):
-            raise ValueError("type = 'level' needs at least one level in `levels`, and other types accept no levels")
+            raise ValueError("type = 'level' requires at least one level in `levels`, and other types accept no levels")
         if disguised := direction_in(self.name, *self.levels):
             raise ValueError(disguised)
         if len(set(self.levels)) < len(self.levels):
-            raise ValueError("levels: every level may occur only once")
+            raise ValueError("levels: each level may be listed only once")
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"range must increase, got {self.range[0]:g} to {self.range[1]:g}")
         return self
@@ -76,7 +76,7 @@ class AgreedColumn(Value):
 
 
 class Agreement(Value):
-    """Agreed columns, target, classes, missing-value codes, and minimum numbers of rows.
+    """Columns, target, classes, missing-value codes and minimum numbers of rows that the sites agree on.
 
     The columns of a site's table may be in any order, and all other columns are ignored.
 
@@ -87,39 +87,41 @@ class Agreement(Value):
     target: str | None = Field(
         None, description="name of the target column (default: the one chosen by the data source)"
     )
-    event: str | None = Field(None, description="column that marks events, if the target is the time to an event")
+    event: str | None = Field(None, description="column that indicates events, if the target is a time to event")
     task: Task = Field("binary", description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field(
-        (), description="all classes that may occur, or the label columns. Empty if targets are numbers"
+        (), description="all possible classes, or the label columns. Empty if targets are numbers"
     )
-    centre: float = Field(0.0, description="number subtracted from the regression target")
-    divisor: float = Field(1.0, gt=0, description="divisor for the regression target, applied after the subtraction")
+    centre: float = Field(0.0, description="value subtracted from the regression target")
+    divisor: float = Field(
+        1.0, gt=0, description="value by which the regression target is divided after the subtraction"
+    )
     target_range: tuple[float, float] | None = Field(
-        None, description="smallest and largest plausible target or time, for analyses that sum over sites"
+        None, description="smallest and largest plausible targets or times, for analyses that sum over sites"
     )
-    missing: tuple[str, ...] = Field((), description="additional cell values that mean a missing value")
-    impute: bool = Field(True, description="whether each site fills missing cells, based on its training rows")
+    missing: tuple[str, ...] = Field((), description="additional missing-value codes")
+    impute: bool = Field(True, description="whether each site imputes missing cells using its training rows")
     patients: int = Field(1, ge=1, description="minimum number of rows at a participating site")
     events: int = Field(0, ge=0, description="minimum number of rows of each class at a participating site")
     subject: str | None = Field(
         None,
-        description="column that identifies the subject of a row. All minimum numbers of rows then apply to subjects",
+        description="column that identifies the subject of each row. All minimum numbers of rows then count subjects",
     )
     order: str | None = Field(
         None,
-        description="column that contains the time of each row. Earlier rows are training rows, later rows are "
-        "test rows",
+        description="column that contains the time of each row. Earlier rows are used for training, later rows for "
+        "testing",
     )
-    strata: tuple[str, ...] | None = Field(
-        None, description="columns whose value proportions are preserved by splits at every site"
-    )
-    test_column: str | None = Field(None, description="column that marks the rows of the test part")
-    test_levels: tuple[str, ...] | None = Field(None, description="values of test_column that mark the test part")
+    strata: tuple[str, ...] | None = Field(None, description="columns by which the splits at every site are stratified")
+    test_column: str | None = Field(None, description="column that marks test rows")
+    test_levels: tuple[str, ...] | None = Field(None, description="values of test_column that mark test rows")
     test_since: float | str | None = Field(
-        None, description="first number or date in the `order` column that belongs to the test part"
+        None, description="first number or date of the `order` column in the test set"
     )
     level_rows: int = Field(
-        5, ge=1, description="minimum number of rows of each listed level. Cells with rarer levels become missing"
+        5,
+        ge=1,
+        description="minimum number of rows of each listed level. Cells with rarer levels are treated as missing",
     )
     column: tuple[AgreedColumn, ...] = Field(
         min_length=1, description="columns that are used as features or for scores"
@@ -137,7 +139,7 @@ class Agreement(Value):
             if name in names:
                 raise ValueError(f"column: {name!r} is the {what}, so it cannot be a feature")
         if all(column.scoring for column in self.column):
-            raise ValueError("column: at least one column must be a feature, that is, a column without scoring = true")
+            raise ValueError("column: at least one column must be a feature, so it must not set scoring = true")
         if self.target_range is not None and not self.target_range[0] < self.target_range[1]:
             raise ValueError(f"target_range must increase, got {self.target_range[0]:g} to {self.target_range[1]:g}")
         several = self.task in ("classification", "multilabel")
@@ -169,7 +171,7 @@ class Agreement(Value):
 
     @property
     def table(self) -> Table:
-        """Agreed features as a `Table`."""
+        """Features in the agreement, as a `Table`."""
         missing = tuple(dict.fromkeys((*MISSING_MARKERS, *self.missing)))
         return Table(columns=tuple(c.column for c in self.column if not c.scoring), missing=missing, impute=self.impute)
 
@@ -214,7 +216,7 @@ class Agreement(Value):
         return AGREEMENT_HEADER + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
-        """Return the reasons why a site with these numbers of rows is not allowed to participate.
+        """Return the reasons why a site with these numbers of rows may not participate.
 
         Each reason is one sentence.
 
@@ -249,4 +251,4 @@ def agreement_of(document: object) -> Agreement | None:
         return Agreement.read(place_of(document, "agreement").expanduser())
     if isinstance(document, Mapping):
         return make(Agreement, dict(document), "agreement", fields_of(Agreement))
-    raise ConfigError(f"agreement must be the path of a document, got {document!r:.60}")
+    raise ConfigError(f"agreement must be the path to a document, got {document!r:.60}")

@@ -56,7 +56,7 @@ MIN_UNIT_GAP, ENOUGH_UNIT_GAP = 0.5, 1.0
 that is sufficient for a large factor. Species and other groups also differ, but rarely with so large a gap."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is much closer than all others, like copies with noise. If both come from one "
-    "sample, this sample is in the training part and in the test part. Remove such rows, or set subject to the column "
+    "sample, this sample is in the training set and in the test set. Remove such rows, or set subject to the column "
     "that identifies the patient or person"
 )
 """Text of the note on near-duplicates."""
@@ -166,7 +166,7 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     if whole and is_repeated_unit(name, levels.tolist(), len(values)):
         yield (
             f"column {name!r}: {len(levels):,} different values in {len(values):,} rows, so rows with the same value "
-            "are in both training and test parts, and scores are too good. Set it as subject, which keeps such rows "
+            "are in both training and test sets, and scores are too good. Set it as subject, which keeps such rows "
             "together, or add it to drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
@@ -289,7 +289,7 @@ def _note_equal_rows(columns: Mapping[str, ReadColumn], where: str = "") -> Iter
     if pairs > CHANCE_MULTIPLE * chance and (fine or coarse):
         yield (
             f"{copies:,} of {count:,} rows are exact copies of others{where}. If the copies come from one "
-            "sample, this sample is in the training part and in the test part. Remove the copies"
+            "sample, this sample is in the training set and in the test set. Remove the copies"
         )
 
 

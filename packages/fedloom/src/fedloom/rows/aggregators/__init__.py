@@ -1,4 +1,4 @@
-"""Aggregators, which combine the rows of a cohort into one vector. ``AGGREGATORS`` lists the aggregators by kind."""
+"""Aggregators, which combine a cohort's rows into a single vector. ``AGGREGATORS`` lists the aggregators by kind."""
 
 from __future__ import annotations
 

@@ -24,21 +24,21 @@ _BYZANTINE_TEXT = "number of Byzantine clients per cohort (default: 1, or 0 if t
 ByzantineCount = Annotated[int, Field(ge=0, description=_BYZANTINE_TEXT)]
 """Type of the option ``f`` of a rule."""
 MIN_RULE_ROWS = 7
-"""Number of rows that is sufficient for every rule with f = 1. For f = m + 1, 4 m + 7 rows suffice (bulyan needs 4 f +
-3)."""
+"""Number of rows that is sufficient for every rule with f = 1. For f = m + 1, 4 m + 7 rows are sufficient (bulyan needs
+4 f + 3)."""
 
 
 class ClipRows(Value):
-    """Scaling of each client's row (all fields together) to a norm of at most `bound`.
+    """Clipping of each client's row (all fields together) to a norm of at most `bound`.
 
-    Use this method only for fields that are differences.
+    Use it only for fields that are differences.
     """
 
     kind: Literal["clip"] = "clip"
     bound: float = Field(10.0, gt=0, description="maximum norm of a client's upload across all fields")
 
     def rows(self, m: int) -> int:
-        """Return the number of rows after the transformation of m rows."""
+        """Return the number of rows that remain when m rows are transformed."""
         return m
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -47,17 +47,17 @@ class ClipRows(Value):
 
 
 class Bucketing(Value):
-    """Replacement of rows by means of random groups of `s` rows (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1).
+    """Bucketing: each random group of `s` rows is replaced by its mean.
 
-    The last group may be smaller. Each mean is weighted, and a group has the total weight of its members, so that the
-    weighted mean of all rows does not change.
+    (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1.) The last group may be smaller. Each mean is weighted, and a
+    group has the total weight of its members, so the weighted mean of all rows does not change.
     """
 
     kind: Literal["bucketing"] = "bucketing"
     s: PositiveInt = Field(2, description="number of vectors per group (2 in section 6)")
 
     def rows(self, m: int) -> int:
-        """Return the number of rows after the transformation of m rows."""
+        """Return the number of rows that remain when m rows are transformed."""
         return -(-m // self.s)
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -72,7 +72,7 @@ class Bucketing(Value):
 
 
 class NNM(Value):
-    """Nearest-neighbor mixing: every row is replaced by the mean of its m - f nearest rows, including itself.
+    """Nearest-neighbor mixing: each row is replaced by the mean of its m - f nearest rows, including itself.
 
     (Allouah et al., Fixing by Mixing, AISTATS 2023, Algorithm 2.) Distances are measured in the primary field.
     """
@@ -81,7 +81,7 @@ class NNM(Value):
     f: ByzantineCount = 1
 
     def rows(self, m: int) -> int:
-        """Return the number of rows after the transformation of m rows.
+        """Return the number of rows that remain when m rows are transformed.
 
         Raises:
             ConfigError: there are at most f rows.
@@ -105,9 +105,9 @@ Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 
 
 class Aggregator(Value, ABC):
-    """Rule that combines the rows of a cohort into one vector. Rows must be finite.
+    """Rule that combines a cohort's rows into a single vector. Rows must be finite.
 
-    The state is a dict of tensors, which is included in checkpoints. For a stateless rule, it is empty.
+    The state is a dict of tensors that is saved in checkpoints. It is empty for a stateless rule.
     """
 
     pre: tuple[Pre, ...] = Field(
@@ -127,7 +127,7 @@ class Aggregator(Value, ABC):
         return {}
 
     def check(self, m: int) -> None:
-        """Raise an error if a cohort of m rows is too small for the rule, or is too large for the computation.
+        """Raise an error if a cohort of m rows is too small for the rule or too large to compute.
 
         Raises:
             ConfigError: m is too small or too large. If the cohort is too small, the message states the smallest
@@ -142,7 +142,7 @@ class Aggregator(Value, ABC):
             raise refusal from None
 
     def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
-        """Return the error with advice on the maximum number of attackers (or used rows) that m rows allow."""
+        """Return the error, with advice on the maximum number of attackers (or used rows) that m rows allow."""
         for name in ("f", "k"):
             now = getattr(self, name, None)
             for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():
@@ -174,9 +174,9 @@ class Aggregator(Value, ABC):
         """
 
     def adapted(self, m: int) -> Self:
-        """Return the rule with defaults that work for m rows. If the default of f needs more rows, f becomes 0.
+        """Return the rule with defaults that work for m rows. If the default of f needs more rows, f is set to 0.
 
-        A cohort that is too small even for f = 0 remains unchanged, and `check` rejects it.
+        If a cohort is too small even for f = 0, the rule is returned unchanged, and `check` rejects the cohort.
         """
         if self._allows(m) or not self._allows(4 * m + MIN_RULE_ROWS):
             return self
@@ -203,8 +203,8 @@ class Aggregator(Value, ABC):
             rows: rows of each field, {field: [m, .]}.
             weights: weights [m, 1], which are nonnegative and have a positive sum. Only rules that are `weighted` use
                 them.
-            primary: field that decides which rows a selection rule keeps.
-            ctx: client ids of the rows, and random generators of the server.
+            primary: field by which a selection rule chooses rows.
+            ctx: the rows' client ids, and the server's random generators.
 
         Returns:
             The aggregates {field: [.]} and the new state.

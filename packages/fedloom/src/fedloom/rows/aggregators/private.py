@@ -16,11 +16,11 @@ from fedloom.rows.context import Cohort
 class PrivateMean(Aggregator):
     """(sum_i x_i min(1, clip / ||x_i||) + N(0, (sigma clip)^2 I)) / m (McMahan et al., ICLR 2018, Algorithm 1).
 
-    The vector x_i consists of all fields of client i. The noise is calibrated to the sum, to which a client contributes
-    a vector with a norm of at most clip. The number m of clients is considered public. The server receives the uploads
-    without noise, so it must be trusted. The guarantee applies to the models that leave the server. A simulation draws
-    the noise from the run's seed, so the noise does not protect any client. A deployment draws unpredictable noise
-    (`fedloom_sites.deploy.noise`) and accounts for it by Renyi divergences.
+    The vector x_i consists of all fields of client i. The noise is calibrated to the sum, to which each client
+    contributes a vector with a norm of at most clip. The number m of clients is treated as public. The server receives
+    the uploads without noise, so it must be trusted. The guarantee applies to the models that leave the server. A
+    simulation draws the noise from the run's seed, so it does not protect any client. A deployment draws unpredictable
+    noise (`fedloom_sites.deploy.noise`) and tracks the privacy loss by Renyi divergences.
     """
 
     kind: Literal["private-mean"] = "private-mean"

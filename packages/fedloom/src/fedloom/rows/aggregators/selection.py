@@ -1,4 +1,4 @@
-"""Aggregation rules that choose rows or weights by the primary field and use them for all fields."""
+"""Aggregation rules that choose rows or weights based on the primary field and use them for all fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MultiKrum(Aggregator):
     """Weighted mean of the k rows with the smallest Krum scores. The rule needs m >= 2f + 3 and k <= m.
 
     (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ from the paper: FLAME's implementation
-    uses distances that are not squared, and k = 5.
+    uses unsquared distances and k = 5.
     """
 
     weighted: ClassVar[bool] = True
@@ -62,11 +62,11 @@ class MultiKrum(Aggregator):
 
 
 class Bulyan(Aggregator):
-    """Krum, applied m - 2f times without replacement, followed by a trimmed mean around the median in each coordinate.
+    """Krum, applied m - 2f times without replacement, followed by a coordinate-wise trimmed mean around the median.
 
     (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) The trimmed mean averages the m - 4f values nearest the
-    median. The rule needs m >= 4f + 3. The first step uses only the primary field, whereas the second step is applied
-    to every field. If few rows remain, a Krum score uses the distance to at least one neighbor.
+    median. The rule needs m >= 4f + 3. The first step uses only the primary field, and the second step is applied to
+    every field. Even if few rows remain, a Krum score uses at least one neighbor.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -92,7 +92,7 @@ class MDA(Aggregator):
     The rule needs m > 2f.
 
     (Minimum diameter averaging: El Mhamdi, Guerraoui, Guirguis, Hoang and Rouault, PODC 2020, section 3.) The rule
-    tries all subsets of m - f rows, so it rejects cohorts with more than 200,000 subsets.
+    tries all subsets of m - f rows, and rejects cohorts with more than 200,000 subsets.
     """
 
     weighted: ClassVar[bool] = True
@@ -127,7 +127,7 @@ class FLTrust(Aggregator):
     (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).) In
     the paper, the server trains x_0 on its own data. Here, the client `root` provides x_0. This client must be in every
     cohort and, as in the paper, its own row has no weight. If no cosine is positive, the result is x_0. Use this rule
-    for rows that are differences.
+    only for rows that are differences.
     """
 
     kind: Literal["fltrust"] = "fltrust"

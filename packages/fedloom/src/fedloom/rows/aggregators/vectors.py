@@ -1,4 +1,4 @@
-"""Aggregation rules that treat each field separately: means, coordinate-wise rules, and centers of vectors."""
+"""Aggregation rules that are applied to each field separately: means, coordinate-wise rules, and centers of vectors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightedMean(Aggregator):
 
 
 class Median(Aggregator):
-    """Median of each coordinate.
+    """Coordinate-wise median.
 
     If m is even, this is the mean of the two middle values (Yin et al., ICML 2018, Definition 1).
     """
@@ -43,9 +43,9 @@ class Median(Aggregator):
 
 
 class TrimmedMean(Aggregator):
-    """Mean of each coordinate without its f smallest and f largest values (Yin et al., ICML 2018, Definition 2).
+    """Coordinate-wise mean without the f smallest and f largest values (Yin et al., ICML 2018, Definition 2).
 
-    The rule needs m > 2f rows.
+    It requires m > 2f rows.
 
     """
 

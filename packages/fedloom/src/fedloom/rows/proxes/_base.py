@@ -17,9 +17,9 @@ Form = Literal["dense", "sparse", "lowrank"]
 class Prox(Protocol):
     """Function f on R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), applied to each row.
 
-    Functions that depend on matrices or on parameter names need the layout. All other functions ignore it. If the prox
-    of a class produces sparse or low-rank vectors, the class declares this as ``makes: ClassVar[Form]``. Messages are
-    then encoded in this way.
+    Functions that depend on matrices or parameter names need the layout, and all others ignore it. If a class's prox
+    produces sparse or low-rank vectors, the class declares this as ``makes: ClassVar[Form]``. Messages are then encoded
+    in this way.
     """
 
     @property

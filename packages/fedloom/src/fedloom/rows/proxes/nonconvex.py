@@ -1,4 +1,4 @@
-"""Weakly convex penalties: f + weak / 2 ||x||^2 is convex, and the prox has a single value for t < 1 / weak."""
+"""Weakly convex penalties: f + weak / 2 ||x||^2 is convex, and the prox is unique for t < 1 / weak."""
 
 from __future__ import annotations
 

@@ -94,9 +94,9 @@ class Linf(Value):
 class GroupL1(Value):
     """f(x) = c sum_g s_g ||x_g||_2. The prox is x_g = v_g max(1 - c t s_g / ||v_g||, 0).
 
-    (Yuan and Lin, J. R. Statist. Soc. B 2006; Parikh and Boyd, 6.5.4.) Groups do not overlap: a group is each parameter
-    of the layout ("parameter"), each output unit of each parameter ("unit"), or `by` consecutive scalars (fewer in the
-    last group).
+    (Yuan and Lin, J. R. Statist. Soc. B 2006; Parikh and Boyd, 6.5.4.) Groups do not overlap. Each group is a parameter
+    of the layout ("parameter"), an output unit of a parameter ("unit"), or `by` consecutive scalars (fewer in the last
+    group).
     """
 
     convex: ClassVar[bool] = True

@@ -60,12 +60,12 @@ class Total(Value):
     NeurIPS 2013). The prox of any other sum is computed by the parallel Dykstra-like method (Combettes and Pesquet,
     Proximal Splitting Methods in Signal Processing, 2011, Algorithm 10.31). The method takes gradient steps on the
     dual, with momentum (Beck and Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the points of all
-    terms agree. Then v - x is t times a sum of subgradients, up to the tolerance. After a row has converged, it is no
-    longer changed, so that rows do not influence each other.
+    terms agree. Then v - x is t times a sum of subgradients, up to the tolerance. A row is not changed after it has
+    converged, so rows do not influence each other.
 
     Raises:
-        ConfigError: the points of the terms did not agree within the allowed iterations, for example because sets do
-            not intersect.
+        ConfigError: the terms' points did not agree within the allowed number of iterations, for example because sets
+            do not intersect.
     """
 
     kind: Literal["total"] = "total"
@@ -80,9 +80,9 @@ class Total(Value):
         rest = [p for p in self.parts if not isinstance(p, SquaredL2)]
         names = [type(p).__name__ for p in self.parts]
         if not all(isinstance(p, Prox) for p in self.parts):
-            raise ValueError(f"every part needs f, prox and convex, got {names}")
+            raise ValueError(f"every term needs f, prox and convex, got {names}")
         if len(rest) > 1 and not all(p.convex for p in rest if isinstance(p, Prox)):
-            raise ValueError(f"a weakly convex part can be added only to squared l2 norms, got {names}")
+            raise ValueError(f"a weakly convex term can be added only to squared l2 norms, got {names}")
         return self
 
     @property

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from fedloom.data.sources.table.checks import Coded
 
 TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
-"""Default values, in lower case, that mark rows of the test part."""
+"""Default values, in lower case, that mark rows of the test set."""
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
-"""Levels, in lower case, that mark rows of the training part."""
+"""Levels, in lower case, that mark rows of the training set."""
 TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivation|learn)(?![a-z])", re.IGNORECASE)
 """Pattern of column names whose values 1 and yes mark training rows."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
@@ -56,29 +56,28 @@ class DesignOptions(FileSource):
 
     subject: str | None = Field(
         default=None,
-        description="column that identifies the subject of a row, such as a patient. It is not a feature, and "
-        "all rows of a subject are in the same part of every split",
+        description="column that identifies the subject of each row, such as a patient. It is not used as a feature, "
+        "and each split keeps all rows of a subject together",
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates that orders the rows. Earlier rows are training rows, later "
-        "rows are test rows. The column is not a feature",
+        description="column of numbers or dates that orders the rows: earlier rows are used for training, later rows "
+        "for testing. The column is not used as a feature",
     )
     strata: tuple[str, ...] = Field(
         default=(),
-        description="columns whose value proportions are preserved by splits and folds. They can be features or "
-        "the target",
+        description="columns by which splits and folds are stratified. They can be features or the target",
     )
     test_column: str | None = Field(
         default=None,
-        description="column that marks the rows of the test part (1, true, yes or test). It is not a feature",
+        description="column that marks test rows (with 1, true, yes or test). It is not used as a feature",
     )
     test_levels: tuple[str, ...] = Field(
-        default=(), description="values of test_column that mark the test part, such as a hospital's name or a year"
+        default=(), description="values of test_column that mark test rows, such as a hospital name or a year"
     )
     test_since: float | str | None = Field(
         default=None,
-        description="first number or date in the `order` column that belongs to the test part, such as 2024-09-01",
+        description="first number or date of the `order` column in the test set, such as 2024-09-01",
     )
 
     @field_validator("test_since", mode="before")
@@ -97,11 +96,11 @@ class DesignOptions(FileSource):
     @model_validator(mode="after")
     def _design_fits(self) -> DesignOptions:
         if self.test_levels and self.test_column is None:
-            raise ValueError("test_levels are levels of test_column, but test_column is not set. Set test_column")
+            raise ValueError("test_levels lists levels of test_column, but test_column is not set. Set test_column")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
             raise ValueError("`test_since` needs `order`, the column with the time of each row. Set `order`")
         if self.test_since is not None and self.test_column is not None:
-            raise ValueError("test_since and test_column both choose the test part. Omit one of them")
+            raise ValueError("test_since and test_column both choose the test set. Omit one of them")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
         return self
 
@@ -133,7 +132,7 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Raise an error if the same column has two roles.
+    """Raise an error if a column has two roles.
 
     Raises:
         ValueError: two options name the same column.
@@ -171,7 +170,7 @@ class DesignReading:
         coded: columns that are read as levels.
         strata: columns that define the strata.
         no_features: columns that are not used as features.
-        marked: column that marks the rows of the test part, or None.
+        marked: column that marks the rows of the test set, or None.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -262,7 +261,7 @@ class DesignReading:
             valid = times[~np.isnan(times)]
             first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
             if len(valid) > 1 and first == last:
-                yield f"{self.order!r} is the same in every row, so no row is later than another. Omit order"
+                yield f"{self.order!r} is the same in every row, so it does not order the rows. Omit order"
             elif not self._dates and time_unit_of("", np.array([first])) and time_unit_of("", np.array([last])) and (
                 time_unit_of("", np.array([first])) != time_unit_of("", np.array([last]))
             ):  # fmt: skip
@@ -319,7 +318,7 @@ class DesignReading:
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
-        """Return the levels that mark rows of the test part.
+        """Return the levels that mark rows of the test set.
 
         Raises:
             ConfigError: a given level does not exist, or a level means neither yes nor no.

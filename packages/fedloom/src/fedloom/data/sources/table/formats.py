@@ -74,7 +74,7 @@ class LibraryTable(TableSource):
             raise
         except Exception as error:  # libraries raise their own errors
             detail = f"{type(error).__name__}: {error}".rstrip(".")
-            raise DataError(f"{place} is not a readable {place.suffix} file ({detail}). Write it again") from error
+            raise DataError(f"{place} is not a readable {place.suffix} file ({detail}). Export it again") from error
         yield RawTable(
             place.stem, table.names, table.pieces, Problems(str(place), table.first_row), table.coded, table.notes
         )
@@ -96,10 +96,10 @@ class Excel(LibraryTable):
     """Sheet of an Excel file (.xlsx, .xlsm) with a header row."""
 
     sheet: str | int | None = Field(
-        default=None, description="name of the sheet, or its number, counted from 1 (default: the only sheet)"
+        default=None, description="name of the sheet, or its number, starting at 1 (default: the only sheet)"
     )
-    header: bool = Field(default=True, description="whether the first row names the columns")
-    skip: int = Field(default=0, ge=0, description="number of rows above the header")
+    header: bool = Field(default=True, description="whether the first row contains the column names")
+    skip: int = Field(default=0, ge=0, description="number of rows to skip above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
         """Read the table in a sheet. If a cell contains a formula, its value is the one that is stored in the file."""
@@ -143,7 +143,7 @@ class Statistics(LibraryTable):
     missing become missing cells, and their number is stated in a note.
     """
 
-    labels: bool = Field(default=True, description="use value labels as levels")
+    labels: bool = Field(default=True, description="use the file's value labels as levels")
     catalog: str | None = Field(default=None, description="file with the value labels (.sas7bcat) for a .sas7bdat file")
     encoding: str | None = Field(default=None, description="text encoding (default: the encoding stated in the file)")
 

@@ -21,80 +21,76 @@ class TableRoles(DesignOptions):
     )
     event: str | None = Field(
         default=None,
-        description="column that contains 1 for an event and 0 for censoring. The target column then contains times",
+        description="column that contains 1 if the event was observed and 0 if the time is censored. The target "
+        "column then contains times",
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
-        description="values of the event column that mean an event. All other values mean censoring "
+        description="values of the event column that indicate an event. All other values indicate censoring "
         "(default: 1 is an event, 0 is censored)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
         description=(
-            "task. auto: classification if the target has text or whole numbers, binary if it has "
-            "two values, survival if event is set. multilabel: the targets are 0/1 columns"
+            "task. auto: classification if the target contains text or integers, binary if it has two values, "
+            "survival if event is set. multilabel: the targets are 0/1 columns"
         ),
     )
     categorical: tuple[str, ...] = Field(
         default=(), description="columns that contain codes or text. Each level becomes one feature"
     )
-    drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
+    drop: tuple[str, ...] = Field(default=(), description="columns to drop")
     include: tuple[str, ...] = Field(
         default=(), description="columns to keep as features even if they number the rows or contain people's names"
     )
     client_column: str | None = Field(
-        default=None, description="column that identifies the client of each row. It is not a feature"
+        default=None, description="column that identifies the client of each row. It is not used as a feature"
     )
     columns: tuple[str, ...] = Field(
-        default=(), description="columns that a partition may split by. They can be features too"
+        default=(), description="columns by which a partition can split. They can also be features"
     )
     group_columns: tuple[str, ...] = Field(
-        default=(), description="columns to group scores by. They can be features too, unless drop names them"
+        default=(),
+        description="columns by which scores are grouped. They can also be features, unless they are listed in drop",
     )
     missing: tuple[str, ...] = Field(
         default=(),
-        description=(
-            "additional cell values that mean a missing value, besides empty cells, ? and pandas' markers except None"
-        ),
+        description=("additional missing-value codes, besides empty cells, ? and pandas' markers except None"),
     )
     impute: bool = Field(
-        default=False, description="allow missing cells. Each client fills them based on its training part"
+        default=False, description="allow missing cells. Each client imputes them using its training set"
     )
     unlabelled: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
         description=(
-            "handling of rows without a target or client: raise an error, or leave the rows "
-            "out. In a multilabel task, 'keep' leaves out only rows without a client or without any known label"
+            "what to do with rows that have no target or client: raise an error, or drop the rows. In a "
+            "multilabel task, 'keep' drops only rows that have no client or no known label"
         ),
     )
-    scale: bool = Field(
-        default=True, description="center and scale numeric columns, based on each client's training part"
-    )
-    centre: float = Field(default=0.0, description="number subtracted from the regression target")
+    scale: bool = Field(default=True, description="center and scale numeric columns, using each client's training set")
+    centre: float = Field(default=0.0, description="value subtracted from the regression target")
     unit: float = Field(
         default=1.0,
         gt=0,
-        description="divisor for the regression target, applied after the subtraction. Errors are in units of "
-        "this divisor",
+        description="value by which the regression target is divided after the subtraction. Errors are in units of "
+        "this value",
     )
     agreement: Annotated[
         Agreement | None,
         BeforeValidator(agreement_of),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
-    ] = Field(
-        default=None, description="agreement between the sites on the meaning of the columns: a path, or its keys"
-    )
+    ] = Field(default=None, description="the sites' agreement on the meaning of the columns: a path, or its keys")
     factors: dict[str, float | dict[str, float]] = Field(
         default={},
-        description="factors that convert columns to the agreed units. With client_column, a factor can be a "
-        "table of factors by client",
+        description="factors that convert columns to the units in the agreement. With client_column, a factor can be "
+        "a table with one factor per client",
     )
 
     days_since: dict[str, str] = Field(
         default={},
         description=(
-            "date columns to use as features, as the number of days since another date column or a "
-            "fixed date, such as { admission = 'birth_date' }"
+            "date columns to convert to features: the number of days since another date column or a fixed date, "
+            "such as { admission = 'birth_date' }"
         ),
     )
 
@@ -104,10 +100,11 @@ class TableRoles(DesignOptions):
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
-                raise ValueError("task = 'multilabel' needs target = [...], a list of 0/1 columns, one per label")
+                raise ValueError("task = 'multilabel' requires target = [...], a list of 0/1 columns, one per label")
         elif not several or len({*self.target}) < max(2, len(self.target)):
             raise ValueError(
-                f"a model predicts one column, got {', '.join(map(str, self.target))}. For time-to-event data, set "
+                f"a model predicts a single column, got {', '.join(map(str, self.target))}. For time-to-event "
+                "data, set "
                 "`target` to the time and `event` to the event. For several 0/1 columns, each given once, set task = "
                 "'multilabel'. For several numbers, run one experiment for each"
             )
