@@ -153,12 +153,12 @@ class JudgedClaim:
         """Text that states how many comparisons hold as claimed, are clearly for and against it, and have no result."""
         rest = self.planned - len(self.measured) - self.missing_results
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
-        alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"
+        alone = f" ({clear[0]} clearly), {clear[1]} clearly contradict it"
         tested = "" if self.claim.construction else alone
         left = "".join(
             f", {n} {word}" for n, word in ((self.missing_results, Untested.LOST), (rest, Untested.NOT_RUN)) if n
         )
-        return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
+        return f"{self.right} of {len(self.measured)} comparisons agree with the claim{tested}{left}"
 
     @property
     def summary(self) -> str:
