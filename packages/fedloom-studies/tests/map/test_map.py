@@ -966,7 +966,9 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     setup = FULL["hospitals"]
     means = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     records = {("hospitals", m): record(setup, m, mean) for m, mean in means.items()}
-    assert "The reference models have not been run yet." in dict(map_pages({"hospitals": setup}, records))["hospitals.md"]
+    assert (
+        "The reference models have not been run yet." in dict(map_pages({"hospitals": setup}, records))["hospitals.md"]
+    )
     names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
     page = dict(map_pages({"hospitals": setup}, records, beside))["hospitals.md"]

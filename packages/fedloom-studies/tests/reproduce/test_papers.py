@@ -258,7 +258,8 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     assert "[not tested (needs a GPU)](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
     assert (
-        "This experiment requires a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days)." in text
+        "This experiment requires a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days)."
+        in text
     )
     absent = papers_overview({"tiny": less}, {"tiny": as_run(less)}, {"tiny": RecipeNeed(4320, ["x"])})
     assert "requires a GPU and the data set x: `fedloom reproduce tiny" in absent
@@ -271,7 +272,9 @@ def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatc
     assert "[not tested (stand-in)](papers/tiny.md)" in headline(text)
     assert "| stand-in: " in text
     page = recipe_page(other, as_run(other))
-    assert "This experiment is a stand-in: two convolutions replace ResNet-18. Its verdicts apply to the stand-in" in page
+    assert (
+        "This experiment is a stand-in: two convolutions replace ResNet-18. Its verdicts apply to the stand-in" in page
+    )
     assert "holds" in page
     for name, recipe in papers.select_papers(read_recipes()).items():
         another = re.search(

@@ -179,7 +179,11 @@ def _power_sentences(j: SetupVerdict) -> Iterator[str]:
         seeds, spread = len(j.seeds), fixed(100 * j.spread, 1)
         enough = planned_seeds_phrase(j) if j.decides else f"*{planned_seeds_phrase(j)}*"
         last = j.setup.stages[-1]
-        more = f" {len(last)} seeds are planned, but some methods have not run all of them yet." if seeds < len(last) else ""
+        more = (
+            f" {len(last)} seeds are planned, but some methods have not run all of them yet."
+            if seeds < len(last)
+            else ""
+        )
         yield (
             f"The gains have a standard deviation of {spread} points across seeds. With this spread, {enough}, "
             f"{'and' if j.decides else 'but only'} {seeds} were run.{more}"

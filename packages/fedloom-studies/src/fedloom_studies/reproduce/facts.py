@@ -93,7 +93,10 @@ def facts_page(recipes: Mapping[str, Recipe]) -> str:
         count = len(published_recipes(recipes, paper))
         lines += [f"## {paper}", "", "| what the code does | source | used by |", "|---|---|---|"]
         for fact in (fact for fact in read_facts() if fact.paper == paper):
-            why = "".join(f". {len(one.recipes)} {'recipes do' if len(one.recipes) > 1 else 'recipe does'} not: {one.because}" for one in fact.unused)
+            why = "".join(
+                f". {len(one.recipes)} {'recipes do' if len(one.recipes) > 1 else 'recipe does'} not: {one.because}"
+                for one in fact.unused
+            )
             lines.append(f"| {fact.text} | {fact.source} | {len(fact.used)} of {count} recipes{why} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -124,7 +124,7 @@ def _recipe_page_lines(
         f"Protocol: {paper.protocol}",
         "",
     )
-    yield from ("[Tables of other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
+    yield from ("[Tables from other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (
             f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but individual values are not "
