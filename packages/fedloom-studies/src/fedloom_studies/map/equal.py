@@ -33,11 +33,11 @@ EQUAL_GRADIENTS_TEXT = """\
 This protocol compares FedAvg, local training, FedAvg-FT and {picked} other methods. A rule selected these methods in
 advance. Every run computes as many gradients as FedAvg's run with equal rounds, to within 10 %. This budget includes
 work before the first round and after the last round, and determines the number of rounds.{dearer} All methods are tuned
-again with the same trials, seeds and data. If a method already computes as many gradients as FedAvg with equal rounds, its
-runs are reused or repeated, and the change in its mean is not tested. The table is based on {cells}. Of these, {reused} were
-reused and {repeated} were repeated. The columns *lower* and *higher* list the methods whose mean differs significantly
-from their mean with equal rounds. The paired t-tests across seeds use Holm's correction, which covers all methods of a
-federation with a different number of gradients."""
+again with the same trials, seeds and data. If a method already computes as many gradients as FedAvg with equal rounds,
+its runs are reused or repeated, and the change in its mean is not tested. The table is based on {cells}. Of these,
+{reused} were reused and {repeated} were repeated. The columns *lower* and *higher* list the methods whose mean differs
+significantly from their mean with equal rounds. The paired t-tests across seeds use Holm's correction, which covers all
+methods of a federation with a different number of gradients."""
 
 
 class BothProtocols(NamedTuple):
@@ -107,8 +107,8 @@ def changes_in_words(c: BothProtocols) -> str:
     named = [f" {word}: {list_names(names)}." if names else ""
              for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
     return (
-        f"{len(c.changes)} methods compute more or fewer gradients than FedAvg with equal rounds. With equal gradients, "
-        f"{len(lower) or 'no method'} {'is' if len(lower) < 2 else 'are'} significantly lower, and "
+        f"{len(c.changes)} methods compute more or fewer gradients than FedAvg with equal rounds. With equal "
+        f"gradients, {len(lower) or 'no method'} {'is' if len(lower) < 2 else 'are'} significantly lower, and "
         f"{len(higher) or 'no method'} {'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
     )
 

@@ -66,8 +66,8 @@ CORRECTED_TEXT = (
 """Section about corrections to earlier versions of the page."""
 NO_FIGURES: Records = MappingProxyType({})
 PERCENT_COLUMNS = {
-    "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "gain over local", "gain_fedavg": "gain over FedAvg",
-    "mean_at_fedavg_work": "mean after FedAvg's gradients",
+    "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "gain over local",
+    "gain_fedavg": "gain over FedAvg", "mean_at_fedavg_work": "mean after FedAvg's gradients",
 }  # fmt: skip
 """Titles of the columns shown as percentages on a setup's page, keyed by value."""
 MAP_TEXT = """# Benchmark map
@@ -126,8 +126,8 @@ mark inconclusive differences. The other symbols are {signs}.
   repeated testing, because the decision to add seeds depends only on the standard deviation. If the standard
   deviation turns out to be larger with all seeds, a new number is fixed in the same way.
 
-{widened}- **Replication.** Some methods were run again with different seeds. A verdict is *seen twice* if the new runs lead to
-  the same verdict. Otherwise, it is *not confirmed*.
+{widened}- **Replication.** Some methods were run again with different seeds. A verdict is *seen twice* if the new runs
+  lead to the same verdict. Otherwise, it is *not confirmed*.
 
 - **Missing and stale results.** A method is *not applicable* if it cannot run in the federation. A record is *stale*
   if it comes from a different version of the method or the protocol. Verdicts include stale results:
@@ -272,8 +272,8 @@ def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
         yield (
             f"The table shows each method's {j.standings[0].record.metric} and its gains in percentage points, with an "
             "unadjusted 95 % confidence interval. All methods train for the same number of rounds with seeds "
-            f"{write_seeds(j.seeds)}. Filled circles in the chart mark methods that are better than the baseline (local "
-            "training or FedAvg, whichever is better). Training on the pooled data (`centralized`) is shown for "
+            f"{write_seeds(j.seeds)}. Filled circles in the chart mark methods that are better than the baseline "
+            "(local training or FedAvg, whichever is better). Training on the pooled data (`centralized`) is shown for "
             "reference. *Clients that gain* is the percentage of clients that do better than with local training, "
             "followed by the percentage that do better than with FedAvg. *Rounds to 95 %* is the first evaluated round "
             "in which the method reaches 95 % of the best mean."

@@ -108,8 +108,8 @@ def reference_lines(j: SetupVerdict, references: References) -> Iterator[str]:
     yield from (
         "",
         f"The best model that a client can train alone is {best}. The table compares it with scikit-learn models with "
-        "default settings on the same data, and with the best methods. All values are in percent, with a 95 % confidence "
-        "interval across seeds.",
+        "default settings on the same data, and with the best methods. All values are in percent, with a 95 % "
+        "confidence interval across seeds.",
     )
     yield from ("", f"| model | {j.standings[0].record.metric} | gain over {best} |", "|---|---|---|")
     methods = [s for s in (*j.rivals[:3], j.find("fedavg")) if s is not None and s.method != "local"]

@@ -131,11 +131,11 @@ def rules_section(records: Records) -> Iterator[str]:
         yield from (_say_missing(records), "")
         return
     yield (
-        f"{recommend_rule(verdicts)} The baseline is local training or FedAvg with the mean, whichever is better. Four of "
-        f"the 20 clients attack. The settings were tuned in *{rule_settings()}*, which has the same clients but no "
+        f"{recommend_rule(verdicts)} The baseline is local training or FedAvg with the mean, whichever is better. Four "
+        f"of the 20 clients attack. The settings were tuned in *{rule_settings()}*, which has the same clients but no "
         "attackers. The table shows the honest clients' mean accuracy in percent after 40 rounds, with an unadjusted "
-        "95 % confidence interval across seeds. The verdict compares the method with the baseline under the same attack. "
-        "It comes from moderated t-tests with Holm's correction for each column."
+        "95 % confidence interval across seeds. The verdict compares the method with the baseline under the same "
+        "attack. It comes from moderated t-tests with Holm's correction for each column."
     )
     yield from ("", f"| method and rule | {' | '.join(verdicts)} |", f"|---{'|---' * len(verdicts)}|")
     names = dict.fromkeys(name for name, _ in rule_cells())

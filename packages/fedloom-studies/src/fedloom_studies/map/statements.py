@@ -64,9 +64,9 @@ def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> It
     yield ""
     yield (
         "All methods train for the same number of rounds. [Another table](#at-equal-gradients) compares them after the "
-        "same number of gradients. Gains are in percentage points, and rows are sorted by the largest gain. The verdict "
-        "depends on the interval of the gain over the baseline. The gains in the next two columns were not tested. "
-        "*Inconclusive* means that no method is better, but that there are too few seeds to rule out a gain of "
+        "same number of gradients. Gains are in percentage points, and rows are sorted by the largest gain. The "
+        "verdict depends on the interval of the gain over the baseline. The gains in the next two columns were not "
+        "tested. *Inconclusive* means that no method is better, but that there are too few seeds to rule out a gain of "
         f"{WANTED_POINTS} points."
     )
 

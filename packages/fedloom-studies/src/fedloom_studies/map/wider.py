@@ -14,11 +14,11 @@ from fedloom_studies.map.statements import join_with_and, share_of_cells, signed
 Records = Mapping[tuple[str, str], CellRecord]
 WIDER_TEXT = """\
 A closed-form head uses only the features of an untrained network, so {heads} also run with a wider model:
-{model}{size}. The federation's regular model is {own}. The trials, the search spaces and the first seeds are the same as
-above. The tests above and the mean ranks do not include the results of the wider model."""
+{model}{size}. The federation's regular model is {own}. The trials, the search spaces and the first seeds are the same
+as above. The tests above and the mean ranks do not include the results of the wider model."""
 MODELS_DIFFER_TEXT = (
-    "This comparison uses paired t-tests across the common seeds, with Holm's correction. A difference may be due to the "
-    "wider model alone."
+    "This comparison uses paired t-tests across the common seeds, with Holm's correction. A difference may be due to "
+    "the wider model alone."
 )
 
 
@@ -83,8 +83,8 @@ def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
     yield _state_gains(tests, baseline)
     place, best = next((k, s) for k, s in enumerate(widened.standings, 1) if s.method in wider_heads())
     yield (
-        f"The best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has rank {place} among the "
-        f"means of {len(widened.standings)} methods with the wider model."
+        f"The best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has rank {place} among "
+        f"the means of {len(widened.standings)} methods with the wider model."
     )
 
 
@@ -97,7 +97,7 @@ def wider_bullet(setups: Sequence[Setup], records: Records) -> str:
     results = share_of_cells(sum(key in records for key in wanted), len(wanted))
     return (
         f"- **Wider models.** The closed-form heads {join_with_and(heads)} use the features of an untrained network. "
-        f"In {len(setups)} federations, they also run with a wider model ({results}). In {counts.count(max(counts))} of "
-        f"these federations, {max(counts) - len(heads)} other methods run with the wider model, too. Each federation's "
-        "page compares the results. The other tests and the mean ranks do not include them.\n\n"
+        f"In {len(setups)} federations, they also run with a wider model ({results}). In {counts.count(max(counts))} "
+        f"of these federations, {max(counts) - len(heads)} other methods run with the wider model, too. Each "
+        "federation's page compares the results. The other tests and the mean ranks do not include them.\n\n"
     )

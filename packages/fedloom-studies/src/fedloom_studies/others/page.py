@@ -252,8 +252,8 @@ def _cell_value_text(recipe: Recipe, cell: TableCell) -> str:
 def _loops_table(loops: Figures) -> Iterator[str]:
     """Yield the lines about the results of running the public code's loops."""
     parts = list(next(iter(loops.values())))
-    yield from ("**The public code's loops.** `studies/scripts/afl_adult` reimplements these loops in NumPy and runs them "
-                "with five seeds.", "")  # fmt: skip
+    yield from ("**The public code's loops.** `studies/scripts/afl_adult` reimplements these loops in NumPy and runs "
+                "them with five seeds.", "")  # fmt: skip
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
     for name, by_part in loops.items():
         yield f"| {name} | {' | '.join(fixed(100 * by_part[part], 2) for part in parts)} |"
@@ -263,10 +263,10 @@ def _loops_table(loops: Figures) -> Iterator[str]:
 def _exact_cox_table(cox: Figures) -> Iterator[str]:
     """Yield the lines about the exact Cox regression, which are printed below the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
-    yield from ("**Exact Cox regression.** `fedloom cox` fits a model to all patients' data in a few rounds. It uses only "
-                "sums and does not need a learning rate. Seven pairs of the 39 columns are linearly dependent, so the "
-                "fit uses a ridge penalty. The strength of the penalty is selected by cross-validation on the training "
-                "patients.", "")  # fmt: skip
+    yield from ("**Exact Cox regression.** `fedloom cox` fits a model to all patients' data in a few rounds. It uses "
+                "only sums and does not need a learning rate. Seven pairs of the 39 columns are linearly dependent, so "
+                "the fit uses a ridge penalty. The strength of the penalty is selected by cross-validation on the "
+                "training patients.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
         yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"

@@ -21,13 +21,13 @@ from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, add_riv
 
 MODE_TEXTS = {
     "published": (
-        "This experiment uses the paper's settings and the variants in its public code, and selects settings and models "
-        "as the paper does."
+        "This experiment uses the paper's settings and the variants in its public code, and selects settings and "
+        "models as the paper does."
     ),
     "fair": "In this experiment, every method is tuned on validation data, with a grid of the same size.",
     "near": (
-        "This experiment follows the stated protocol. For details that the paper does not state, all methods use the same "
-        "choices."
+        "This experiment follows the stated protocol. For details that the paper does not state, all methods use the "
+        "same choices."
     ),
 }
 
@@ -182,8 +182,8 @@ def _plain_command(command: str) -> str:
 
 SINGLE_COMPARISON_TEXT = (
     "The next table tests every comparison separately, with Holm's correction across all of the experiment's "
-    "comparisons. The verdict on a claim is corrected only for this claim's rivals. A claim can therefore be decided even "
-    "if no individual comparison is significant."
+    "comparisons. The verdict on a claim is corrected only for this claim's rivals. A claim can therefore be decided "
+    "even if no individual comparison is significant."
 )
 ESCAPED_BAR = "\\|"
 """Escaped vertical bar, which can be used inside a table cell."""

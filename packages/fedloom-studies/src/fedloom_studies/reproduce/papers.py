@@ -447,7 +447,10 @@ def _open_claim_commands(
     )  # fmt: skip
     if short:
         named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
-        yield f"- With 10 or 20 seeds (`--seeds`), these experiments may settle claims that are undecided or hold only in part: {named}."
+        yield (
+            "- With 10 or 20 seeds (`--seeds`), these experiments may settle claims that are undecided or hold only in "
+            f"part: {named}."
+        )
     yield from (
         "",
         "You can stop and resume each of these commands. `fedloom reproduce --all --budget 8h` runs all unfinished",

@@ -145,8 +145,8 @@ def current_commit() -> str:
 def write_seeds(seeds: Iterable[int]) -> str:
     """Render seeds in their order, with at least three consecutive seeds as a range.
 
-    >>> write_seeds([0, 1, 2, 3, 4, 20, 21, 22]), write_seeds([1, 10, 0, 2, 3, 4]), write_seeds([0, 1]), write_seeds([7])
-    ('0 to 4 and 20 to 22', '1, 10, 0 and 2 to 4', '0 and 1', '7')
+    >>> write_seeds([0, 1, 2, 3, 4, 20, 21, 22]), write_seeds([1, 10, 0, 2, 3, 4]), write_seeds([0, 1])
+    ('0 to 4 and 20 to 22', '1, 10, 0 and 2 to 4', '0 and 1')
     """
     groups: list[list[int]] = []
     for seed in seeds:
