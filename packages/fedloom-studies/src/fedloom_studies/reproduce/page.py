@@ -154,7 +154,7 @@ def _recipe_page_lines(
     yield (
         f"The command `{_plain_command(summary.command)}` produced these "
         f"{'results' if summary.complete else 'unfinished results'} with {summary.rounds} rounds and seeds "
-        f"{write_seeds(summary.seeds)}. {_scale_sentence(summary.says)} The run took {fixed(summary.minutes, 1)} "
+        f"{write_seeds(summary.seeds)}. {_scale_sentence(summary.says)} It took {fixed(summary.minutes, 1)} "
         f"{f'of at most {option(budget)} ' if budget else ''}core-minutes ({summary.date}{code}, torch "
         f"{summary.versions['torch']}, {summary.machine})."
     )
