@@ -110,15 +110,15 @@ def render_page(found: dict[str, list[dict[str, Any]]]) -> str:
     lines = [
         "# Costs of methods in addition to gradients",
         "",
-        "Methods with the same number of gradients can take different amounts of time. This page shows every method's CPU "
-        f"time per gradient, relative to FedAvg in the same run. There are {CLIENTS} clients with {SAMPLES} samples each, "
-        "and batches of 20. `python benchmarks/methods.py` measures the values in the table. To measure your own "
-        "experiment, use `fedloom bench FILE --per-gradient`.",
+        "Methods with the same number of gradients can take different amounts of time. This page shows every method's "
+        f"CPU time per gradient, relative to FedAvg in the same run. There are {CLIENTS} clients with {SAMPLES} "
+        "samples each, and batches of 20. `python benchmarks/methods.py` measures the values in the table. To measure "
+        "your own experiment, use `fedloom bench FILE --per-gradient`.",
         "",
         "For each model, the columns show the time relative to FedAvg and the part of this time that the server takes. "
-        "`forward` is the number of samples per gradient that need only a forward pass. Such a sample takes about a third "
-        "of a gradient's time. The last column is the gradient engine. Clients spend their remaining time on arithmetic "
-        "with parameters, prototypes and statistics.",
+        "`forward` is the number of samples per gradient that need only a forward pass. Such a sample takes about a "
+        "third of a gradient's time. The last column is the gradient engine. Clients spend their remaining time on "
+        "arithmetic with parameters, prototypes and statistics.",
         "",
         "For small dense networks, FedAvg's steps run in compiled kernels (`fused`) and take microseconds. Loss terms "
         "that depend on representations, prototypes or class statistics are functions of PyTorch tensors, so autograd "

@@ -5,8 +5,8 @@
 
 Both problems, sparse logistic regression and low-rank regression, come from `fedloom.data.problems`. All clients take
 part in every round, and each local step uses a full gradient. The reference optimum is computed with accelerated
-proximal gradient descent to 1e-10. All methods solve the same problem, so FIAELT's sum uses n times the weight. For each
-method, the table shows the step size with the smallest KKT residual. GPGD (FedAvg, then the proximal operator) and
+proximal gradient descent to 1e-10. All methods solve the same problem, so FIAELT's sum uses n times the weight. For
+each method, the table shows the step size with the smallest KKT residual. GPGD (FedAvg, then the proximal operator) and
 LPGD (the proximal operator in every local step) are alternatives from the FedSLR paper. Their limits differ from the
 optimum. With L1, both components of FedSLR are sparse. Gradients are counted as passes over the training samples.
 """

@@ -533,7 +533,7 @@ def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
             assert len(one.rivals) == 5
             behind = [rival.name.partition(":")[0] for rival in one.rivals if rival.verdict == looks.HOLDS]
             assert "fairfed" in behind
-            if "as drawn" in one.claim.text:
+            if "as plotted" in one.claim.text:
                 assert behind == ["fairfed"]
                 assert all(rival.look.difference > 0 for rival in one.rivals)
             else:
