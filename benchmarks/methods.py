@@ -108,22 +108,22 @@ def render_page(found: dict[str, list[dict[str, Any]]]) -> str:
     rows = {title: {row["method"]: row for row in each} for title, each in found.items()}
     names = sorted(REGISTRY.keys() - {POOLED_METHOD}, key=lambda name: (-largest_ratio(rows, name), name))
     lines = [
-        "# What a method costs beside its gradients",
+        "# Costs of methods in addition to gradients",
         "",
-        "Equal gradients are not equal time. This page shows the processor time per gradient of every method, relative "
-        f"to FedAvg in the same run. There are {CLIENTS} clients with {SAMPLES} samples each, and batches of 20. "
-        "`python benchmarks/methods.py` measures the table. `fedloom bench FILE --per-gradient` measures your own "
-        "experiment.",
+        "Methods with the same number of gradients can take different amounts of time. This page shows every method's "
+        f"CPU time per gradient, relative to FedAvg in the same run. There are {CLIENTS} clients with {SAMPLES} "
+        "samples each, and batches of 20. `python benchmarks/methods.py` measures the values in the table. To measure "
+        "your own experiment, use `fedloom bench FILE --per-gradient`.",
         "",
-        "For each model, the columns show the time relative to FedAvg and the part of this time at the server. "
-        "`forward` counts the samples per gradient that are passed forward only. Such a sample takes about a third of "
-        "a gradient's time. The last column is the gradient engine. The rest of the time at the clients is arithmetic "
-        "on parameters, prototypes and statistics.",
+        "For each model, the columns show the time relative to FedAvg and the part of this time that the server takes. "
+        "`forward` is the number of samples per gradient that need only a forward pass. Such a sample takes about a "
+        "third of a gradient's time. The last column is the gradient engine. Clients spend their remaining time on "
+        "arithmetic with parameters, prototypes and statistics.",
         "",
-        "For small dense networks, FedAvg's steps run in compiled kernels (`fused`), in microseconds. Terms on "
-        "representations, prototypes and class statistics are functions of PyTorch tensors, so autograd computes their "
-        "gradients, client by client. These calls take longer than the arithmetic of such a "
-        "network. With the convolutional network, FedAvg uses PyTorch too, and the same methods come close to FedAvg. "
+        "For small dense networks, FedAvg's steps run in compiled kernels (`fused`) and take microseconds. Loss terms "
+        "that depend on representations, prototypes or class statistics are functions of PyTorch tensors, so autograd "
+        "computes their gradients, client by client. For such small networks, these calls take longer than the "
+        "arithmetic. With the convolutional network, FedAvg uses PyTorch, too, and these methods are almost as fast. "
         "The machine was busy during the measurement. The row `fedavg` compares FedAvg with itself and shows "
         "the noise.",
         "",
@@ -146,10 +146,10 @@ def render_page(found: dict[str, list[dict[str, Any]]]) -> str:
         above = [name for name in names if ratio_without_forward(each.get(name)) > LIMIT]
         lines.append(f"- **{title}**, {len(above)} methods: {', '.join(above) or 'none'}")
         over |= {*above}
-    lines += ["", "| method | arithmetic beside the gradients |", "|---|---|"]
+    lines += ["", "| method | additional arithmetic |", "|---|---|"]
     lines += [f"| {name} | {TERMS.get(name, NOISE_TERM)} |" for name in sorted(over)]
     reasons = {n: row["reason"] for each in rows.values() for n, row in each.items() if row.get("reason")}
-    lines += ["", "## Without a figure", "", "| method | reason |", "|---|---|"]
+    lines += ["", "## Methods without a measurement", "", "| method | reason |", "|---|---|"]
     lines += [f"| {name} | {reason.splitlines()[0]} |" for name, reason in sorted(reasons.items())]
     return "\n".join([*lines, ""])
 

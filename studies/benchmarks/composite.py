@@ -4,11 +4,11 @@
     python studies/benchmarks/composite.py --page studies/pages/composite.md    # writes the page
 
 Both problems, sparse logistic regression and low-rank regression, come from `fedloom.data.problems`. All clients take
-part in every round, and a local step uses one full gradient. The reference optimum is computed with accelerated
-proximal gradients to 1e-10. Every method solves the same problem, and FIAELT's sum uses n times the weight. For each
-method, the table shows the step size with the smallest KKT residual. GPGD (FedAvg, then the proximal operator) and
-LPGD (the proximal operator in every local step) are alternatives from the FedSLR paper, and their limits differ from
-the optimum. With L1, both components of FedSLR are sparse. Gradients are counted in passes over the training samples.
+part in every round, and each local step uses a full gradient. The reference optimum is computed with accelerated
+proximal gradient descent to 1e-10. All methods solve the same problem, so FIAELT's sum uses n times the weight. For
+each method, the table shows the step size with the smallest KKT residual. GPGD (FedAvg, then the proximal operator) and
+LPGD (the proximal operator in every local step) are alternatives from the FedSLR paper. Their limits differ from the
+optimum. With L1, both components of FedSLR are sparse. Gradients are counted as passes over the training samples.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def page(problems: Mapping[str, Sequence[Row]], rounds: int, clients: int) -> st
     lines += [f"- {finding(problem, rows)}" for problem, rows in problems.items()]
     lines += [
         "",
-        f"`studies/benchmarks/composite.py --rounds {rounds} --page` writes this page, with {clients} clients and "
+        f"`studies/benchmarks/composite.py --rounds {rounds} --page` generates this page, with {clients} clients and "
         f"{rounds} rounds.",
     ]
     lines += ["", (__doc__ or "").rpartition("\n\n")[2].strip(), ""]

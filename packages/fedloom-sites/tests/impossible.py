@@ -134,10 +134,11 @@ def _rows() -> list[Row]:
     private = {"kind": "private-mean"}
     rows = [
         # methods and local training
-        Row("momentum in SCAFFOLD", "method-momentum", "scaffold", {"local": {**LOCAL, "momentum": 0.9}}),
-        Row("Adam in SCAFFOLD", "method-optimizer", "scaffold", {"local": {**LOCAL, "optimizer": "adam"}}),
-        Row("Adam in FedNova", "method-optimizer", "fednova", {"local": {**LOCAL, "optimizer": "adam"}}),
-        Row("clipping of full gradients", "full-gradients", "fedadmm-inexact", {"local": {**LOCAL, "clip": 1.0}}),
+        Row("SCAFFOLD with momentum", "method-momentum", "scaffold", {"local": {**LOCAL, "momentum": 0.9}}),
+        Row("SCAFFOLD with Adam", "method-optimizer", "scaffold", {"local": {**LOCAL, "optimizer": "adam"}}),
+        Row("FedNova with Adam", "method-optimizer", "fednova", {"local": {**LOCAL, "optimizer": "adam"}}),
+        Row("gradient clipping with full gradients",
+            "full-gradients", "fedadmm-inexact", {"local": {**LOCAL, "clip": 1.0}}),
         Row("zero epochs", "no-local-step", choices={"local": {**LOCAL, "epochs": 0}}),
         Row(
             "zero steps",
@@ -153,37 +154,42 @@ def _rows() -> list[Row]:
         ),
         Row("FedBN without normalization layers", "method-fedbn", "fedbn"),
         # weighers, aggregators, channels, mixers
-        Row("weights in FedDyn", "weigher-without-effect", "feddyn", {"aggregation_weights": equitable}),
-        Row("weights in local training", "weigher-without-effect", "local", {"aggregation_weights": equitable}),
-        Row("a median in local training", "aggregator-without-upload", "local", {"aggregator": {"kind": "median"}}),
-        Row("a channel in local training", "channel-without-upload", "local", {"upload_transform": {"kind": "sign"}}),
+        Row("FedDyn with aggregation weights", "weigher-without-effect", "feddyn", {"aggregation_weights": equitable}),
+        Row("local training with aggregation weights",
+            "weigher-without-effect", "local", {"aggregation_weights": equitable}),
+        Row("local training with a median", "aggregator-without-upload", "local", {"aggregator": {"kind": "median"}}),
+        Row("local training with an upload transform",
+            "channel-without-upload", "local", {"upload_transform": {"kind": "sign"}}),
         Row("central noise on accumulated sums", "noise-adds-up", "feddyn", {"aggregator": private}),
-        Row("a median of mixed models", "aggregator-on-mixing", "fedfomo", {"aggregator": {"kind": "median"}}),
-        Row("a median in CFL", "aggregator-on-single-models", "cfl", {"aggregator": {"kind": "median"}}),
-        Row("signs in FedProto", "channel-on-exact-sums", "fedproto", {"upload_transform": {"kind": "sign"}}),
-        Row("a mixer in local training", "mixer-without-upload", "local", {"personalized_aggregation": mixer}),
-        Row("a mixer in FedAMP", "mixer-on-mixing", "fedamp", {"personalized_aggregation": mixer}),
+        Row("FedFomo with a median", "aggregator-on-mixing", "fedfomo", {"aggregator": {"kind": "median"}}),
+        Row("CFL with a median", "aggregator-on-single-models", "cfl", {"aggregator": {"kind": "median"}}),
+        Row("FedProto with sign compression",
+            "channel-on-exact-sums", "fedproto", {"upload_transform": {"kind": "sign"}}),
+        Row("local training with a mixer", "mixer-without-upload", "local", {"personalized_aggregation": mixer}),
+        Row("FedAMP with a mixer", "mixer-on-mixing", "fedamp", {"personalized_aggregation": mixer}),
         Row(
             "a mixer with central noise", "mixer-under-central-noise",
             choices={"personalized_aggregation": mixer, "aggregator": private},
         ),
-        Row("a mixer in IFCA", "mixer-on-clusters", "ifca", {"personalized_aggregation": mixer}),
-        Row("a mixer in FedDyn", "mixer-on-consensus", "feddyn", {"personalized_aggregation": mixer}),
-        Row("a mixer in FedMiD", "mixer-on-server-prox", "fedmid", {"personalized_aggregation": mixer}),
-        Row("a mixer in FedProto", "mixer-needs-one-model", "fedproto", {"personalized_aggregation": mixer}),
+        Row("IFCA with a mixer", "mixer-on-clusters", "ifca", {"personalized_aggregation": mixer}),
+        Row("FedDyn with a mixer", "mixer-on-consensus", "feddyn", {"personalized_aggregation": mixer}),
+        Row("FedMiD with a mixer", "mixer-on-server-prox", "fedmid", {"personalized_aggregation": mixer}),
+        Row("FedProto with a mixer", "mixer-needs-one-model", "fedproto", {"personalized_aggregation": mixer}),
         Row("more clusters than clients", "mixer-clusters", choices={
             "personalized_aggregation": {"kind": "clusters", "clusters": 9}
         }),
         Row(
-            "noise on absolute values", "noise-needs-differences", "feddr", {"aggregator": private},
+            "noise on absolute values instead of differences",
+            "noise-needs-differences", "feddr", {"aggregator": private},
         ),
-        Row("noise on a mean beside single uploads", "noise-misses-single-uploads", "fedpac", {"aggregator": private}),
+        Row("noise on the mean, but not on individual uploads",
+            "noise-misses-single-uploads", "fedpac", {"aggregator": private}),
         # samplers
         Row("a sampler that needs uploads", "sampler-without-upload", "local", {"sampler": clustered}),
         Row("a sampler that needs a global model", "sampler-needs-a-global-model", "fedrep", {"sampler": asking}),
         Row("too many clients per round", "sampler-clients", choices={"sampler": {"kind": "uniform", "clients": 9}}),
         Row(
-            "a table with a different number of clients",
+            "a table with the wrong number of clients",
             "sampler-table",
             choices={"sampler": {"kind": "availability", "table": [[1, 0]]}},
         ),
@@ -214,12 +220,13 @@ def _rows() -> list[Row]:
             },
         ),
         Row(
-            "Krum with clients that are drawn twice",
+            "Krum with clients that may be drawn twice",
             "cohort-too-small",
             choices={"aggregator": {"kind": "krum", "f": 1}, "sampler": {"kind": "size-weighted"}, "rounds": 40},
         ),
-        Row("more models than clients", "cohort-too-small", choices={"aggregator": {"kind": "multi-krum", "k": 9}}),
-        Row("nearest neighbors without neighbors", "cohort-too-small", choices={
+        Row("a rule that averages more models than there are clients",
+            "cohort-too-small", choices={"aggregator": {"kind": "multi-krum", "k": 9}}),
+        Row("averaging of nearest neighbors without neighbors", "cohort-too-small", choices={
             "aggregator": {"kind": "mean", "pre": [{"kind": "nnm", "f": 6}]}
         }),
         Row("a trusted client that does not exist", "trusted-client-missing", choices={
@@ -229,10 +236,10 @@ def _rows() -> list[Row]:
             "aggregator": {"kind": "fltrust"}, "sampler": {"kind": "uniform", "fraction": 0.5}, "rounds": 40
         }),
         # virtual time
-        Row("a deadline without devices", "schedule-needs-devices", choices={
+        Row("a deadline without simulated devices", "schedule-needs-devices", choices={
             "schedule": {"kind": "deadline", "seconds": 9.0}
         }),
-        Row("partial work with FedAvg", "partial-work", choices={
+        Row("FedAvg with partial work", "partial-work", choices={
             "schedule": {"kind": "deadline", "seconds": 9.0, "partial": True}, **timed
         }),
         Row("a deadline that no client meets", "deadline-unmet", choices={
@@ -253,14 +260,14 @@ def _rows() -> list[Row]:
         Row("a buffer larger than the number of clients", "schedule-buffer", choices={
             "schedule": {"kind": "buffered", "buffer": 9}, **timed
         }),
-        Row("more clients at a time than in total", "schedule-concurrency", choices={
+        Row("more concurrent clients than clients in total", "schedule-concurrency", choices={
             "schedule": {"kind": "buffered", "buffer": 2, "concurrency": 9}, **timed
         }),
         Row("an attack that reads honest uploads, with asynchronous training", "stream-attack-on-a-round", choices={
             "schedule": {"kind": "buffered", "buffer": 2}, "attack": {"kind": "alie", "fraction": 0.2}, **timed
         }),
         # shares and attacks
-        Row("clusters without a global model", "clusters-need-a-global-model", "fedrep", {
+        Row("clustering without a global model", "clusters-need-a-global-model", "fedrep", {
             "client_weights": "clusters-2 every 1"
         }),
         Row("repeated clustering with asynchronous training", "clusters-need-rounds", choices={
@@ -275,7 +282,7 @@ def _rows() -> list[Row]:
         Row("forged activations without clusters", "attack-without-target", choices={
             "attack": {"kind": "forged-activations", "fraction": 0.2}
         }),
-        Row("flipped labels in a regression", "attack-needs-classes", choices={
+        Row("label flipping in a regression", "attack-needs-classes", choices={
             "attack": {"kind": "flipped-labels", "fraction": 0.2}
         }, data="numbers", model="softmax"),
         # models, losses, tasks
@@ -284,9 +291,12 @@ def _rows() -> list[Row]:
         Row("FedPAC with a single layer", "head-missing", "fedpac", model="make_bare"),
         Row("FedProto without a representation", "representation-missing", "fedproto", model="make_flat"),
         Row("a loss that sums over the batch", "loss-is-a-sum", choices={"task": {"loss": f"{HERE}:summed"}}),
-        Row("a loss for log probabilities", "loss-is-unbounded", choices={"task": {"loss": f"{HERE}:likelihood"}}),
-        Row("a loss per sample", "loss-per-sample", choices={"task": {"loss": f"{HERE}:single"}}),
-        Row("weights in a regression", "class-weights-need-classes", choices={"task": {"class_weights": "balanced"}},
+        Row("a loss that expects log probabilities",
+            "loss-is-unbounded", choices={"task": {"loss": f"{HERE}:likelihood"}}),
+        Row("a loss that returns one value per sample",
+            "loss-per-sample", choices={"task": {"loss": f"{HERE}:single"}}),
+        Row("class weights in a regression",
+            "class-weights-need-classes", choices={"task": {"class_weights": "balanced"}},
             data="numbers", model="softmax"),
         Row("two class weights for three classes", "class-weights-of-other-classes", choices={
             "task": {"class_weights": [1.0, 2.0]}
@@ -303,17 +313,18 @@ def _rows() -> list[Row]:
         Row("early stopping on a personal model of FedAvg", "early-stop-model", choices={
             "early_stop": {"part": "train", "model": "personal"}, "evaluate": {"parts": ["train", "test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
-        Row("early stopping on the AUROC of three classes", "early-stop-metric", choices={
+        Row("early stopping on AUROC with three classes", "early-stop-metric", choices={
             "early_stop": {"part": "train", "metric": "auroc"}, "evaluate": {"parts": ["train", "test"]}
         }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
         Row("survival times without events", "nothing-to-learn", data="censored", model="mlp"),
-        Row("events when no other row is at risk", "nothing-to-learn", data="late", model="mlp"),
+        Row("survival events when no other row is at risk", "nothing-to-learn", data="late", model="mlp"),
         Row("an infinite parameter", "initial-model-not-finite", model="make_infinite"),
-        Row("random crops of table rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
+        Row("random crops for tabular data", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
         # how it is computed
-        Row("a missing GPU", "device-missing", choices={"engine": {"device": "cuda:7"}},
+        Row("a GPU that is missing", "device-missing", choices={"engine": {"device": "cuda:7"}},
             not_at={"Flower": "a node names its own device"}),
-        Row("compiled loops for a branching model", "oracle-fused", choices={"engine": {"gradient_engine": "compiled"}},
+        Row("compiled loops for a model with branches",
+            "oracle-fused", choices={"engine": {"gradient_engine": "compiled"}},
             model="Branching"),
         Row("a model that vmap does not support", "oracle-stacked", choices={"engine": {"gradient_engine": "vmap"}},
             model="Branching"),
@@ -322,7 +333,7 @@ def _rows() -> list[Row]:
         Row("epsilon with exact counts", "epsilon-misses-fields", "ifca", {
             "upload_transform": {"kind": "gaussian-noise", "delta": 1e-5}
         }),
-        Row("epsilon with answers to queries", "epsilon-misses-answers", choices={
+        Row("epsilon with noise-free answers to queries", "epsilon-misses-answers", choices={
             "upload_transform": {"kind": "gaussian-noise", "delta": 1e-5}, "aggregation_weights": equitable
         }),
     ]  # fmt: skip

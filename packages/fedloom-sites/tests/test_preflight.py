@@ -192,17 +192,17 @@ def page() -> str:
         for row in ROWS_OF_TABLE:
             error = refusal_of(row)
             cure = f"{worded(error.fix)}.".replace("|", "\\|")
-            lines.append(f"| `{row.rule}` | {row.method}: {row.name} | {cure[0].upper()}{cure[1:]} |")
+            lines.append(f"| `{row.rule}` | {capitalize(row.name)} (`{row.method}`) | {cure[0].upper()}{cure[1:]} |")
     return HEAD + "\n".join(lines) + "\n"
 
 
 HEAD = """# Settings that cannot work
 
-fedloom checks every run before round 1, and rejects settings that cannot work. The check is the
-same in `fl.simulate`, `fl.compare`, `fedloom run`, `fedloom tune`, the scikit-learn estimators,
-Flower apps and deployments. The error names a fix that matches how you started the run: a keyword
-argument in Python, a key of the experiment file, or a command-line option. In Python, the rule and
-the fix are also attributes of the error:
+fedloom checks every run before round 1 and rejects settings that cannot work. The check is the same
+for `fl.simulate`, `fl.compare`, `fedloom run`, `fedloom tune`, the scikit-learn estimators, Flower
+apps and deployments. The error suggests a fix that matches how you started the run: a keyword
+argument in Python, a key in the experiment file, or a command-line option. In Python, the error
+also has the rule and the fix as attributes:
 
 ```python
 import fedloom as fl
@@ -215,18 +215,18 @@ except fl.errors.ConfigError as error:
     print(error)
 ```
 
-The check repeats the random draws of the run. It therefore knows the cohort of every round and can
-find out before round 1 that a robust rule would fail in round 21. If a deadline or a timeout is
-set, the check trains one client. If a model has no layer below its head, the check performs one
-training step instead.
+The check makes the same random draws as the run. It therefore knows every round's cohort and can
+detect before round 1 that a robust rule would fail in round 21. If a deadline or a timeout is set,
+the check trains one client. If a model has no layer below its head, the check performs one training
+step instead.
 
-Some models draw random numbers from torch, numpy or `random`. fedloom seeds these global generators
-in every training step, and restores them afterwards. If a model contains its own generator, fedloom
-cannot seed this generator, and the run prints a note.
+Some models draw random numbers with PyTorch, NumPy or `random`. fedloom seeds these global
+generators in every training step and restores them afterward. If a model has its own generator,
+fedloom cannot seed it and prints a note.
 
-The table shows an example of every rule. Tests check that the rule and the fix are the same for all
-seven ways to start a run, and that the setting works after the fix.
-[Compatibility](combinations.md) lists which methods and plug-ins work together.
+The table shows an example of each rule. Tests check that the rule and the fix are the same for all
+seven ways to start a run, and that the settings work after the fix. For methods and plug-ins that
+work together, see [Compatibility](combinations.md).
 
 | rule | example | fix |
 |---|---|---|

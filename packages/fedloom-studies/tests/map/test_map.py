@@ -316,7 +316,7 @@ def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     assert f"in {len(FULL)} federations (0 of" in files[""]
     assert files[""].count("\n\nNot run.\n") == len(FULL)
     assert "too few results of tuned federations" in files[""]
-    assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"]
+    assert "To run the missing methods (all methods), use `fedloom map --setup iid`." in files["iid.md"]
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
     assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
 
@@ -339,7 +339,7 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     assert second.startswith(
         "Of the 2 other methods, 1 is better than the baseline, and none is worse. The verdict is inconclusive for 1."
     )
-    assert "The method that does better is ditto (+10.0" in second
+    assert "The better method is ditto (+10.0" in second
     assert third.startswith("The method with the best mean is ditto")
     assert (
         f"With this spread, {found.needed} seeds are needed to detect a difference of 3 points, and 5 were run"
@@ -481,7 +481,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
         assert f"{m} (+{100 * gain:.1f} ± {100 * half:.1f}" in text
     assert f"The method with the best mean is {fresh.top} ({100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"gains over seeds is ([\d.]+) points. With this spread, "
+        r"gains have a standard deviation of ([\d.]+) points across seeds. With this spread, "
         r"(\*?)(\d+) seeds are needed to detect a difference of 3 points",
         text,
     )
@@ -571,7 +571,7 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
     assert f"Of the {len(alone)} federations without a better method, {sum(alone)} have enough seeds." in page
     stale = {(row["setup"], row["method"], row["protocol"]) for row in recorded_rows("") if row["stale"]}
     old = [sum(key[2] == protocol for key in stale) for protocol in ("rounds", "gradients")]
-    assert f"{old[0]} at equal rounds and {old[1]} at equal gradients" in page
+    assert f"{old[0]} for equal rounds and {old[1]} for equal gradients" in page
     ranked_ = re.search(r"(\d+) methods have results in all (\d+) federations with tuning", page)
     assert ranked_ is not None
     tuned = [
@@ -608,8 +608,9 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
 
 def test_the_page_names_model_rounds_and_trials() -> None:
     text = dict(map_pages({"femnist": FULL["femnist"]}, {}))[""]
-    assert "cnn (channels [4, 8], hidden [64]), 40 rounds, default settings without tuning" in text
-    assert "mlp (hidden [64]), 40 rounds, 8 trials per method" in dict(map_pages({"iid": FULL["iid"]}, {}))["iid.md"]
+    assert "cnn (channels [4, 8], hidden [64]). All methods train for 40 rounds with default settings." in text
+    page = dict(map_pages({"iid": FULL["iid"]}, {}))["iid.md"]
+    assert "mlp (hidden [64]). All methods train for 40 rounds with 8 tuning trials per method." in page
 
 
 def test_pooled_data_are_a_mark_and_no_advice() -> None:
@@ -617,7 +618,7 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
     without, with_mark = (setup_sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
     assert without.startswith("The method with the best mean is fedavg")
     assert with_mark.startswith(without)
-    assert with_mark.endswith("A single model that is trained on the pooled data scores 90.0 ± 0.0 %.")
+    assert with_mark.endswith("A single model trained on the pooled data scores 90.0 ± 0.0 %.")
 
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
@@ -629,7 +630,7 @@ def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_pa
     (tmp_path / "map.csv").write_bytes(files["map.csv"])
     assert pc.read_csv(tmp_path / "map.csv")["mean"].to_pylist() == table["mean"].to_pylist()
     assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
-    assert "- fedbn is not applicable: no norms" in files["iid.md"]
+    assert "- `fedbn` is not applicable: no norms" in files["iid.md"]
     assert verdict_table([judge_setup(setup, records)]).equals(table)
 
 
@@ -665,7 +666,7 @@ def checked_change(text: str, before: list[dict[str, Any]], after: list[dict[str
     """Compare the sentence on equal gradients with what the rows give."""
     fresh = RecomputedChange(before, after)
     words = re.search(
-        r"(\d+) methods take more or fewer .*?, (\d+|no method) (?:is|are) .*?, and (\d+|no method) (?:is|are)", text
+        r"(\d+) methods compute more or fewer .*?, (\d+|no method) (?:is|are) .*?, and (\d+|no method) (?:is|are)", text
     )
     if not fresh.anew:
         assert words is None
@@ -766,7 +767,7 @@ def test_what_is_reused_follows_the_record_at_equal_rounds_and_is_left_out_witho
     )
     assert fill_reused(reused, {}) == {}
     assert (
-        "Not run: every method. Command: `fedloom map --protocol gradients --setup iid`"
+        "To run the missing methods (all methods), use `fedloom map --protocol gradients --setup iid`."
         in dict(map_pages({"iid": setup}, first))["iid.md"]
     )
 
@@ -861,13 +862,13 @@ def test_the_recommendation_under_attack_names_the_method_and_the_rule_that_the_
         for _, attack, points, count in named:
             assert float(points) == pytest.approx(best[attack][1], abs=0.051)
             assert int(count or 1) == best[attack][2]
-        assert "No method with any rule is better than the baseline under *random labels*." in text
+        assert "No method is better than the baseline under *random labels*, with any rule." in text
         assert f"`{strongest}` has the best worst case: {100 * worst[strongest]:.1f} %" in text
     some = {key: one for key, one in records.items() if key[0] == titles[0]}
     assert len(some) < len(records)
     assert "| method and rule | " + titles[0] + " |" in "\n".join(rules_section(some))
     few = dict(list(some.items())[:4])
-    assert f"4 of {len(cells)} results so far. Command: `fedloom map --rules`." in advise_rule(few)
+    assert f"4 of {len(cells)} results so far. To run the others, use `fedloom map --rules`." in advise_rule(few)
     assert "| method and rule |" not in "\n".join(rules_section(few))
 
 
@@ -904,7 +905,7 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
     widened = {("iid", m): record(wide, m, v.tolist(), parameters=37_510) for m, v in wider_means.items()}
     j = judge_setup(setup, records)
     page = "\n".join(wider_section(j, wide, widened))
-    assert "mlp (hidden [500]), 37\u202f510 parameters. The setup's own model is mlp (hidden [64])." in page
+    assert "mlp (hidden [500]), 37\u202f510 parameters. The federation's regular model is mlp (hidden [64])." in page
     assert "results so far" not in page
     rows = {row[0]: row[1:] for row in (line[2:-2].split(" | ") for line in page.splitlines() if " ± " in line[:60])}
     rows = {name.split(" (")[0]: cells for name, cells in rows.items()}
@@ -924,11 +925,11 @@ def test_wider_models_are_compared_by_the_seeds_that_both_have_and_change_nothin
         assert same.split(", ")[-1] == beside[m]
         assert gain.split(", ")[-1] == words.get(m, "-")
     for m, word in words.items():
-        assert re.search(rf"Gains over fedavg with the setup's own model, [^:]*: .*?{m} \S+ ± \S+ \({word}\)", page)
-    assert re.search(r"best closed-form head \(fedhip, [^)]*\) is number 1 of 11 methods", page)
+        assert re.search(rf"Gains over fedavg with the regular model, [^:]*: .*?{m} \S+ ± \S+ \({word}\)", page)
+    assert re.search(r"best closed-form head \(fedhip, [^)]*\) has rank 1 among the means of 11 methods", page)
     alone = {key: one for key, one in widened.items() if key[1] in wider_heads()}
     few = "\n".join(wider_section(j, wide, alone))
-    assert "3 of 11 results so far. Command: `fedloom map --wider --setup iid`" in few
+    assert "3 of 11 results so far. To run the others, use `fedloom map --wider --setup iid`." in few
     assert "No method that trains the wider model was run in this federation." in few
     everything = dict(map_pages({"iid": setup}, records, wider={"iid": wide}, widened=widened))
     plain = dict(map_pages({"iid": setup}, records))
@@ -965,7 +966,9 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     setup = FULL["hospitals"]
     means = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     records = {("hospitals", m): record(setup, m, mean) for m, mean in means.items()}
-    assert "Reference models: not run" in dict(map_pages({"hospitals": setup}, records))["hospitals.md"]
+    assert (
+        "The reference models have not been run yet." in dict(map_pages({"hospitals": setup}, records))["hospitals.md"]
+    )
     names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
     page = dict(map_pages({"hospitals": setup}, records, beside))["hospitals.md"]
@@ -1108,7 +1111,7 @@ def test_a_method_that_diverges_or_refuses_has_its_cell_with_the_reason(here: Pa
     assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED_STATUS)
     assert "wants no such clients" in found["iid", "mine:Refuses"].reason
     called("--page", "map.md")
-    assert "- mine:Half is failed: no trial completed" in Path("map/iid.md").read_text()
+    assert "- `mine:Half` failed: no trial completed" in Path("map/iid.md").read_text()
 
 
 @pytest.mark.parametrize(

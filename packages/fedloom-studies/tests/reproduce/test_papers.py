@@ -51,7 +51,7 @@ def test_a_seed_without_a_result_changes_no_mean_of_the_work(finished: Path) -> 
         variant: {reference: by_seed | {"5": None} for reference, by_seed in of_methods.items()}
         for variant, of_methods in done.numbers.items()
     }
-    (work,) = re.findall(r"^\| work of a run .*\n(?:\|.*\n)+", recipe_page(tiny(), done), re.MULTILINE)
+    (work,) = re.findall(r"^\| work per run .*\n(?:\|.*\n)+", recipe_page(tiny(), done), re.MULTILINE)
     assert work in recipe_page(tiny(), replace(done, numbers=failed))
 
 
@@ -159,7 +159,7 @@ def test_the_page_opens_with_a_row_per_paper_and_ends_with_the_rules() -> None:
     assert [row.split("](")[0].removeprefix("| [") for row in rows] == [sheet.name for sheet in read_paper_sections()]
     assert len(first.splitlines()) < 25
     assert parts[-1].startswith("How claims are judged")
-    assert [part.splitlines()[0] for part in parts[-3:-1]] == ["Corrected", "What is open"]
+    assert [part.splitlines()[0] for part in parts[-3:-1]] == ["Corrections", "Open claims"]
     for part in parts[:-3]:
         figures = re.findall(r"^!\[(.+)\]\(papers/(.+)\.svg\)$", part, re.MULTILINE)
         ((words, name),) = figures
@@ -184,7 +184,7 @@ def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
 
 def test_near_recipes_are_in_the_appendix_only() -> None:
     near = [name for name, one in read_recipes().items() if one.paper.mode == "near"]
-    headlines = re.sub(r"<details.+?</details>|## What is open.+", "", generated(), flags=re.DOTALL)
+    headlines = re.sub(r"<details.+?</details>|## Open claims.+", "", generated(), flags=re.DOTALL)
     reasons = {
         held.split(" | ")[0]
         for sheet in read_paper_sections()
@@ -247,7 +247,7 @@ def test_results_of_an_earlier_version_or_unfinished_ones_give_no_verdict(monkey
     for summary in (None, as_run(one, protocol="o"), as_run(one, complete=False)):
         text = only(monkeypatch, one, summary)
         assert "[not tested (not run)](papers/tiny.md)" in headline(text)
-        assert "Not run: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
+        assert "Not run yet: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
     assert "not covered" in headline(only(monkeypatch, one, as_run(one)))  # as published
 
 
@@ -258,10 +258,11 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     assert "[not tested (needs a GPU)](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
     assert (
-        "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days)." in text
+        "This experiment requires a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days)."
+        in text
     )
     absent = papers_overview({"tiny": less}, {"tiny": as_run(less)}, {"tiny": RecipeNeed(4320, ["x"])})
-    assert "needs a GPU and the data of x: `fedloom reproduce tiny" in absent
+    assert "requires a GPU and the data set x: `fedloom reproduce tiny" in absent
 
 
 def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +272,9 @@ def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatc
     assert "[not tested (stand-in)](papers/tiny.md)" in headline(text)
     assert "| stand-in: " in text
     page = recipe_page(other, as_run(other))
-    assert "This recipe is a stand-in: two convolutions replace ResNet-18. Its verdicts concern the stand-in" in page
+    assert (
+        "This experiment is a stand-in: two convolutions replace ResNet-18. Its verdicts apply to the stand-in" in page
+    )
     assert "holds" in page
     for name, recipe in papers.select_papers(read_recipes()).items():
         another = re.search(
@@ -360,7 +363,7 @@ def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPat
     )
     text = papers_overview({"tiny": tiny()}, {"tiny": None}, {"tiny": RecipeNeed(4320, [])})
     assert re.search(r"not tested \(needs a GPU\) \| !\[\]\(.+?\) not tested \(not covered\) \|$", headline(text))
-    assert "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
+    assert "This experiment requires a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
 
 
 def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +385,7 @@ def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, m
     assert of_both.count.endswith(", 2 no result")
     text = recipe_page(one, summary)
     assert "| few | b | no result | - | - |" in text
-    assert "| work of a run (few) | gradients of samples | traffic |\n|---|---|---|\n| flame |" in text
+    assert "| work per run (few) | sample gradients | traffic |\n|---|---|---|\n| flame |" in text
     again = {d.reference: d.size for d in verify_seed(one, summary, tmp_path / "again")}
     assert again["fedavg: global: accuracy"] == again["flame: personal: accuracy"] == 0
     of_one = one.paper.claims[0].with_(than=("fedavg: global",))
@@ -497,7 +500,7 @@ def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(f
 def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> None:
     """What the page says was changed after a table had been seen."""
     (sheet,) = [sheet for sheet in read_paper_sections() if sheet.name == "FIAELT"]
-    assert "in the *near* and *fair* experiments on synthetic data" in sheet.changed
+    assert "In the *near* and *fair* experiments on synthetic data" in sheet.changed
     for name in ("fiaelt-synthetic", "fiaelt-synthetic-fair"):
         summary = summaries.read_summary(ROOT / CHECKOUT_FOLDER, name, "laptop")
         assert summary is not None
@@ -530,7 +533,7 @@ def test_fairfed_alone_is_clearly_behind_equitable_fl() -> None:
             assert len(one.rivals) == 5
             behind = [rival.name.partition(":")[0] for rival in one.rivals if rival.verdict == looks.HOLDS]
             assert "fairfed" in behind
-            if "as drawn" in one.claim.text:
+            if "as plotted" in one.claim.text:
                 assert behind == ["fairfed"]
                 assert all(rival.look.difference > 0 for rival in one.rivals)
             else:

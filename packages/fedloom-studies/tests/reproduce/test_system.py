@@ -128,7 +128,7 @@ def check_gains(system: Any, text: str, by_setting: dict[str, dict[str, dict[str
             return dict(zip(pairs, zip(gaps, rejected, strict=True), strict=True))
 
         section = text.split(f"### {setting}\n")[1].split("###")[0]
-        assert f"| against {reference} |" in section
+        assert f"| difference from {reference} |" in section
         for (label, _), (gap, sure) in tested(
             [(label, reference) for label in means if label not in ("local", "fedavg")]
         ).items():
@@ -217,7 +217,7 @@ def test_the_page_is_that_of_its_records(system: Any) -> None:
 
 def check_rules(system: Any, text: str, numbers: dict[str, dict[str, float]]) -> None:
     """Hold the sentences on rules and uploads to scipy."""
-    section = text.split("## Robust rules by kind of upload\n")[1].split("\n## ")[0]
+    section = text.split("## Robust rules for each kind of upload\n")[1].split("\n## ")[0]
     methods = re.findall(r"^\| ([a-z]+) \| .* ± ", section, re.MULTILINE)
     ends = [
         [[*numbers[f"{m} + {kind}: global: accuracy"].values()] for kind in ("multi-krum", "median")] for m in methods

@@ -233,7 +233,7 @@ def test_a_comparison_that_is_clearly_against_a_claim_leaves_it_in_part() -> Non
     (one,) = judge_claims(with_claim(), {"few": few, "many": many})
     assert one.rivals[0].verdict == HOLDS
     assert (one.verdict, one.right, len(one.measured)) == (PARTLY, 1, 2)
-    assert one.count == "1 of 2 comparisons as claimed, 1 clearly so and 1 clearly against it"
+    assert one.count == "1 of 2 comparisons favor the claim, 1 of them clearly, 1 clearly contradicts it"
     assert judge_claims(with_claim(), {"few": few, "many": few})[0].verdict == HOLDS
     for rival in ("fedavg: global", 0.6):  # a claim on each variant is not carried by the others
         (one,) = judge_claims(with_claim(each=True, than=[rival]), {"few": few, "many": many})

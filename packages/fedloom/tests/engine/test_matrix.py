@@ -87,15 +87,15 @@ REASONS = {
     "nothing": ("uploads nothing", "The method has no uploads."),
     "adds": (
         "adds up uploads over rounds",
-        "The server adds up uploads over rounds, which is correct only with the client weights of the experiment.",
+        "The server accumulates uploads over rounds, which is correct only with the experiment's client weights.",
     ),
     "noise adds": (
         "noise of every round",
-        "The server adds up uploads over rounds, so it would also add up the noise of all rounds.",
+        "The server accumulates uploads over rounds, so it would also accumulate noise.",
     ),
     "mixes": (
         "mixes individual models",
-        "The server mixes the clients' models for every client, and has no common aggregate.",
+        "The server computes a separate mixture of models for each client, so there is no common aggregate.",
     ),
     "by itself": (
         "averages individual models (itself|with its own weights)",
@@ -103,37 +103,37 @@ REASONS = {
     ),
     "exact": (
         "divides sums of features by class shares",
-        "The server divides sums of features by class counts, and clipping both by the same factor has no effect.",
+        "The server divides feature sums by class counts, so clipping both by the same factor has no effect.",
     ),
     "solved": (
         "the solution of a system of sums",
-        "The server solves a system of sums, and a small change of the sums may change the solution much.",
+        "The server solves a linear system of sums, and a small change in the sums may change the solution a lot.",
     ),
     "keeps": (
         "keeps every client's last upload",
-        "The server keeps every client's last upload, and takes the weighted mean over all clients.",
+        "The server keeps every client's last upload and computes the weighted mean over all clients.",
     ),
     "projected": (
         "do not upload whole models",
-        "Clients and server exchange projections or sums of features, but the plug-in needs models.",
+        "Clients and server exchange projections or feature sums, but the plug-in requires models.",
     ),
-    "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),
+    "no difference": ("clips differences", "The method uploads absolute values, but only differences can be clipped."),
     "single": (
         "also receives uploads from individual",
-        "The server also receives single uploads, which noise on a mean does not protect.",
+        "The server also receives individual uploads, which noise on the mean does not protect.",
     ),
     "mixes itself": (
         "mixes individual models for every",
-        "The server already mixes the clients' models for every client.",
+        "The server already computes a mixture of models for each client.",
     ),
     "clusters": ("has one model for each cluster", "The server already has one model per cluster."),
     "consensus": (
         "for one consensus model, and personalized",
-        "The clients keep duals or control variates for one global model, so personal models contradict them.",
+        "The clients' dual or control variables belong to one global model and are invalid for personal models.",
     ),
     "prox": (
         "its server computes the model with a prox",
-        "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
+        "The model is the result of the server's proximal step, which a mixture of client models would bypass.",
     ),
     "smaller": (
         "sends something smaller",
@@ -142,19 +142,19 @@ REASONS = {
     "sums": ("instead of models. Omit", "The clients send statistics, so there are no models to mix."),
     "no model": (
         "asks clients about the global model",
-        "The sampler asks clients about the global model, but the method has no global model.",
+        "The sampler asks clients to evaluate the global model, but the method has no global model.",
     ),
     "described": (
         "by their activations under the global model",
-        "Clusters need activations of the global model, but the method has no global model.",
+        "Clustering requires activations of the global model, but the method has no global model.",
     ),
     "one by one": (
         "mixes the models of the clients of one round",
-        "The server mixes the models of one round, but a stream has no rounds.",
+        "The server mixes models from one round, but a stream has no rounds.",
     ),
     "asks": (
         "no rounds, so sampler",
-        "The sampler asks candidates before a round, but a stream has no rounds.",
+        "The sampler queries candidate clients before a round, but a stream has no rounds.",
     ),
 }
 """Why a pair is refused: what the error says, and what the page says."""
@@ -467,7 +467,7 @@ INTRODUCTION = """# Compatibility
 
 Most methods work with every sampler, aggregator, attack, upload transform, client weighting and schedule, and with all
 kinds of aggregation weights and personalized aggregation. A few combinations do not make sense, and fedloom rejects
-them before a run starts. For example, a median cannot replace the aggregation of IFCA:
+them before a run starts. For example, a median cannot replace IFCA's aggregation:
 
 ```python
 import fedloom as fl
@@ -479,20 +479,20 @@ except fl.FedloomError as error:
     print(error)
 ```
 
-A test runs every method with every plug-in and writes this page (`packages/fedloom/tests/engine/test_matrix.py`). A
-second test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). The page on the [effects of the
-plug-ins](../studies/pages/system.md) contains measurements.
+One test runs every method with every plug-in and generates this page (`packages/fedloom/tests/engine/test_matrix.py`).
+Another test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). For measurements, see [Effects
+of the plug-ins](../studies/pages/system.md).
 
 ## Methods and plug-ins
 
-The table lists the methods that do not work with every plug-in. The letter in a cell refers to the reason below the
-table.
+The table lists the methods that do not work with every plug-in. The letter in a cell refers to a reason listed below
+the table.
 
 """
 
 NOTES = f"""
-Every method works with the aggregation weights `shares` and `uniform`. Every method works with every sampler, except
-samplers that ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every
+Every method works with the aggregation weights `shares` and `uniform`, and with every sampler except those that
+query clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every
 method with uploads works with the aggregator `mean`. Except for
 {enumerated(declaring(lambda method: method.needs_exact))}, these methods also work with all upload transforms. The
 compressors are {enumerated(sorted(COMPRESSORS))}. Every
@@ -504,8 +504,8 @@ streams. FedACS, FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
 ### Presets and centralized training
 
-- If a preset contains a sampler or aggregation weights, these replace the sampler or the weights of the experiment.
-  The cohort size of the experiment's sampler still applies.
+- If a preset includes a sampler or aggregation weights, they replace the experiment's sampler or weights. The cohort
+  size of the experiment's sampler still applies.
 - `centralized` has one client, so fedloom ignores samplers, aggregation weights, aggregators, attacks and upload
   transforms.
 
@@ -514,42 +514,42 @@ streams. FedACS, FedAMP and HeurFedAMP work with streams if `among = "all"`.
 - The client weights (`client_weights`) apply to every method with a weighted mean. Aggregation weights replace them.
   If a sampler draws clients by their number of samples, the clients in its cohort have equal weights. FedACS, FedAMP,
   HeurFedAMP and FedFomo compute their own weights, FedSkip counts the samples that a model has seen, and `local`
-  uploads nothing. If the client weights have no effect, the run prints a note.
+  uploads nothing. If the client weights have no effect, fedloom prints a note.
 - With `client_weights = "clusters-C"`, every method with client weights optimizes Equitable-FL's objective. fedloom
   finds the clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, fedloom finds the
   clusters again after every K rounds. The sums that the server accumulates over rounds are then adjusted to the new
   weights.
-- With `client_weights = "groups by region"`, every level of the column `region` has the same weight. All rows of a
-  client must have the same level in this column. List the column in `data.group_columns`.
+- With `client_weights = "groups by region"`, every level of the column `region` has the same weight. All of a client's
+  rows must have the same level in this column. List the column in `data.group_columns`.
 
 ### Mixers
 
-- If a method has no personal models, the mixtures that the mixer computes serve as the personal models.
-- Personalized aggregation with `mixing_weight = 0` leaves the results unchanged to the last bit. Any other mixture
+- If a method has no personal models, the mixer's mixtures are used as personal models.
+- With `mixing_weight = 0`, personalized aggregation leaves the results unchanged to the last bit. Any other mixture
   invalidates theorems about a common problem: FLAME and FedSLR are then no longer ADMM for a sum of local problems.
 - A robust aggregator also replaces the weighted mean in each client's mixture, including the mixtures of FedACS,
-  FedAMP and HeurFedAMP. If a mixture contains too few models for the robust rule, the client keeps its last model.
+  FedAMP and HeurFedAMP. If a mixture contains too few models for the robust rule, the client keeps its previous model.
 - Personalized aggregation compares the directions of models. In the attack `forged-direction`, an attacker gets its
-  model into the mixture of its victim. In the attack `sybils`, all attackers send the same vector and thereby fill the
-  quantile of the attention. With the option `copies`, models with the same direction count as one model. FedACS uses
+  model into its victim's mixture. In the attack `sybils`, all attackers send the same vector and thus fill the
+  attention's quantile. With the option `copies`, models with the same direction count as one model. FedACS uses
   this option by default, for models whose cosine is at least 0.999.
 
 ### Robust aggregators
 
 - A robust aggregator uses the field that contains the model to decide which uploads to trust. If the server keeps every
   client's last upload, the aggregator chooses among all clients seen so far. If the server accumulates changes to
-  client state (SCAFFOLD's controls, FedADMM, FIAELT), the aggregator is applied to the accumulated sum of each client,
+  client state (SCAFFOLD's controls, FedADMM, FIAELT), the aggregator is applied to each client's accumulated sum,
   and the server uses the result. fedloom checks the minimum number of uploads before the run.
 - An ADMM message is the sum of a model and a dual variable, so its coordinates vary widely even without an attacker. A
   coordinate-wise median discards most of the dual variables. `multi-krum` averages complete messages from honest
-  clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT, FLAME and FedADMM
-  reach 44, 45 and 42 %, respectively, with `median`, and 85, 75 and 83 % with `multi-krum`. Use `median` and
-  `trimmed-mean` for uploads that are models or model changes.
+  clients. On digits, if 5 of 20 clients flip signs, the global models of FIAELT, FLAME and FedADMM reach 44, 45 and
+  42 %, respectively, with `median`, and 85, 75 and 83 % with `multi-krum` (one seed). Use `median` and `trimmed-mean`
+  for uploads that are models or model changes.
 
 ### Attacks
 
 - An attacker forges a model, and the method encodes this model in the same way as an honest model. A forged model then
-  changes every method as much as it changes FedAvg, unless the server update in the paper scales the change. The update
+  affects every method as much as FedAvg, unless the paper's server update scales the change. The update
   scales the change in equitable-fl, fedas, feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and in
   FedNova if clients take different numbers of steps. The method pages list the factors. In ADMM methods with one
   message u_i, the attacker forges u_i, as the FLAME paper states. In analytic-fl, fed3r and fedhip, clients send
@@ -563,10 +563,10 @@ streams. FedACS, FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
 ### Channels and privacy
 
-- An upload transform is always applied to the difference from the model that the client received, even if the method
+- An upload transform always applies to the difference from the model that the client received, even if the method
   uploads something else. Compressors use error feedback.
-- Parts of the model that are not sent (personal layers) are not compressed. No noise is added to them, and they are not
-  counted as traffic.
+- Parts of the model that are not sent (personal layers) are not compressed, do not receive noise, and do not count as
+  traffic.
 - If a `delta` is set, `gaussian-noise` and `private-mean` reject aggregation weights and samplers that require
   noise-free values from clients. They also reject methods that upload labels or counts without noise ({
     enumerated(declaring(lambda method: exact_fields(type(method))))
@@ -574,7 +574,7 @@ streams. FedACS, FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
 ### Local training
 
-Some methods are defined only for plain SGD. These methods reject the following options of `[local]`:
+Some methods are defined only for plain SGD. They reject the following `[local]` options:
 
 | rejected | methods |
 |---|---|
@@ -594,11 +594,14 @@ def page() -> str:
             unrestricted.append(name)
             continue
         lines.append(f"| {name} | " + " | ".join("yes" if r is None else f"no ({letters[r]})" for r in reasons) + " |")
-    lines += ["", f"These methods work with every plug-in of the table: {', '.join(unrestricted)}.", ""]
+    lines += ["", f"These methods work with every plug-in in the table: {', '.join(unrestricted)}.", ""]
     first, others = every_cell()
     counts = Counter(refusal(composed(m, plugin), kind, plugin) for m, kind, plugin in (*first, *others))
     admitted, every = counts[None], counts.total()
-    lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are rejected.", ""]
+    lines += [
+        f"Of {every} combinations of a method and a plug-in, {admitted} run and {every - admitted} are rejected.",
+        "",
+    ]
     lines += ["| letter | pairs | reason |", "|---|---|---|"]
     lines += [f"| ({letters[r]}) | {counts[r]} | {sentence} |" for r, (_, sentence) in REASONS.items()]
     return "\n".join(lines) + "\n" + NOTES + "\n" + pairs_of_parts() + "\n" + theorems()
@@ -611,21 +614,21 @@ SEVERAL = {"trimmed-mean", "krum", "multi-krum", "bulyan", "mda", "fltrust"}
 PAIR_REASONS = {
     "activations": (
         "has nothing to forge",
-        "Clients send no activations if the client weights are given.",
+        "Clients do not send activations if the client weights are given.",
     ),
     "waits": (
         "needs the activations of all clients between two rounds",
-        "fedloom updates clusters between two rounds, but the schedule has no such moment.",
+        "fedloom updates clusters between rounds from all clients' activations, which this schedule does not allow.",
     ),
     "asks": REASONS["asks"],
     "honest": (
         "cannot read the honest uploads",
-        "The attackers read the honest uploads of their round, but a stream has no rounds.",
+        "The attackers read the honest uploads from their round, but a stream has no rounds.",
     ),
-    "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
+    "one row": ("needs m >", "The rule requires several uploads, but every upload is a separate server update."),
     "single models": (
         "mixtures of individual models, but noise on a mean does not protect",
-        "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
+        "Personalized aggregation sends mixtures of individual models, which noise on the mean does not protect.",
     ),
 }
 """Why two parts are refused beside any method: what the error says, and what the page says."""
@@ -685,19 +688,19 @@ def pairs_of_parts() -> str:
     return "\n".join(lines) + "\n"
 
 
-THEORY = """A paper may prove convergence under certain conditions. The table lists the theorem, its conditions, and the
-plug-ins that invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain
-the same information. Papers of other methods may contain theorems that are not listed here.
+THEORY = """A paper may prove convergence under certain conditions. The table lists each theorem, its conditions, and
+the plug-ins that invalidate it. Runs with such a plug-in work, but the theorem does not apply. The method pages
+contain the same information. Papers on other methods may contain theorems that are not listed here.
 
-- fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. A network
-  with ReLU is not smooth.
-- Most methods use the run's local training as the local solver, and do not check its error.
+- fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. Networks
+  with ReLU are not smooth.
+- Most methods use the run's local training as the local solver without checking its error.
 - *Equal shares* means `client_weights = "uniform"`, and *equal steps* means `local.steps`. By default, clients are
   weighted by samples and train for epochs. If clients differ in size, a default run therefore has neither equal shares
   nor equal steps.
 - *A gradient step* is a step of plain SGD, without momentum, clipping or another optimizer.
 - *A uniform cohort* comes from the sampler `uniform` with a fixed size.
-- *Among others* means that the paper has further conditions.
+- *Among others* means that the paper has additional conditions.
 """
 
 
@@ -706,7 +709,7 @@ def theorems() -> str:
     lines = [
         "## Theorems\n",
         THEORY,
-        "| method | theorem | needs | lost with |\n|---|---|---|---|",
+        "| method | theorem | conditions | invalidated by |\n|---|---|---|---|",
     ]
     for name, theorem in sorted(THEOREM_TABLE.items()):
         needs = f"{theorem.needs}. {theorem.defaults}".removesuffix(". ")

@@ -23,20 +23,21 @@ from fedloom_studies.map.statements import (
     setup_sentences,
     share_of_cells,
     signed,
+    state_result,
     write_percent,
 )
 
 GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
 EQUAL_GRADIENTS_TEXT = """\
-This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that were selected in advance by a rule.
-Every run computes as many gradients as FedAvg does at equal rounds, to within 10 %. The number of rounds follows from
-this budget, which includes work before the first round and after the last round.{dearer} The search for settings is
-repeated with the same trials, seeds and data. If a method already computes as many gradients as FedAvg at equal rounds,
+This protocol compares FedAvg, local training, FedAvg-FT and {picked} other methods. A rule selected these methods in
+advance. Every run computes as many gradients as FedAvg's run with equal rounds, to within 10 %. This budget includes
+work before the first round and after the last round, and determines the number of rounds.{dearer} All methods are tuned
+again with the same trials, seeds and data. If a method already computes as many gradients as FedAvg with equal rounds,
 its runs are reused or repeated, and the change in its mean is not tested. The table is based on {cells}. Of these,
 {reused} were reused and {repeated} were repeated. The columns *lower* and *higher* list the methods whose mean differs
-significantly from their mean at equal rounds (paired t tests over seeds, with Holm's correction over the methods of a
-federation whose work differs)."""
+significantly from their mean with equal rounds. The paired t-tests across seeds use Holm's correction, which covers all
+methods of a federation with a different number of gradients."""
 
 
 class BothProtocols(NamedTuple):
@@ -106,8 +107,8 @@ def changes_in_words(c: BothProtocols) -> str:
     named = [f" {word}: {list_names(names)}." if names else ""
              for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
     return (
-        f"{len(c.changes)} methods take more or fewer gradients than FedAvg at equal rounds. At equal gradients, "
-        f"{len(lower) or 'no method'} {'is' if len(lower) < 2 else 'are'} significantly lower, and "
+        f"{len(c.changes)} methods compute more or fewer gradients than FedAvg with equal rounds. With equal "
+        f"gradients, {len(lower) or 'no method'} {'is' if len(lower) < 2 else 'are'} significantly lower, and "
         f"{len(higher) or 'no method'} {'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
     )
 
@@ -140,7 +141,8 @@ def protocol_summary_lines(comparisons: Sequence[BothProtocols]) -> Iterator[str
     if waiting:
         yield from (
             "",
-            f"Not run: {join_with_commas(waiting)}. Command: `fedloom map --protocol gradients --setup NAME`",
+            f"To run the missing federations ({join_with_commas(waiting)}), use "
+            "`fedloom map --protocol gradients --setup NAME`.",
         )
     yield ""
 
@@ -169,11 +171,11 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
     yield from ("## At equal gradients", "", " ".join([*setup_sentences(j), changes_in_words(c)]).strip())
     if j.standings:
         titles = [
-            "at equal rounds",
-            "at equal gradients",
+            "equal rounds",
+            "equal gradients",
             "change",
             "rounds",
-            "share of FedAvg's gradients",
+            "gradients / FedAvg's gradients",
             "chosen settings",
         ]
         yield from ("", f"| method | {' | '.join(titles)} | remarks |", f"|{'---|' * (len(titles) + 2)}")
@@ -189,11 +191,11 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
     yield ""
     for record in c.records.values():
         if record.status not in (DONE_STATUS, REUSED_STATUS):
-            yield f"- {record.method} is {record.status}: {record.reason}"
+            yield state_result(record)
     missing = [name for name in methods_of(GRADIENTS_PROTOCOL) if name not in c.records]
     if missing:
-        named = join_with_commas(missing) if c.records else "every method"
-        yield f"- Not run: {named}. Command: `fedloom map --protocol gradients --setup {setup.name}`"
+        named = join_with_commas(missing) if c.records else "all methods"
+        yield f"- To run the missing methods ({named}), use `fedloom map --protocol gradients --setup {setup.name}`."
     yield ""
 
 
@@ -203,9 +205,9 @@ def _method_notes(setup: Setup, c: BothProtocols, method: str) -> str:
     old = stale_reason(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []
     remarks += ["reused runs"] if record.status == REUSED_STATUS else []
-    remarks += ["same work, repeated"] if method in c.repeated else []
+    remarks += ["repeated runs with the same number of gradients"] if method in c.repeated else []
     if standing is not None and (standing.better or standing.worse):
         remarks.append(f"{standing.verdict} than the baseline")
     if change is not None and change.significant:
-        remarks.append(f"significantly {'higher' if change.mean > 0 else 'lower'} than at equal rounds")
+        remarks.append(f"significantly {'higher' if change.mean > 0 else 'lower'} than with equal rounds")
     return ", ".join(remarks)

@@ -37,12 +37,14 @@ from fedloom_studies.map.statements import (
     setup_sentences,
     share_of_cells,
     signed,
+    state_result,
     write_percent,
 )
 from fedloom_studies.map.wider import wider_bullet, wider_section
+from fedloom_studies.reproduce.summary import write_seeds
 
 CORRECTED_TEXT = (
-    "## Corrected\n\n| earlier statement on this page (until November 2026) | reason for the correction |\n"
+    "## Corrections\n\n| earlier statement on this page (until November 2026) | reason for the correction |\n"
     "|---|---|\n| No method is better in 13 of 18 federations. 17 of 18 federations cannot detect 3 points. | The t "
     "test of a single method had four degrees of freedom. The moderated test estimates the variance from all "
     "methods of a federation, at a level of 2.5 %. |\n| FEMNIST writers: use local training | "
@@ -64,18 +66,18 @@ CORRECTED_TEXT = (
 """Section about corrections to earlier versions of the page."""
 NO_FIGURES: Records = MappingProxyType({})
 PERCENT_COLUMNS = {
-    "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "over local", "gain_fedavg": "over FedAvg",
-    "mean_at_fedavg_work": "mean at FedAvg's gradients",
+    "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "gain over local",
+    "gain_fedavg": "gain over FedAvg", "mean_at_fedavg_work": "mean after FedAvg's gradients",
 }  # fmt: skip
 """Titles of the columns shown as percentages on a setup's page, keyed by value."""
 MAP_TEXT = """# Benchmark map
 
-Which method suits which clients? This page compares every fedloom method in {count} federations ({cells}). A
-federation consists of a data set, its split into clients, and a model. `fedloom map --page docs/map.md` generates the
-page from the records in `studies/results`. Only the section on corrections is written by hand.
+Which method suits which clients? This page compares all fedloom methods in {count} federations ({cells}). A
+federation is a data set, its split into clients, and a model. `fedloom map --page docs/map.md` generates this page
+from the records in `studies/results`. Only the section on corrections is written by hand.
 
-The **baseline** of a federation is the better of local training and FedAvg. If no method beats the baseline, the
-baseline is enough.
+The **baseline** of a federation is local training or FedAvg, whichever is better. If no method beats the baseline,
+use the baseline.
 
 {advice}
 
@@ -83,65 +85,66 @@ baseline is enough.
 
 ![Gain over the baseline, by method and federation]({folder}/map.svg)
 
-Triangles mark significant differences: up for better, down for worse. Pale colors mean that the difference is
-inconclusive. The other signs are {signs}.
+Triangles mark significant differences: they point up if the method is better and down if it is worse. Pale colors
+mark inconclusive differences. The other symbols are {signs}.
 
 {finding}
 
 ## How it is measured
 
-- **Equal search.** Every method gets {trials} trials in its [search space](tuning.md). Each trial trains for all
-  rounds, with separate seeds, and is scored on validation data. The best settings are then run with {seeds} new
-  seeds. The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
-  method gets a smaller number of trials. With only one trial, every method runs with its defaults, and the federation
-  is excluded from the mean ranks. Some federations have further seeds, which are outside this budget.
+- **Equal tuning.** Every method gets {trials} trials in its [search space](tuning.md). Each trial runs for the full
+  number of rounds, uses separate seeds, and is scored on validation data. The best settings are then run with {seeds}
+  new seeds. The total budget for all federations is {hours} core-hours. If a federation is expensive to run, every
+  method gets fewer trials. With only one trial, every method runs with its default settings, and the mean ranks
+  exclude the federation. Some federations have additional seeds, which do not count toward this budget.
 
-- **Equal rounds.** All methods train for the same number of rounds. The page for each federation also shows the
-  result of each method after it has computed as many gradients as FedAvg.
+- **Equal rounds.** All methods train for the same number of rounds. Each federation's page also shows every
+  method's result after it has computed as many gradients as FedAvg.
 
-- **One model per method.** Some methods train both a global model and personal models. For these methods, each client
-  uses the model that is better on its validation data. The tables call this choice *hybrid*.
+- **One model per method.** Some methods train both a global model and personal models. With these methods, each client
+  uses the model that performs better on its validation data. The tables call this choice *hybrid*.
 
-- **Significance tests.** A moderated t test over seeds compares every method with the baseline. Holm's correction
-  covers all methods of a federation. The interval of a gain comes from this test: it excludes 0 if and only if the
-  verdict is *better* or *worse*. All other verdicts are *inconclusive*. The interval of a *mean* is the plain 95
-  % interval over seeds. With fewer than {enough} seeds, no method is tested. The tuning guide explains [the choice of
-  the test](tuning.md#statistical-tests). In its simulations with five seeds, the rate of false verdicts is slightly
-  above 5 %, and far above 5 % with the variances of *many clients, few per round*.
+- **Significance tests.** A moderated t-test across seeds compares every method with the baseline. The tests of
+  each federation are adjusted with Holm's correction. The interval of a *gain* comes from this test: it excludes 0
+  if and only if the verdict is *better* or *worse*. All other verdicts are *inconclusive*. The interval of a *mean*
+  is an unadjusted 95 % confidence interval across seeds. With fewer than {enough} seeds, no method is tested. The
+  tuning guide explains [why this test was chosen](tuning.md#statistical-tests). In its simulations with five seeds, the
+  rate of false verdicts is slightly above 5 %. With the variances of *many clients, few per round*, the rate is far
+  above 5 %.
 
 - **Scope of a verdict.** A new seed changes the split, the sampled clients and the initial models, but the samples
   stay the same. A verdict therefore applies only to these samples and not to new samples.
 
-- **Power.** All gains in a federation are assumed to have the same standard deviation over seeds. This standard
+- **Power.** All gains in a federation are assumed to have the same standard deviation across seeds. This standard
   deviation determines how many seeds are needed to detect a gain of {wanted} points with a probability of
-  {power}, at the first step of Holm's correction. The computation does not use the observed gains. If fewer seeds
+  {power}, at the first step of Holm's correction. The calculation does not use the observed gains. If fewer seeds
   were run, the page does not recommend the baseline.
 
-- **Further seeds.** If {seeds} seeds are too few, the needed number of seeds, at most {ceiling}, is fixed before any
-  further seed is run. Every method then runs all further seeds. A single test of all seeds together replaces the
-  earlier test, even if the earlier verdict was significant. This test has the usual level and needs no correction for a
-  second look, because only the standard deviation decides whether seeds are added, and how many. If the standard
-  deviation of all seeds together is larger, a new number is fixed in the same way.
+- **Additional seeds.** If {seeds} seeds are too few, the required number of seeds (at most {ceiling}) is fixed before
+  any additional seed is run. Every method then runs all additional seeds. A single test of all seeds replaces the
+  earlier test, even if the earlier verdict was significant. This test uses the usual level without a correction for
+  repeated testing, because the decision to add seeds depends only on the standard deviation. If the standard
+  deviation turns out to be larger with all seeds, a new number is fixed in the same way.
 
-{widened}- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs
-  with new seeds have the same verdict, and *not confirmed* if they do not.
+{widened}- **Replication.** Some methods were run again with different seeds. A verdict is *seen twice* if the new runs
+  lead to the same verdict. Otherwise, it is *not confirmed*.
 
-- **Words for missing and old results.** *Not applicable*: the method cannot run in this federation. *Stale*: the
-  record comes from a different version of the method or of the protocol. Verdicts include stale
-  results: {stale} at equal rounds and {old} at equal gradients.
+- **Missing and stale results.** A method is *not applicable* if it cannot run in the federation. A record is *stale*
+  if it comes from a different version of the method or the protocol. Verdicts include stale results:
+  {stale} for equal rounds and {old} for equal gradients.
 
-- **Parts of the network.** On a plain network, some methods are identical to FedAvg or FedPer. These methods need extra
-  parts in the network: {parts}.
+- **Extra network components.** With a plain network, some methods are equivalent to FedAvg or FedPer. These methods
+  use networks with extra components: {parts}.
 
-- **No regularizer.** The training losses contain no regularizer. Without a regularizer, FedMiD and FedDualAvg are
-  the same as FedAvg with a server learning rate.
+- **No regularizer.** The training losses have no regularizer. Without one, FedMiD and FedDualAvg are equivalent to
+  FedAvg with a server learning rate.
 
-- **No text.** The map includes no text data. The only text source that needs no download reads the docstrings of the
-  installed Python, so the data would differ between machines.
+- **No text.** The map does not include text data. The only text source that requires no download reads the installed
+  Python's docstrings, so the data would differ between machines.
 
-All runs are also available as a table with one row per run: [Parquet]({folder}/map.parquet),
-[CSV]({folder}/map.csv). You can add [your own method](own-algorithm.md#compare-it-with-all-methods) with one
-command."""
+You can also download a table with one row per run, as [Parquet]({folder}/map.parquet) or
+[CSV]({folder}/map.csv). A single command adds [your own
+method](own-algorithm.md#compare-it-with-all-methods)."""
 
 
 def map_pages(
@@ -229,24 +232,25 @@ def _overview_page(
     lines = [head, "", "## Federation by federation", ""]
     for j in verdicts:
         lines += [f"### [{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md)", ""]
-        lines += [f"{j.setup.says}. Training: {j.setup.training}.", "", " ".join(setup_sentences(j)), ""]
-    lines += [*protocol_summary_lines(comparisons), CORRECTED_TEXT, "## Over all federations", ""]
+        lines += [f"{j.setup.says}. {j.setup.training}", "", " ".join(setup_sentences(j)), ""]
+    lines += [*protocol_summary_lines(comparisons), CORRECTED_TEXT, "## Ranks across all federations", ""]
     if together is None:
-        lines += ["There are too few results of tuned federations for a comparison of ranks."]
+        lines += ["There are too few results from tuned federations to compare ranks."]
         return "\n".join(lines) + "\n"
     counted = [method for method in together.methods if method != POOLED_METHOD]
     pooled = (
-        f" The ranks include training on the pooled data ({POOLED_METHOD})."
+        f" The ranks include training on the pooled data (`{POOLED_METHOD}`)."
         if POOLED_METHOD in together.methods
         else ""
     )
     alike = "differ" if together.p < FAMILY_ERROR_LEVEL else "do not differ significantly"
     lines += [
         f"{len(counted)} methods have results in all {len(together.setups)} federations with tuning. Their mean ranks "
-        f"{alike} (Friedman's test, p = {significant(together.p, 2)}).{pooled} The federations are "
-        f"{join_with_and(together.setups)}. A bar connects methods that Nemenyi's test does not distinguish.",
+        f"{alike} (Friedman test, p = {significant(together.p, 2)}).{pooled} The federations are "
+        f"{join_with_and([f'`{name}`' for name in together.setups])}. A bar connects methods whose ranks do not differ "
+        "significantly in the Nemenyi test.",
         "",
-        f"![mean ranks]({MAP_FOLDER}/ranks.svg)",
+        f"![Mean ranks of the methods]({MAP_FOLDER}/ranks.svg)",
     ]
     return "\n".join(lines) + "\n"
 
@@ -257,21 +261,22 @@ def _count_stale(setup: Setup, records: Mapping[str, CellRecord]) -> int:
 
 def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
     setup = j.setup
-    about = f"{setup.says}. Training: {setup.training}. [Benchmark map](../map.md)"
+    about = f"{setup.says}. {setup.training} [Benchmark map](../map.md)"
     yield from (f"# {setup.title[:1].upper()}{setup.title[1:]}", "", about, "")
     yield from (*setup_sentences(j), "")
     if j.standings:
         yield from (
-            f"![Means over seeds. A full circle marks a method that is better than the baseline.]({setup.name}.svg)",
+            f"![Means across seeds. Filled circles mark methods that are better than the baseline.]({setup.name}.svg)",
             "",
         )
         yield (
-            f"The means and gains show {j.standings[0].record.metric} in percent at equal rounds, with the plain 95 % "
-            f"interval over the seeds {join_with_commas(j.seeds)}. A full circle in the picture marks a method "
-            "that is better than the baseline (the better of local training and FedAvg). Training on the pooled data "
-            "(centralized) is shown for reference. The column *clients that gain* shows the percentage of clients with "
-            "a better result than with local training, followed by the percentage with a better result than with "
-            "FedAvg. The column *rounds to 95 %* shows the first evaluated round that reaches 95 % of the best mean."
+            f"The table shows each method's {j.standings[0].record.metric} and its gains in percentage points, with an "
+            "unadjusted 95 % confidence interval. All methods train for the same number of rounds with seeds "
+            f"{write_seeds(j.seeds)}. Filled circles in the chart mark methods that are better than the baseline "
+            "(local training or FedAvg, whichever is better). Training on the pooled data (`centralized`) is shown for "
+            "reference. *Clients that gain* is the percentage of clients that do better than with local training, "
+            "followed by the percentage that do better than with FedAvg. *Rounds to 95 %* is the first evaluated round "
+            "in which the method reaches 95 % of the best mean."
         )
         titles = [*PERCENT_COLUMNS.values(), "clients that gain", "variance", "gradients", "MB", "rounds to 95 %"]
         yield from (
@@ -289,7 +294,7 @@ def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
         reached = (
             fixed(rounds_to_95.mean, 0)
             if len(rounds_to_95.finite) == len(rounds_to_95.by_seed)
-            else "not in every seed"
+            else "not with every seed"
         )
         costs = [write_total(figures["gradients"].mean), significant(figures["bytes"].mean / 1e6, 3), reached]
         cells = [
@@ -304,18 +309,19 @@ def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
     rest = [record for record in j.records.values() if j.find(record.method) is None]
     yield ""
     for record in rest:
-        yield f"- {record.method} is {record.status}: {record.reason}{_record_notes(setup, record, None, ' (', ')')}"
+        yield f"{state_result(record)}{_record_notes(setup, record, None, ' (', ')')}"
     missing = [name for name in REGISTRY if name not in j.records]
     if missing:
-        named = join_with_commas(missing) if j.records else "every method"
-        yield f"- Not run: {named}. Command: `fedloom map --setup {setup.name}`"
+        named = join_with_commas(missing) if j.records else "all methods"
+        yield f"- To run the missing methods ({named}), use `fedloom map --setup {setup.name}`."
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({name[:12] or "unknown" for record in j.records.values() for name in record.commit.split(", ")})
     tried = f"{setup.trials} trials per method" if setup.trials > 1 else "default settings"
+    revisions = "code from commit" if len(commits) == 1 else "code from commits"
     if j.records:
         yield (
-            f"- The runs took {fixed(spent, 1)} core-minutes (planned: {option(setup.share)}), with {tried}. Commits "
-            f"of the code: {join_with_commas(commits)}"
+            f"- The runs took {fixed(spent, 1)} of the planned {option(setup.share)} core-minutes, with {tried} and "
+            f"{revisions} {join_with_and(commits)}."
         )
     yield ""
 

@@ -100,17 +100,18 @@ def reference_lines(j: SetupVerdict, references: References) -> Iterator[str]:
     if not j.setup.references:
         return
     if not rows or local is None:
-        yield from ("", f"Reference models: not run. Command: `fedloom map --references --setup {j.setup.name}`")
+        command = f"`fedloom map --references --setup {j.setup.name}`"
+        yield from ("", f"The reference models have not been run yet. To run them, use {command}.")
         return
     alone = models_alone(j, references)
     best = max(alone, key=lambda name: alone[name].mean)
     yield from (
         "",
-        f"The best model that a client can train alone is {best}. The table compares it with scikit-learn models "
-        "(default settings, the same data) and with the best methods. All values are in percent, with a 95 % interval "
-        "over seeds.",
+        f"The best model that a client can train alone is {best}. The table compares it with scikit-learn models with "
+        "default settings on the same data, and with the best methods. All values are in percent, with a 95 % "
+        "confidence interval across seeds.",
     )
-    yield from ("", f"| model | {j.standings[0].record.metric} | over {best} |", "|---|---|---|")
+    yield from ("", f"| model | {j.standings[0].record.metric} | gain over {best} |", "|---|---|---|")
     methods = [s for s in (*j.rivals[:3], j.find("fedavg")) if s is not None and s.method != "local"]
     shown = rows | {s.method: s.figures["mean"] for s in methods} | {"local": alone["local"]}
     for name, figure in sorted(shown.items(), key=lambda item: -item[1].mean):

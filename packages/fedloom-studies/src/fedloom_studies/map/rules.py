@@ -28,6 +28,7 @@ from fedloom_studies.map.statements import (
     rivals_of,
     share_of_cells,
     signed,
+    state_result,
     write_percent,
 )
 from fedloom_studies.reproduce import TimeBudget
@@ -90,7 +91,7 @@ def _count_missing(records: Records, attack: str = "") -> int:
 
 def _say_missing(records: Records) -> str:
     count = len(list(rule_cells()))
-    return f"{share_of_cells(count - _count_missing(records), count)}. Command: `fedloom map --rules`."
+    return f"{share_of_cells(count - _count_missing(records), count)}. To run the others, use `fedloom map --rules`."
 
 
 def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
@@ -101,7 +102,7 @@ def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
            for attack, best in better.items() if best]  # fmt: skip
     none = join_with_and([f"*{attack}*" for attack, best in better.items() if not best] or [""])
     parts = [f"**Better than the baseline: {join_with_and(won)}.**"] if won else []
-    parts += [f"**No method with any rule is better than the baseline under {none}.**"] if none else []
+    parts += [f"**No method is better than the baseline under {none}, with any rule.**"] if none else []
     means = {attack: {s.method: s.figures["mean"].mean for s in j.standings} for attack, j in verdicts.items()}
     common = set.intersection(*(set(of_attack) for of_attack in means.values()))
     lowest = {name: min((of[name], attack) for attack, of in means.items()) for name in sorted(common)}
@@ -130,11 +131,11 @@ def rules_section(records: Records) -> Iterator[str]:
         yield from (_say_missing(records), "")
         return
     yield (
-        f"{recommend_rule(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "
-        f"clients attack. The settings are chosen in *{rule_settings()}*, which has the same clients and no attackers. "
-        "The table shows the honest clients' mean accuracy in percent after 40 rounds (equal rounds for all methods), "
-        "with the plain 95 % interval over seeds. The verdict next to it compares the method with the baseline under "
-        "this attack, by moderated t tests with Holm's correction over the column."
+        f"{recommend_rule(verdicts)} The baseline is local training or FedAvg with the mean, whichever is better. Four "
+        f"of the 20 clients attack. The settings were tuned in *{rule_settings()}*, which has the same clients but no "
+        "attackers. The table shows the honest clients' mean accuracy in percent after 40 rounds, with an unadjusted "
+        "95 % confidence interval across seeds. The verdict compares the method with the baseline under the same "
+        "attack. It comes from moderated t-tests with Holm's correction for each column."
     )
     yield from ("", f"| method and rule | {' | '.join(verdicts)} |", f"|---{'|---' * len(verdicts)}|")
     names = dict.fromkeys(name for name, _ in rule_cells())
@@ -149,5 +150,5 @@ def rules_section(records: Records) -> Iterator[str]:
     yield ""
     for record in records.values():
         if record.status != DONE_STATUS and record.setup == next(iter(verdicts)):
-            yield f"- {record.method} is {record.status}: {record.reason}"
+            yield state_result(record)
     yield ""

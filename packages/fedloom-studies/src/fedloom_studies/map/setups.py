@@ -94,9 +94,9 @@ class Setup:
 
     @property
     def training(self) -> str:
-        """Sentence that describes the model, the number of rounds and the tuning."""
-        tuned = f"{self.trials} trials per method" if self.trials > 1 else "default settings without tuning"
-        return f"{self.network}, {self.document['rounds']} rounds, {tuned}"
+        """Sentences about the model, the number of rounds and the tuning."""
+        tuned = f"with {self.trials} tuning trials per method" if self.trials > 1 else "with default settings"
+        return f"The model is {self.network}. All methods train for {self.document['rounds']} rounds {tuned}."
 
 
 def read_setups(scale: Scale) -> dict[str, Setup]:

@@ -9,6 +9,7 @@ from fedloom.formats import fixed, pair, percent, significant
 from fedloom.lab.report import DifferenceTest, Estimate, pair_verdict, seed_differences
 from fedloom.metrics import metric
 from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, MethodStanding, SetupVerdict
+from fedloom_studies.map.records import FAILED_STATUS, CellRecord
 from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
@@ -50,8 +51,8 @@ def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> It
         cells[1] += "" if alone == local.method else f" ({alone})"
         times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
         sent = chosen.figures["bytes"].mean / 1e6
-        megabytes = f"{significant(sent, 3)} MB" if sent else "nothing sent"
-        cost = f"{significant(times, 2)} times FedAvg's gradients, {megabytes}"
+        megabytes = f"{significant(sent, 3)} MB" if sent else "no traffic"
+        cost = f"{significant(times, 2)} times as many gradients as FedAvg, {megabytes}"
         gain = signed(chosen.gain) if chosen.gain else "no method is better"
         rows.append((max(gains.values()), f"| {link} | {chosen.method} | {gain} | {' | '.join(cells)} | {cost} |"))
     if not rows:
@@ -62,10 +63,11 @@ def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> It
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
-        "All methods train for the same number of rounds. [Another table](#at-equal-gradients) compares them at equal "
-        "gradients. Gains are in percentage points, and the largest gains are listed first. The verdict depends on the "
-        "interval of the gain over the baseline. The next two columns show means that were not tested. *Inconclusive*: "
-        f"no method is better, but there are too few seeds to rule out a gain of {WANTED_POINTS} points."
+        "All methods train for the same number of rounds. [Another table](#at-equal-gradients) compares them after the "
+        "same number of gradients. Gains are in percentage points, and rows are sorted by the largest gain. The "
+        "verdict depends on the interval of the gain over the baseline. The gains in the next two columns were not "
+        "tested. *Inconclusive* means that no method is better, but that there are too few seeds to rule out a gain of "
+        f"{WANTED_POINTS} points."
     )
 
 
@@ -80,7 +82,7 @@ def recommended_method(j: SetupVerdict) -> MethodStanding | None:
 def planned_seeds_phrase(j: SetupVerdict) -> str:
     """Return a phrase about the number of seeds that a setup needs, given the common spread of its methods' gains."""
     if not j.needed:
-        return "too few results for a plan"
+        return "too few results to plan the number of seeds"
     return f"{j.needed} seeds are needed to detect a difference of {WANTED_POINTS} points"
 
 
@@ -88,14 +90,14 @@ def _state_better_reference(j: SetupVerdict) -> str:
     """Return a sentence that states whether local training or FedAvg is better, or "" if this is undecided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
-        f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
+        f". {j.reference} is better than {worse[0].method} ({signed(-(worse[0].gain or NO_DIFFERENCE))} points)"
         if worse
         else ""
     )
 
 
 def finding_text(verdicts: Sequence[SetupVerdict]) -> str:
-    """Render the page's first paragraphs, which are about the methods that are better than the baseline."""
+    """Render the page's first paragraphs, about the methods that are better than the baseline."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No federation has results of both local training and FedAvg yet."
@@ -108,7 +110,7 @@ def finding_text(verdicts: Sequence[SetupVerdict]) -> str:
     powered = sum(j.decides and not any(s.better for s in rivals_of(j)) for j in tested)
     last = (
         f"In {blind} of {len(tested)} federations, there are too few seeds to detect a gain of {WANTED_POINTS} points "
-        f"with a probability of {percent(DETECTION_PROBABILITY)}. In these federations, an inconclusive verdict is no "
+        f"with a probability of {percent(DETECTION_PROBABILITY)}. In these federations, an inconclusive verdict is not "
         f"evidence against a method. Of the {none} federations without a better method, {powered} have enough seeds."
     )
     return "\n\n".join(
@@ -131,7 +133,11 @@ def setup_sentences(j: SetupVerdict) -> list[str]:
     If there are not enough records, a single sentence is returned.
     """
     if not j.reference:
-        return [f"Incomplete: {len(j.records)} results, without local training or FedAvg." if j.records else "Not run."]
+        return [
+            f"Incomplete: the {len(j.records)} results do not include both local training and FedAvg."
+            if j.records
+            else "Not run."
+        ]
     local, fedavg = (j.find(method) for method in REFERENCE_METHODS[:2])
     assert local is not None
     assert fedavg is not None
@@ -139,12 +145,12 @@ def setup_sentences(j: SetupVerdict) -> list[str]:
     first = (
         f"The clients' mean {_name_metric(local)} is {write_percent(fedavg.figures['mean'])} % with FedAvg and "
         f"{write_percent(local.figures['mean'])} % with local training. FedAvg helps "
-        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. The mean difference from local training is "
+        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. Its mean difference from local training is "
         f"{signed(gain)} points ({pair_verdict(gain, higher=True)})."
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    lead = "methods that do better are" if len(won) > 1 else "method that does better is"
+    lead = "better methods are" if len(won) > 1 else "better method is"
     named = f" The {lead} {list_names(_gain_text(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
@@ -173,16 +179,20 @@ def _power_sentences(j: SetupVerdict) -> Iterator[str]:
         seeds, spread = len(j.seeds), fixed(100 * j.spread, 1)
         enough = planned_seeds_phrase(j) if j.decides else f"*{planned_seeds_phrase(j)}*"
         last = j.setup.stages[-1]
-        more = f" {len(last)} seeds are planned, but not yet run by every method." if seeds < len(last) else ""
+        more = (
+            f" {len(last)} seeds are planned, but some methods have not run all of them yet."
+            if seeds < len(last)
+            else ""
+        )
         yield (
-            f"The standard deviation of the gains over seeds is {spread} points. With this spread, {enough}, "
+            f"The gains have a standard deviation of {spread} points across seeds. With this spread, {enough}, "
             f"{'and' if j.decides else 'but only'} {seeds} were run.{more}"
         )
 
 
 def _pooled_sentence(standing: MethodStanding | None) -> str:
     return (
-        f" A single model that is trained on the pooled data scores {write_percent(standing.figures['mean'])} %."
+        f" A single model trained on the pooled data scores {write_percent(standing.figures['mean'])} %."
         if standing
         else ""
     )
@@ -201,6 +211,12 @@ def join_with_and(items: Sequence[str]) -> str:
     """Join items with commas, but the last two with "and"."""
     *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def state_result(record: CellRecord) -> str:
+    """Return a list item that explains why a method has no result of its own."""
+    status = record.status if record.status == FAILED_STATUS else f"is {record.status}"
+    return f"- `{record.method}` {status}: {record.reason}"
 
 
 def _gain_text(s: MethodStanding) -> str:

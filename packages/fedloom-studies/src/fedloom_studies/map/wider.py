@@ -9,16 +9,16 @@ from fedloom.lab.report import DifferenceTest, pair_verdict, run_family_tests, s
 from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.setups import Cell, Setup, wider_heads
-from fedloom_studies.map.statements import join_with_and, share_of_cells, signed, write_percent
+from fedloom_studies.map.statements import join_with_and, share_of_cells, signed, state_result, write_percent
 
 Records = Mapping[tuple[str, str], CellRecord]
 WIDER_TEXT = """\
-A closed-form head can use only the features of an untrained network, so {heads} also run with a wider model:
-{model}{size}. The setup's own model is {own}. Trials, search and the first seeds are the same as above. The tests
-above and the mean ranks do not include the results of the wider model."""
+A closed-form head uses only the features of an untrained network, so {heads} also run with a wider model:
+{model}{size}. The federation's regular model is {own}. The trials, the search spaces and the first seeds are the same
+as above. The tests above and the mean ranks do not include the results of the wider model."""
 MODELS_DIFFER_TEXT = (
-    "This comparison uses paired t tests over the common seeds, with Holm's correction. The wider model may be the "
-    "only reason for a difference."
+    "This comparison uses paired t-tests across the common seeds, with Holm's correction. A difference may be due to "
+    "the wider model alone."
 )
 
 
@@ -39,18 +39,18 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
     yield WIDER_TEXT.format(heads=heads_run, model=wider.network, own=j.setup.network, size=size).replace("\n", " ")
     recorded = sum(method in widened.records for method in wider.methods)
     if recorded < len(wider.methods):
-        command = f"Command: `fedloom map --wider --setup {wider.name}`"
+        command = f"To run the others, use `fedloom map --wider --setup {wider.name}`."
         yield from ("", f"{share_of_cells(recorded, len(wider.methods))}. {command}")
     reference = j.find(j.reference)
     if not heads or reference is None:
         yield ""
         return
     gains = run_family_tests({s.method: seed_differences(s.figures["mean"], reference.figures["mean"]) for s in heads})
-    baseline = f"{reference.method} with the setup's own model, the baseline above"
+    baseline = f"{reference.method} with the regular model, the baseline above"
     yield from ("", f"{_state_gains(gains, baseline)} {MODELS_DIFFER_TEXT}")
     yield from ("", " ".join(_same_width_sentences(widened)))
-    titles = ["own model", "wider model", f"over {reference.method} with its own model"]
-    titles += [f"over {widened.reference} with the wider model"] if widened.reference else []
+    titles = ["regular model", "wider model", f"gain over {reference.method} with the regular model"]
+    titles += [f"gain over {widened.reference} with the wider model"] if widened.reference else []
     yield from ("", f"| method | {' | '.join(titles)} |", f"|{'---|' * (1 + len(titles))}")
     for s in widened.standings:
         narrow, gain = j.find(s.method), gains.get(s.method)
@@ -63,7 +63,7 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
     yield ""
     for record in widened.records.values():
         if record.status != DONE_STATUS:
-            yield f"- {record.method} is {record.status}: {record.reason}"
+            yield state_result(record)
     yield ""
 
 
@@ -79,13 +79,12 @@ def _same_width_sentences(widened: SetupVerdict) -> Iterator[str]:
         yield "No method that trains the wider model was run in this federation."
         return
     tests = {s.method: s.gain for s in widened.standings if s.gain and s.method in wider_heads()}
-    baseline = f"{widened.reference} with the same wider model, the better of local training and FedAvg"
+    baseline = f"{widened.reference} with the wider model, the better of local training and FedAvg"
     yield _state_gains(tests, baseline)
     place, best = next((k, s) for k, s in enumerate(widened.standings, 1) if s.method in wider_heads())
     yield (
-        f"In the order of the means, the best closed-form head ({best.method}, "
-        f"{write_percent(best.figures['mean'])} %) is number {place} of {len(widened.standings)} methods with the "
-        "wider model."
+        f"The best closed-form head ({best.method}, {write_percent(best.figures['mean'])} %) has rank {place} among "
+        f"the means of {len(widened.standings)} methods with the wider model."
     )
 
 
@@ -98,7 +97,7 @@ def wider_bullet(setups: Sequence[Setup], records: Records) -> str:
     results = share_of_cells(sum(key in records for key in wanted), len(wanted))
     return (
         f"- **Wider models.** The closed-form heads {join_with_and(heads)} use the features of an untrained network. "
-        f"In {len(setups)} federations, they also run with a wider model ({results}). "
-        f"In {counts.count(max(counts))} of these federations, {max(counts) - len(heads)} other methods do so too. "
-        "The page for each federation compares the results. The other tests and the mean ranks do not include them.\n\n"
+        f"In {len(setups)} federations, they also run with a wider model ({results}). In {counts.count(max(counts))} "
+        f"of these federations, {max(counts) - len(heads)} other methods run with the wider model, too. Each "
+        "federation's page compares the results. The other tests and the mean ranks do not include them.\n\n"
     )

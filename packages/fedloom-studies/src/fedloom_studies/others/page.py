@@ -41,13 +41,14 @@ AFL_LOOPS_FILE = "afl-adult.json"
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
-OTHERS_TEXT = """# Tables of other programs
+OTHERS_TEXT = """# Tables from other programs
 
-This page reproduces tables of results that other programs have published for public data. Each table is first
-reproduced with the authors' data, split, seeds and settings. The methods are then tested with equal tuning for every
-method. This page is generated from recorded runs.
+This page reproduces tables that the authors of other programs have published for public data. Each table is first
+reproduced with the authors' data, split, seeds and settings. Some tables are then followed by a fair test, in which all
+methods are tuned equally. This page is generated from recorded runs.
 
-Two commands reproduce the first table in about two minutes. The first command downloads four files from UCI (70 kB):
+You can reproduce the first table in about two minutes with two commands. The first command downloads four files from
+UCI (70 kB):
 
 <!-- not run: fetches files -->
 ```sh
@@ -55,16 +56,16 @@ fedloom data heart --data-dir DATA --fetch
 fedloom reproduce flamby-heart --data-dir DATA
 ```
 """
-WORDS_TEXT = """## Words for cells
+WORDS_TEXT = """## How cells are classified
 
 | word | meaning |
 |---|---|
-| *exact* | the mean over seeds has the printed digits |
-| *close* | the mean differs by at most the table's limit, which is given next to the count |
-| *spread* | the mean differs by more, but by at most two standard errors of both means |
-| *explained* | the mean differs by more than two standard errors, for the reason below the table |
+| *exact* | The mean across seeds matches all printed digits. |
+| *close* | The difference is at most the table's limit, which is given next to the counts. |
+| *spread* | The difference is larger, but at most two standard errors of the difference. |
+| *explained* | The difference is larger than two standard errors. The reason is given below the table. |
 
-The counts include only cells with a published number. The [rules for verdicts](papers.md#how-claims-are-judged) are
+The counts include only cells with a published value. The [rules for verdicts](papers.md#how-claims-are-judged) are
 the same as for paper reproductions. """
 
 
@@ -127,7 +128,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
     """Render the page about all tables, with additional values for some of them."""
-    lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
+    lines = [OTHERS_TEXT, "| table | cells that were reproduced | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split_by_mode(group)
         counted = ", ".join(_count_verdicts(one, summaries[one.name]) for one in published)
@@ -164,7 +165,7 @@ def _count_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if not words:
         return _state_reason(recipe, summary)
     counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
-    return f"{counts}, of {len(words)} cells (limit {_limit_text(recipe)})"
+    return f"{counts} (of {len(words)} cells, limit {_limit_text(recipe)})"
 
 
 def _state_reason(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -183,7 +184,7 @@ def _verdicts_text(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = [one.words for one in judge.judge_claims(recipe, done.numbers)]
     counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
     best = max(_means_table(recipe, done).items(), key=lambda item: item[1])
-    top = f"Best mean: {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
+    top = f"{_name_cell_row(best[0])} has the best mean ({unit(recipe.paper.figure).value(best[1])})"
     return f"{top}. Of {len(words)} claims, {counted}"
 
 
@@ -203,13 +204,13 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
         yield from (
-            f"**In a fair test** ({link}), every method searches the same number of settings on validation data.",
+            f"**In a fair test** ({link}), every method is tuned on validation data with the same number of trials.",
             "",
         )
     else:
         yield from (f"**As published** ({link}): {paper.protocol}", "")
     if done is None:
-        yield from (f"State: {_state_reason(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
+        yield from (f"State: {_state_reason(recipe, summary)}. To run it, use `fedloom reproduce {recipe.name}`.", "")
         return
     shown = cells_of_table(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}
@@ -232,7 +233,7 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
         yield from ("", "| claim | verdict | difference from the closest rival |", "|---|---|---|")
     for one in verdicts:
         number = (
-            f"{interval_text(one.closest_rival.look, one.figure)} against {one.closest_rival.name}"
+            f"{interval_text(one.closest_rival.look, one.figure)} compared with {one.closest_rival.name}"
             if one.measured
             else "-"
         )
@@ -251,8 +252,8 @@ def _cell_value_text(recipe: Recipe, cell: TableCell) -> str:
 def _loops_table(loops: Figures) -> Iterator[str]:
     """Yield the lines about the results of running the public code's loops."""
     parts = list(next(iter(loops.values())))
-    yield from ("**The public code's loops.** `studies/scripts/afl_adult` reproduces these loops in numpy, with five "
-                "seeds.", "")  # fmt: skip
+    yield from ("**The public code's loops.** `studies/scripts/afl_adult` reimplements these loops in NumPy and runs "
+                "them with five seeds.", "")  # fmt: skip
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
     for name, by_part in loops.items():
         yield f"| {name} | {' | '.join(fixed(100 * by_part[part], 2) for part in parts)} |"
@@ -262,9 +263,9 @@ def _loops_table(loops: Figures) -> Iterator[str]:
 def _exact_cox_table(cox: Figures) -> Iterator[str]:
     """Yield the lines about the exact Cox regression, which are printed below the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
-    yield from ("**Exact Cox regression.** `fedloom cox` fits a model to the data of all patients in a few rounds. It "
-                "uses only sums and needs no learning rate. Seven pairs of the 39 columns are linearly dependent, so "
-                "the fit uses a ridge penalty. The strength of the penalty is chosen by cross-validation on the "
+    yield from ("**Exact Cox regression.** `fedloom cox` fits a model to all patients' data in a few rounds. It uses "
+                "only sums and does not need a learning rate. Seven pairs of the 39 columns are linearly dependent, so "
+                "the fit uses a ridge penalty. The strength of the penalty is selected by cross-validation on the "
                 "training patients.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():

@@ -17,9 +17,9 @@ from fedloom_studies.reproduce.recipe import Recipe
 FACTS_PAGE = "facts"
 """Name of the page, which is in the folder with the pages of the recipes."""
 FACTS_TEXT = (
-    "This page lists facts that the texts of the papers leave out or contradict, and how many of the recipes in the "
-    "published protocol use them. Each repository is given with the commit that was read. FedACS and Equitable-FL have "
-    "no public code."
+    "This page lists facts about the public code that the papers omit or contradict. It also states how many recipes "
+    "with the published protocol use each fact. Each repository is listed with the commit that we read. FedACS and "
+    "Equitable-FL have no public code."
 )
 
 
@@ -91,9 +91,12 @@ def facts_page(recipes: Mapping[str, Recipe]) -> str:
     lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
     for paper in dict.fromkeys(fact.paper for fact in read_facts()):
         count = len(published_recipes(recipes, paper))
-        lines += [f"## {paper}", "", "| what the code does | where | used by its recipes |", "|---|---|---|"]
+        lines += [f"## {paper}", "", "| what the code does | source | used by |", "|---|---|---|"]
         for fact in (fact for fact in read_facts() if fact.paper == paper):
-            why = "".join(f"; {len(one.recipes)} do not: {one.because}" for one in fact.unused)
-            lines.append(f"| {fact.text} | {fact.source} | {len(fact.used)} of {count}{why} |")
+            why = "".join(
+                f". {len(one.recipes)} {'recipes do' if len(one.recipes) > 1 else 'recipe does'} not: {one.because}"
+                for one in fact.unused
+            )
+            lines.append(f"| {fact.text} | {fact.source} | {len(fact.used)} of {count} recipes{why} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

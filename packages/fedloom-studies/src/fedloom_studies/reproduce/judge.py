@@ -153,12 +153,13 @@ class JudgedClaim:
         """Text that states how many comparisons hold as claimed, are clearly for and against it, and have no result."""
         rest = self.planned - len(self.measured) - self.missing_results
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
-        alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"
-        tested = "" if self.claim.construction else alone
+        alone = f", {clear[0]} of them clearly" if clear[0] else ""
+        against = f", {clear[1]} clearly {'contradicts' if clear[1] == 1 else 'contradict'} it" if clear[1] else ""
+        tested = "" if self.claim.construction else alone + against
         left = "".join(
             f", {n} {word}" for n, word in ((self.missing_results, Untested.LOST), (rest, Untested.NOT_RUN)) if n
         )
-        return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
+        return f"{self.right} of {len(self.measured)} comparisons favor the claim{tested}{left}"
 
     @property
     def summary(self) -> str:

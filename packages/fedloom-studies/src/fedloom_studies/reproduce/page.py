@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,18 @@ from fedloom_studies.reproduce.cells import cells_of_table, finite_by_seed
 from fedloom_studies.reproduce.charts import alternative_text, draw_table, drawable_cells
 from fedloom_studies.reproduce.choices import count_beyond_edges, edge_keys, method_candidates
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Paper, Recipe, Scale
-from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, add_rivals, read_summary
+from fedloom_studies.reproduce.recipe import FOLLOWS_PROTOCOL, RECIPE_SCALES, REDUCED_PHRASE, Paper, Recipe, Scale
+from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, add_rivals, read_summary, write_seeds
 
 MODE_TEXTS = {
     "published": (
-        "This recipe uses the paper's own settings, the variants in its public code, and its own way of choosing "
-        "settings and models."
+        "This experiment uses the paper's settings and the variants in its public code, and selects settings and "
+        "models as the paper does."
     ),
-    "fair": "In this recipe, every method searches a grid of the same size on validation data.",
+    "fair": "In this experiment, every method is tuned on validation data, with a grid of the same size.",
     "near": (
-        "This recipe follows the stated protocol. If the paper gives no information, all methods use the same choices."
+        "This experiment follows the stated protocol. For details that the paper does not state, all methods use the "
+        "same choices."
     ),
 }
 
@@ -36,10 +38,10 @@ EMPTY_CELL = "-"
 def _describe_mode(paper: Paper) -> str:
     if not paper.stand_in:
         return MODE_TEXTS[paper.mode]
-    settings = "The settings are the published ones." if paper.mode == "published" else MODE_TEXTS[paper.mode]
+    settings = "It uses the published settings." if paper.mode == "published" else MODE_TEXTS[paper.mode]
     return (
-        f"This recipe is a stand-in: {paper.stand_in}. Its verdicts concern the stand-in, and not the paper's own "
-        f"experiment. {settings}"
+        f"This experiment is a stand-in: {paper.stand_in}. Its verdicts apply to the stand-in only, and not to the "
+        f"paper's experiment. {settings}"
     )
 
 
@@ -61,7 +63,7 @@ def recipe_state_phrase(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if summary is None:
         return "not run"
     done = "run" if summary.complete else "unfinished"
-    old = ", with an earlier version of the recipe" if is_earlier_version(recipe, summary) else ""
+    old = " (earlier version of the recipe)" if is_earlier_version(recipe, summary) else ""
     return f"{done}, {summary.scale} scale, {summary.date}{old}"
 
 
@@ -122,17 +124,17 @@ def _recipe_page_lines(
         f"Protocol: {paper.protocol}",
         "",
     )
-    yield from ("[Tables of other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
+    yield from ("[Tables from other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (
-            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but single values are not "
+            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but individual values are not "
             "compared.",
             "",
         )
     if regime:
         yield from (regime, "")
     if paper.open:
-        yield from ("| not stated in the paper | choice here | reason |", "|---|---|---|")
+        yield from ("| not stated in the paper | our choice | reason |", "|---|---|---|")
         yield from (f"| {u.what} | {u.choice} | {u.reason} |".replace("||", "\\|\\|") for u in paper.open)
     yield from search_lines(recipe, summary)
     old = summary is not None and is_earlier_version(recipe, summary)
@@ -145,35 +147,49 @@ def _recipe_page_lines(
     yield from ([] if regime else _turning_comparisons_table(verdicts, moved))
     if summary is None:
         not_run_note = not_run_reason(recipe, need)
-        yield f"{not_run_note[0].upper()}{not_run_note[1:]}. Command: `fedloom reproduce {recipe.name}`"
+        yield f"{not_run_note[0].upper()}{not_run_note[1:]}. To run it, use `fedloom reproduce {recipe.name}`."
         return
     budget = recipe.budget(summary.scale)
     code = f", commit {summary.commit[:12]}{'-dirty' * summary.commit.endswith('-dirty')}" if summary.commit else ""
     yield (
-        f"`{summary.command}` produced these {'results' if summary.complete else 'unfinished results'} "
-        f"({summary.says}) with seeds {', '.join(map(str, summary.seeds))} and {summary.rounds} rounds. The run took "
-        f"{fixed(summary.minutes, 1)} core-minutes{f' of a budget of {option(budget)}' if budget else ''} "
-        f"({summary.date}{code}, torch {summary.versions['torch']}, {summary.machine})."
+        f"The command `{_plain_command(summary.command)}` produced these "
+        f"{'results' if summary.complete else 'unfinished results'} with {summary.rounds} rounds and seeds "
+        f"{write_seeds(summary.seeds)}. {_scale_sentence(summary.says)} It took {fixed(summary.minutes, 1)} "
+        f"{f'of at most {option(budget)} ' if budget else ''}core-minutes ({summary.date}{code}, torch "
+        f"{summary.versions['torch']}, {summary.machine})."
     )
     if old:
         yield from (
             "",
-            "The recipe has changed since then. The results belong to its earlier version, so no claim is judged.",
+            "The recipe has changed since then. These results come from its earlier version, so no claim is judged.",
         )
     claim_lines = () if regime else _claims_table(recipe, verdicts, moved, old=old)
     yield from ("", *_recipe_table(recipe, summary), *claim_lines, *_remaining_lines(recipe, summary))
 
 
+def _scale_sentence(says: str) -> str:
+    """Return a sentence on how a run differs from the paper's protocol, given the recorded phrase."""
+    if says.startswith(FOLLOWS_PROTOCOL):
+        rest = says.removeprefix(FOLLOWS_PROTOCOL).removeprefix(", ")
+        return f"The run follows the protocol{f' ({rest})' if rest else ''}."
+    return "The run is reduced as described above." if says == REDUCED_PHRASE else f"Size of the run: {says}."
+
+
+def _plain_command(command: str) -> str:
+    """Return a command without its list of seeds, which the page states in words."""
+    return re.sub(r" --seeds [\d,]+", "", command)
+
+
 SINGLE_COMPARISON_TEXT = (
-    "The next table tests every comparison separately, with Holm's correction over the whole recipe. A verdict on a "
-    "claim uses a correction over the rivals of this claim only. A claim can therefore be decided although no "
-    "single comparison is clear."
+    "The next table tests every comparison separately, with Holm's correction across all of the experiment's "
+    "comparisons. The verdict on a claim is corrected only for this claim's rivals. A claim can therefore be decided "
+    "even if no individual comparison is significant."
 )
 ESCAPED_BAR = "\\|"
 """Escaped vertical bar, which can be used inside a table cell."""
 TURNS_TEXT = (
-    "Some comparisons change direction between the last round, which is reported, and the round that is best on "
-    "validation data:",
+    "Some comparisons have one direction in the last round, which is reported, and the opposite direction in the best "
+    "round on validation data:",
     "",
 )
 MAX_SHOWN_COMPARISONS = 3
@@ -198,7 +214,7 @@ def _turning_comparisons_table(verdicts: list[judge.JudgedClaim], moved: Moved) 
         shown = turned[:MAX_SHOWN_COMPARISONS]
         counts = [f"{len(turned)} of {len(one.measured)}", *[""] * (len(shown) - 1)]
         lines += [f"| {one.claim.text} | {n} | {turn} |" for n, turn in zip(counts, shown, strict=False)]
-    head = ("claim", "comparisons", "for example, against", "last round", "round best on validation")
+    head = ("claim", "reversed comparisons", "example rival", "last round", "best validation round")
     return [*TURNS_TEXT, f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines, ""] if lines else []
 
 
@@ -219,13 +235,13 @@ def _recipe_table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
             [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY_CELL]
         )
     yield from _nonempty_columns_table(
-        ["clients", "model", "ours (mean ± std)", "round best on validation", "paper", "verdict"], rows
+        ["clients", "model", "ours (mean ± std)", "best validation round", "paper", "verdict"], rows
     )
     if compare and recipe.paper.nearest:
         nearest = f"[{recipe.paper.nearest}]({recipe.paper.nearest}.md)"
-        yield f"\n{nearest} is closer to the paper, so these values are counted there."
+        yield f"\n{nearest} is closer to the paper, so its values count instead of these."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
-        yield "\nThe record does not contain the size of the data, so no value is compared."
+        yield "\nThe record does not contain the data's size, so no value is compared."
     yield ""
 
 
@@ -240,7 +256,7 @@ def _nonempty_columns_table(titles: Sequence[str], rows: Sequence[Sequence[str]]
 def _claims_table(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, old: bool) -> Iterator[str]:
     if not verdicts:
         return
-    titles = ["claim", "verdict", "smallest difference to a rival", "at the round best on validation", "in the paper"]
+    titles = ["claim", "verdict", "smallest difference from a rival", "in the best validation round", "in the paper"]
     rows = []
     for one in verdicts:
         papers_margin = unit(one.figure).lead(judge.smallest_printed_lead(recipe, one.claim))
@@ -271,9 +287,9 @@ def _claims_table(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Move
         yield from (SINGLE_COMPARISON_TEXT, "", "| comparison | difference | verdict (Holm) |", "|---|---|---|")
     pairs: dict[str, str] = {}
     for one in several:
-        statistic = "standard deviations over seeds, " if one.claim.spread else ""
+        statistic = "standard deviations across seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
-            pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
+            pair = f"{statistic}{c.left} versus {c.right}".replace("|", "\\|")
             pairs.setdefault(pair, f"| {pair} | {interval_text(c.look, one.figure)} | {c.look.verdict} |")
     yield from pairs.values()
     if several:
@@ -285,7 +301,7 @@ def closest_difference(verdict: judge.JudgedClaim) -> str:
     least, of = verdict.closest_rival, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
-    return f"{interval_text(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
+    return f"{interval_text(least.look, verdict.figure)} compared with {least.name}{within}".replace("|", "\\|")
 
 
 def interval_text(look: looks.InterimTest, figure: str) -> str:
@@ -309,7 +325,7 @@ def _remaining_lines(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     methods = dict.fromkeys(
         Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite_by_seed(by)
     )
-    yield from (f"| work of a run ({first}) | gradients of samples | traffic |", "|---|---|---|")
+    yield from (f"| work per run ({first}) | sample gradients | traffic |", "|---|---|---|")
     for method in methods:
         means = {
             n: _mean_over_seeds(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK_FIGURES
@@ -320,11 +336,11 @@ def _remaining_lines(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     if recipe.paper.mode == "fair" and not is_earlier_version(recipe, summary):
         chosen = []
     if chosen:
-        yield from ("", "| clients | method | chosen on validation | candidates |", "|---|---|---|---|")
+        yield from ("", "| clients | method | chosen on validation data | candidates |", "|---|---|---|---|")
     for variant, method, choice in chosen:
         yield f"| {variant} | {method} | {choice['chosen']}{_edge_note(choice)} | {' / '.join(choice['scores'])} |"
     for failure in summary.failures:
-        yield f"\nRun without a result: {failure}."
+        yield f"\nA run has no result: {failure}."
     for tried in recipe.paper.tried:
         yield f"\n{tried}"
 
@@ -341,7 +357,7 @@ def search_lines(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]
         return
     scale = summary.scale if summary else "laptop"
     choices = summary.choices if summary and not is_earlier_version(recipe, summary) else {}
-    titles, rows = ["clients", "method", "options searched", "trials", "chosen", "values at an edge"], []
+    titles, rows = ["clients", "method", "options tuned", "trials", "chosen", "values at an edge"], []
     for variant, document in recipe.make_documents(scale).items():
         for method in document["method"]:
             label, grid = label_of(method), method.get("choose", {})
@@ -349,15 +365,15 @@ def search_lines(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]
             choice = choices.get(variant, {}).get(label)
             edges = ", ".join(edge_keys(choice["chosen"], choice["scores"])) if choice else ""
             further = count_beyond_edges(choice) if choice else 0
-            trials = f"{len(method_candidates(method))}{f' and {further} beyond' if further else ''}"
+            trials = f"{len(method_candidates(method))}{f', then {further} beyond the grid' if further else ''}"
             chosen_text = choice["chosen"] if choice else looks.Untested.NOT_RUN
             rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY_CELL])
     yield from ("", *_nonempty_columns_table(titles, rows))
     for label, why in recipe.paper.fixed.items():
-        yield f"\nFixed settings of {label}: {why}."
+        yield f"\nFixed settings of `{label}`: {why}."
     yield ""
 
 
 def _edge_note(choice: Mapping[str, Any]) -> str:
     keys = edge_keys(choice["chosen"], choice["scores"])
-    return f" (edge of the grid: {', '.join(keys)})" if keys else ""
+    return f" (at the edge of the grid: {', '.join(keys)})" if keys else ""

@@ -36,7 +36,7 @@ from fedloom_studies.reproduce.page import (
     recipe_state_phrase,
 )
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER, fill_numbers
-from fedloom_studies.reproduce.recipe import Claim, Recipe
+from fedloom_studies.reproduce.recipe import REDUCED_PHRASE, Claim, Recipe
 from fedloom_studies.reproduce.regime import PaperAnchor, farthest_anchors, is_different_regime
 from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, read_needs
 
@@ -44,12 +44,12 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, from the least to the most favorable."""
 PAPERS_TEXT = """# Paper reproductions
 
-This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
-equal size for every method. See also [how claims are judged](#how-claims-are-judged) and \
-[results of other programs](others.md).
+This page tests five papers, first **as published**, with the papers' settings, and then **in a fair test**, with tuning
+grids of the same size for every method. See also [how claims are judged](#how-claims-are-judged) and \
+[results from other programs](others.md).
 """
 CLOSING_TEXT = """\
-This page is generated from recorded runs. One command reproduces a table:
+This page is generated from recorded runs. You can reproduce a table with one command:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -58,8 +58,8 @@ fedloom reproduce fedacs-table2 \\
 ```
 """
 CORRECTED_TEXT = (
-    "Earlier versions of this page showed the following verdicts, which have been withdrawn. This list is written by "
-    "hand."
+    "Earlier versions of this page contained the following verdicts, which have since been corrected. This list is "
+    "written by hand."
 )
 NO_ANCHOR_TEXT = "no anchor"
 """Text for a claim whose recipe has no anchor, because the paper prints no value that could serve as one."""
@@ -153,7 +153,7 @@ def papers_overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed:
         (sheet, [_claim_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in read_paper_sections()
     ]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
-    lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
+    lines += ["| paper and claim | as published | fair test | most informative number |", "|---|---|---|---|"]
     for sheet, cells in papers:
         published, fair = (combine_verdicts(side) for side in zip(*cells, strict=True)) if cells else ("", "")
         number = _render_most_telling(sheet, cells)
@@ -212,9 +212,9 @@ def _paper_section_lines(
             f"[{recipes[name].paper.title}]({PAPERS_FOLDER}/{name}.md)",
             "",
         )
-    yield from ('<details markdown="1"><summary>All experiments on this paper</summary>', "")
+    yield from ('<details markdown="1"><summary>All experiments for this paper</summary>', "")
     if sheet.changed:
-        yield from (f"Changes after results were known: {sheet.changed}", "")
+        yield from (f"**Changes made after results were known.** {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
     yield from (
         f"[Facts about the public code]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_heading_anchor(sheet.name)})",
@@ -256,10 +256,10 @@ def _reduced_runs_sentence(
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
         if summary is not None and not _is_full_length(recipe, summary):
-            size = recipe.paper.reduced if summary.says == "as reduced" else summary.says
+            size = recipe.paper.reduced if summary.says == REDUCED_PHRASE else summary.says
             notes.append(f"[{name}]({PAPERS_FOLDER}/{name}.md) ({size})")
     if notes:
-        yield from (f"These experiments are smaller than the paper's: {', '.join(notes)}.", "")
+        yield from (f"The following experiments are smaller than the paper's: {', '.join(notes)}.", "")
 
 
 def _paper_anchors(
@@ -273,7 +273,7 @@ def _regime_sentence(recipes: Mapping[str, Recipe], summaries: Summaries, sheet:
     distances = _paper_anchors(recipes, summaries, sheet, name)
     far = ", ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md) ({one.variant})" for one in distances)
     return (
-        f"The run is not comparable to the paper's, so no claim is judged: {far}."
+        f"The run is not comparable to the paper's, so no claim is judged. Differences from the paper: {far}."
         if is_different_regime(distances)
         else ""
     )
@@ -405,8 +405,8 @@ def _find_claim(recipe: Recipe, start: str) -> Claim | None:
 
 def _corrections_table(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Yield a table of published verdicts that were later changed, with the reasons."""
-    yield from ("## Corrected", "", CORRECTED_TEXT, "")
-    yield from ("| claim | verdict before | reason |", "|---|---|---|")
+    yield from ("## Corrections", "", CORRECTED_TEXT, "")
+    yield from ("| claim | earlier verdict | reason |", "|---|---|---|")
     for sheet in read_paper_sections():
         for one in sheet.corrected:
             waits = one.recipe and not _is_current(summaries.get(one.recipe), recipes[one.recipe])
@@ -424,12 +424,12 @@ def _open_claim_commands(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}
     )  # fmt: skip
-    yield from ("## What is open", "")
+    yield from ("## Open claims", "")
     for name in large:
         need = needed.get(name)
         time = f" (about {duration_text(need.minutes)})" if need else ""
-        wants = f" and the data of {', '.join(need.missing)}" if need and need.missing else ""
-        yield f"- This experiment needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
+        wants = f" and the data set {', '.join(need.missing)}" if need and need.missing else ""
+        yield f"- This experiment requires a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True)
@@ -439,7 +439,7 @@ def _open_claim_commands(
     for name in waiting:
         budget = recipes[name].budget("laptop")
         if budget is not None:
-            yield f"- Not run: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
+            yield f"- Not run yet: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
     short = dict.fromkeys(
         cell.recipe for _, cells in papers for pair in cells for cell in pair
         if cell.verdict in (looks.UNDECIDED, looks.PARTLY)
@@ -447,11 +447,14 @@ def _open_claim_commands(
     )  # fmt: skip
     if short:
         named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
-        yield f"- 10 or 20 seeds (`--seeds`) may settle claims that are undecided or hold only in part: {named}."
+        yield (
+            "- With 10 or 20 seeds (`--seeds`), these experiments may settle claims that are undecided or hold only in "
+            f"part: {named}."
+        )
     yield from (
         "",
-        "You can stop and restart each of these commands. `fedloom reproduce --all --budget 8h` works through all",
-        "unfinished experiments.",
+        "You can stop and resume each of these commands. `fedloom reproduce --all --budget 8h` runs all unfinished",
+        "experiments.",
         "",
     )
 

@@ -61,6 +61,8 @@ class NominalDataset(NamedTuple):
     users: int = 0
 
 
+FOLLOWS_PROTOCOL, REDUCED_PHRASE = "as in the protocol", "as reduced"
+"""Recorded phrases for runs that follow the protocol, and for runs that are reduced as the recipe describes."""
 NOMINAL_SETS = {
     "cifar-10": NominalDataset(50_000, 10_000, (3, 32, 32), 10),
     "cifar-100": NominalDataset(50_000, 10_000, (3, 32, 32), 100),
@@ -229,7 +231,7 @@ class Recipe:
         """Return a sentence on how a scale differs from the protocol."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
-        plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
+        plain = FOLLOWS_PROTOCOL if self.paper.reduced is None else REDUCED_PHRASE
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def follows_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:

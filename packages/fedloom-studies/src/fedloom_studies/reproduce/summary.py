@@ -142,6 +142,24 @@ def current_commit() -> str:
         return ""
 
 
+def write_seeds(seeds: Iterable[int]) -> str:
+    """Render seeds in their order, with at least three consecutive seeds as a range.
+
+    >>> write_seeds([0, 1, 2, 3, 4, 20, 21, 22]), write_seeds([1, 10, 0, 2, 3, 4]), write_seeds([0, 1])
+    ('0 to 4 and 20 to 22', '1, 10, 0 and 2 to 4', '0 and 1')
+    """
+    groups: list[list[int]] = []
+    for seed in seeds:
+        if groups and seed == groups[-1][-1] + 1:
+            groups[-1].append(seed)
+        else:
+            groups.append([seed])
+    *first, last = [
+        text for group in groups for text in ([f"{group[0]} to {group[-1]}"] if len(group) > 2 else map(str, group))
+    ]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def processor_name() -> str:
     """Return the name of the processor."""
     try:
