@@ -27,10 +27,10 @@ from fedloom.processes.pool import WorkerPool, Workers, usable_cores
 from fedloom.values import choose
 
 START_TIMEOUT_SECONDS = 60.0
-"""Time in seconds that a process waits for the other processes before a round."""
+"""Number of seconds that a process waits for the other processes before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Number of clients in the federation for measuring the cost per client, and maximum size of their rows in bytes."""
+"""Number of clients in the federation used to measure the cost per client, and maximum size of their rows in bytes."""
 
 
 class ComputeWay(NamedTuple):
@@ -45,10 +45,10 @@ class ComputeWay(NamedTuple):
 
 
 class MeasuredSpeed(NamedTuple):
-    """Measured speed of a method for an oracle and a number of workers.
+    """Measured speed of a method with an oracle and a number of workers.
 
     Attributes:
-        seconds: median time per round in seconds, without the first round.
+        seconds: median time per round in seconds, excluding the first round.
         samples: number of sample gradients computed per second, excluding the first round.
         other_cores: number of cores that other processes used during the measurement.
     """
