@@ -66,8 +66,7 @@ RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 
 IDENTITY_ARM_COUNT = 4
 """Number of settings per method that identify a race when it is resumed. A race with a larger budget tries these
-settings first, and then more.
-"""
+settings first, and then more."""
 
 LapKey = tuple[str, int, int]
 """Label of a method, index of one of its settings (arm), and seed."""
@@ -337,8 +336,7 @@ class Advisor:
         return WorkUnit(name, self.out / LAPS_FOLDER / name)
 
     def _check_directory(self, *, joins: bool = False) -> None:
-        """Raise an error unless the directory is unused, or contains this race with the same budget or a smaller one.
-        """
+        """Raise an error unless the directory is unused, or contains this race with a budget that is not larger."""
         path = self.out / RACE_FILE
         if not is_unused(self.out) and not path.exists():
             raise RunDirError(f"{self.out} is not empty and contains no race (no {RACE_FILE}). Choose another --out")

@@ -1,6 +1,4 @@
-"""Laps on an executor: each lap is sent to a worker as text, together with its checkpoint, and the worker sends back
-the result.
-"""
+"""Laps on an executor: send each lap to a worker as text, together with its checkpoint, and receive the result."""
 
 from __future__ import annotations
 

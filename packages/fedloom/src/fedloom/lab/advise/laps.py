@@ -1,5 +1,6 @@
-"""Laps: stages of the training runs in a race. Each lap continues from the previous lap and is scored on the two halves
-of the validation data.
+"""Laps: stages of the training runs in a race.
+
+Each lap continues from the previous lap and is scored on the two halves of the validation data.
 """
 
 from __future__ import annotations
@@ -31,14 +32,12 @@ LAP_FILE = "lap.json"
 """File that contains a lap's result."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
 """Parts of a race's federation: one decides the race, and the other is used only for the final estimates. Both parts
-contain validation data of the experiment.
-"""
+contain validation data of the experiment."""
 Subjects = NDArray[np.int64]
 """Subjects ``[k]``: either an array of subject numbers in increasing order, or an array with one number per subject."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 """Kinds of models that are scored if the method trains them. If several of these kinds exist, a client would use the
-last one.
-"""
+last one."""
 
 
 class Arm(NamedTuple):
@@ -138,8 +137,9 @@ class _ValidationCut:
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
-        """Return the federation for one of the seeds after the first, or None if some client would have no training
-        samples left.
+        """Return the federation for one of the seeds after the first.
+
+        Return None if a client would have no training samples.
         """
         fold = self._choose_fold(decide, turn, turns)
         try:
@@ -191,8 +191,9 @@ class _ValidationCut:
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
     def _rank_subjects(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
-        """Return the subjects, their clients, and their ranks within each client. Ranks are ordered by class, and are
-        random within a class.
+        """Return the subjects, their clients, and their ranks within each client.
+
+        Ranks are ordered by class, and are random within a class.
         """
         rows = np.flatnonzero(np.isin(self._who, subjects))
         subjects, first = np.unique(self._who[rows], return_index=True)

@@ -250,8 +250,9 @@ class _Race:
             self._newest[key] = result
 
     def _mean(self, arm: Arm) -> float:
-        """Return a candidate's mean score across its seeds and clients, with a sign such that higher is better. The
-        mean score of a failed candidate is minus infinity.
+        """Return a candidate's mean score across its seeds and clients, with a sign such that higher is better.
+
+        The mean score of a failed candidate is minus infinity.
         """
         results = [r for (label, number, _), r in self._newest.items() if (label, number) == (arm.label, arm.number)]
         values = [one for r in results if (one := r.values(DECIDING_PART)) is not None]
@@ -305,6 +306,7 @@ def difference_of(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
     """Return the difference between two methods on a part of the data, which is positive if the first method is better.
+
     Return None if either result is missing.
 
     The effect of seeds on the difference is estimated from all methods that have results for the same seeds.
@@ -324,8 +326,9 @@ def difference_of(
 def difference_table(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> Values | None:
-    """Return the difference between two methods for each client and shared seed, ``[seeds, clients]``. Return None if
-    either result is missing.
+    """Return the difference between two methods for each client and shared seed, ``[seeds, clients]``.
+
+    Return None if either result is missing.
     """
     seeds = [seed for label, seed in results if label == one and (other, seed) in results]
     pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]

@@ -46,8 +46,9 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 class SafeErrorStream(FileIO):
-    """Standard error stream whose failures never end a run. Text that cannot be written, for example to a closed pipe,
-    is dropped.
+    """Standard error stream whose failures never end a run.
+
+    Text that cannot be written, for example to a closed pipe, is dropped.
     """
 
     def write(self, data: Buffer, /) -> int:

@@ -83,9 +83,10 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 
 
 class StrictCommandGroup(TyperGroup):
-    """Command group that rejects empty arguments and invalid text. An empty argument usually results from an unset
-    shell variable. As a path, it would mean the current folder. Numbers must be written in plain digits, although
-    Python would also accept ``1_0``, digits of other scripts, and spaces.
+    """Command group that rejects empty arguments and invalid text.
+
+    An empty argument usually results from an unset shell variable. As a path, it would mean the current folder. Numbers
+    must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts, and spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
@@ -153,8 +154,9 @@ class StrictCommandGroup(TyperGroup):
                     formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Return the command named by the first argument. If the command does not exist, the error suggests similar
-        commands once.
+        """Return the command named by the first argument.
+
+        If the command does not exist, the error suggests similar commands once.
         """
         try:
             return super().resolve_command(ctx, args)
@@ -193,8 +195,7 @@ def options(
 
 
 def say(*lines: object, err: bool = False) -> None:
-    """Print lines to the terminal. Control characters are escaped, because names in the lines may come from files.
-    """
+    """Print lines to the terminal. Control characters are escaped, because names in the lines may come from files."""
     for line in lines:
         typer.echo(write_singular(printable(line)), err=err)
 
@@ -287,8 +288,7 @@ def add_file_to_errors(file: Path) -> Iterator[None]:
 
 
 def _add_location(sentence: str, file: Path, text: str, fix: str) -> str:
-    """Return an error message that starts with the file and the line of the first key named in the message or advice.
-    """
+    """Return an error message that starts with the file and the line of the first key that it mentions."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # the message is about the command, not the file
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")

@@ -26,9 +26,7 @@ from fedloom.lab.cli._app import (
 @app.command(rich_help_panel="Run")
 def advise(
     file: FileArgument,
-    out: Annotated[
-        Path | None, typer.Option(help="race directory (default: runs/<name of the file>-advice)")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="race directory (default: runs/<name of the file>-advice)")] = None,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -52,8 +50,9 @@ def advise(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Recommend a method and settings for your clients. A few methods compete on validation data. Test data are never
-    used. To resume, run the same command again.
+    """Recommend a method and settings for your clients.
+
+    A few methods compete on validation data. Test data are never used. To resume, run the same command again.
 
     The command writes advised.toml, an experiment file for the final comparison.
 

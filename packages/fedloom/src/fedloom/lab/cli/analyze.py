@@ -36,14 +36,16 @@ def analyze_file(
         list[str] | None, typer.Option("--set", help="an option of the analysis, such as width=30 (may be repeated)")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="a limit of the analysis, such as min_subjects=5 (may be "
-        "repeated)")
+        list[str] | None,
+        typer.Option("--rule", help="a limit of the analysis, such as min_subjects=5 (may be repeated)"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compute statistics from sums over all clients in a file. The clients are the users named in the table. If no
-    users are named, the clients are created by the file's partition with the first seed. Options are taken from the
-    file's [[analysis]] table of this kind and can be changed with --set.
+    """Compute statistics from sums over all clients in a file.
+
+    The clients are the users named in the table. If no users are named, the clients are created by the file's partition
+    with the first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed with
+    --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """

@@ -35,8 +35,8 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure after one unmeasured round")] = 5,
     patience: Annotated[
-        float, typer.Option(min=0, help="maximum number of seconds per table row to wait for the machine to become "
-        "idle")
+        float,
+        typer.Option(min=0, help="maximum number of seconds per table row to wait for the machine to become idle"),
     ] = 0,
     ranks: Annotated[
         list[int] | None,

@@ -19,8 +19,7 @@ from fedloom.lab.cli._app import AsJson, DataDir, app, print_errors, say, say_js
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names with
-one-line descriptions.
-"""
+one-line descriptions."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
@@ -69,8 +68,9 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield lines with names and descriptions, side by side. On a narrow terminal, each description is printed below
-    its name.
+    """Yield lines with names and descriptions, side by side.
+
+    On a narrow terminal, each description is printed below its name.
 
     If ``width`` is None, lines are not wrapped.
 
@@ -97,8 +97,10 @@ def describe(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print a method's reference card and its options. The card describes the problem, the reference, the notation, the
-    communication, deviations from the paper, and when to use the method.
+    """Print a method's reference card and its options.
+
+    The card describes the problem, the reference, the notation, the communication, deviations from the paper, and when
+    to use the method.
 
     Example: fedloom describe flame
     """

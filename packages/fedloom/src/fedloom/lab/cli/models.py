@@ -52,8 +52,9 @@ SetThresholdOption = Annotated[
         help="threshold from the conformal analysis, used to also write class sets or intervals (default: neither)",
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file, even if it contains no "
-"predictions")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="replace an existing file, even if it contains no predictions")
+]
 
 
 @app.command(name="models", rich_help_panel="Use models")
@@ -102,9 +103,7 @@ def evaluate(
 @app.command(rich_help_panel="Use models")
 def predict(
     run: RunArgument,
-    data: Annotated[
-        str, typer.Argument(help="unlabeled rows: a file, or the name of a data set", show_default=False)
-    ],
+    data: Annotated[str, typer.Argument(help="unlabeled rows: a file, or the name of a data set", show_default=False)],
     method: Annotated[
         str | None,
         typer.Option(
@@ -148,8 +147,10 @@ FAR_ROWS_EXIT_CODE = 3
 
 
 class PredictionsFile:
-    """CSV file with a command's predictions. Without ``force``, an existing file is replaced only if it has the same
-    columns as the new file. This protects labeled tables, and prediction files to which someone has added a column.
+    """CSV file with a command's predictions.
+
+    Without ``force``, an existing file is replaced only if it has the same columns as the new file. This protects
+    labeled tables, and prediction files to which someone has added a column.
 
     Args:
         path: path of the file.
@@ -205,8 +206,9 @@ class PredictionsFile:
 
 
 def _are_columns_of_predictions(line: bytes) -> bool:
-    """Return True if a file's first line may be the header of a predictions file. Only some columns are compared,
-    because the exact columns of the new file are not yet known.
+    """Return True if a file's first line may be the header of a predictions file.
+
+    Only some columns are compared, because the exact columns of the new file are not yet known.
     """
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
@@ -221,9 +223,7 @@ def adapt(
     rounds: Annotated[
         int, typer.Option(help="number of client rounds to train. The server's state does not change")
     ] = 1,
-    epochs: Annotated[
-        int | None, typer.Option(help="number of epochs per round (default: as in the run)")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="number of epochs per round (default: as in the run)")] = None,
     steps: Annotated[int | None, typer.Option(help="number of steps per round, instead of epochs")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
     holdout: Annotated[float, typer.Option(help="fraction of the data to hold out for scoring")] = 0.2,
@@ -300,8 +300,9 @@ def export(
     force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
-    """Export the model that predict uses, so that other programs can use it. The file contains an ONNX or torch graph
-    that accepts raw rows, or only the parameters.
+    """Export the model that predict uses, so that other programs can use it.
+
+    The file contains an ONNX or torch graph that accepts raw rows, or only the parameters.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """

@@ -60,8 +60,8 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time without writing "
-        "anything")
+        bool,
+        typer.Option("--dry-run", help="print the plan, its sizes and its estimated time without writing anything"),
     ] = False,
     values: Annotated[
         list[str] | None,
@@ -323,8 +323,9 @@ def report_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a report on one or more run directories as a single offline HTML page. Every chart is also saved as SVG and
-    CSV in a folder next to the page.
+    """Write a report on one or more run directories as a single offline HTML page.
+
+    Every chart is also saved as SVG and CSV in a folder next to the page.
 
     Example: fedloom report runs/a --baseline local
     """

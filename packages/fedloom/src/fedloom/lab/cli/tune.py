@@ -44,8 +44,9 @@ def tune(
     executor: ExecutorName = None,
     trust: Trust = False,
 ) -> None:
-    """Choose every method's settings on validation data. All methods get the same number of trials and the same compute
-    budget. To resume, run the same command again.
+    """Choose every method's settings on validation data.
+
+    All methods get the same number of trials and the same compute budget. To resume, run the same command again.
 
     The command writes tuned.toml, the experiment file with the chosen settings, and tuning.md, a report on the trials.
 

@@ -21,8 +21,8 @@ from fedloom.rundir import WORK_FOLDER
 LOCAL_HOST = "127.0.0.1"
 WAITING_PAGE = (
     '<!doctype html><html lang="en"><head><meta '
-    'charset="utf-8"><title>fedloom</title></head>\n<body><main><h1>No results yet</h1><p>They appear '
-    "after an evaluation, without a reload of this page.</p></main></body>\n</html>"
+    'charset="utf-8"><title>fedloom</title></head>\n<body><main><h1>No results yet</h1><p>They will '
+    "appear here after an evaluation, without reloading the page.</p></main></body>\n</html>"
 )
 LIVE_SCRIPT = """<script>
 let tag = null;
@@ -50,8 +50,10 @@ def watch(
         ),
     ] = False,
 ) -> None:
-    """Serve the report of a run in progress. Open the printed address in a browser on this machine. The page includes a
-    table that shows which process is working on which run. Ctrl-C stops the web server but not the run.
+    """Serve the report of a run in progress.
+
+    Open the printed address in a browser on this machine. The page includes a table that shows which process is working
+    on which run. Ctrl-C stops the web server but not the run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -108,8 +110,7 @@ class LivePage:
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE
 
     def text(self) -> str:
-        """Return the current page as HTML. If a file temporarily cannot be read, return the previous page.
-        """
+        """Return the current page as HTML. If a file temporarily cannot be read, return the previous page."""
         from fedloom.lab import report
         from fedloom.lab.experiment.live import copy_live_run, find_modified_files
         from fedloom.lab.report.document import CONTENT_POLICY

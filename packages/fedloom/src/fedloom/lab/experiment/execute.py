@@ -134,8 +134,9 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about the first seed's clients, and about the methods. Each remark is listed once, with the labels of
-        the affected methods.
+        """Remarks about the first seed's clients, and about the methods.
+
+        Each remark is listed once, with the labels of the affected methods.
         """
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
@@ -219,7 +220,9 @@ class Plan:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
-        """Execute the missing runs on an executor. Return True if the user stopped it, and the failures keyed by run.
+        """Execute the missing runs on an executor.
+
+        Return True if the user stopped it, and the failures keyed by run.
         """
         folders = [(run, self._directory.folder(CHECKPOINTS_FOLDER, *run)) for run in self.runs]
         missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]
@@ -303,8 +306,10 @@ class Plan:
         failures: Mapping[tuple[str, int], str | None] = NO_CHOICES,
         read: Mapping[tuple[str, int], Outcome] = NO_CHOICES,
     ) -> list[Outcome]:
-        """Execute all missing runs and return every run's outcome. Runs in ``ended`` send no events, because listeners
-        have already received them. Outcomes in ``read`` are used without being read again.
+        """Execute all missing runs and return every run's outcome.
+
+        Runs in ``ended`` send no events, because listeners have already received them. Outcomes in ``read`` are used
+        without being read again.
 
         Runs in ``failures`` failed in another process and are not repeated.
         """
@@ -369,8 +374,10 @@ class Plan:
         ended: set[tuple[str, int]],
         read: dict[tuple[str, int], Outcome],
     ) -> bool:
-        """Execute the runs in forked processes and return True if the user stopped them. The forked processes write the
-        checkpoints and models. Meanwhile, this process reads each run's outcome as soon as it is complete.
+        """Execute the runs in forked processes and return True if the user stopped them.
+
+        The forked processes write the checkpoints and models. Meanwhile, this process reads each run's outcome as soon
+        as it is complete.
         """
         line, seconds = EventQueue(), dict[str, float]()
         seeds = self.experiment.head.seeds
@@ -426,8 +433,9 @@ class Plan:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_additional_runs(self, outcomes: Sequence[Outcome]) -> None:
-        """Execute the additional runs that the analyses need for each complete run. Rows that have already been
-        computed are kept.
+        """Execute the additional runs that the analyses need for each complete run.
+
+        Rows that have already been computed are kept.
         """
         further, tables = self._further_runs(outcomes), list[pa.Table]()
         further.write(tables)

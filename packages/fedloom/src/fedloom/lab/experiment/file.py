@@ -187,8 +187,9 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 
 
 def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
-    """Return the setting, and add groups to it if its aggregation weights compare groups of rows. The groups are taken
-    from the first analysis that defines groups.
+    """Return the setting, and add groups to it if its aggregation weights compare groups of rows.
+
+    The groups are taken from the first analysis that defines groups.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights
@@ -196,8 +197,9 @@ def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
 
 
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the table [local] with the changes in a method's table. If the changes set epochs, steps are removed, and
-    vice versa.
+    """Return the table [local] with the changes in a method's table.
+
+    If the changes set epochs, steps are removed, and vice versa.
     """
     pairs = (("steps", "epochs"), ("epochs", "steps"))
     replaced = {other for key, other in pairs if key in changes and other not in changes}

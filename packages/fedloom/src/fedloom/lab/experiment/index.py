@@ -1,5 +1,6 @@
-"""Cache of cards, names and the JSON schema, so that `list`, `describe` and `schema` run without importing torch. The
-cache is valid until the source files change.
+"""Cache of cards, names and the JSON schema, so that `list`, `describe` and `schema` run without importing torch.
+
+The cache is valid until the source files change.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ class LiveFigures:
 
 
 def find_modified_files(out: Path) -> dict[str, int]:
-    """Return the modification times of the files that a report reads from a run directory, keyed by file name. The
-    report is out of date if these times change.
+    """Return the modification times of the files that a report reads from a run directory, keyed by file name.
+
+    The report is out of date if these times change.
     """
     names = (SETTINGS_FILE, METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, SUMMARY_FILE)
     paths = [*(out / name for name in names), *_live_files(out)]
@@ -66,8 +67,9 @@ def find_modified_files(out: Path) -> dict[str, int]:
 
 
 def copy_live_run(out: Path, into: Path) -> Path:
-    """Write a copy of a run directory with the current metrics, and return its path. If the run is finished, return the
-    path of the directory itself.
+    """Write a copy of a run directory with the current metrics, and return its path.
+
+    If the run is finished, return the path of the directory itself.
 
     Args:
         out: the run directory.
