@@ -1,4 +1,4 @@
-"""Additional runs that some analyses train after an experiment, organized as units that can be computed by any process."""
+"""Additional runs that some analyses train after an experiment, split into units that any process can compute."""
 
 from __future__ import annotations
 

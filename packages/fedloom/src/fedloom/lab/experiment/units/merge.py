@@ -166,7 +166,7 @@ def _read_parquet(path: Path) -> pa.Table:
 
 
 def _order_warnings(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
-    """Return warnings in the same order as in a single experiment: data by seed, then individual runs, then all others."""
+    """Return warnings in the order of a single experiment: data by seed, then individual runs, then all others."""
     heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
 
     def place(sentence: str) -> int:
