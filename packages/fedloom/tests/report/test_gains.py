@@ -193,7 +193,7 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
     lines = site_gains(runs, method_rows(runs), "accuracy")[0].lines
     assert [line.comparison.seeds for line in lines] == [2, 0, 0, 2, 2, 2, 2, 2]  # client 1 has no test part
     assert lines[1].reason.endswith("none of its samples was tested.")
-    assert lines[2].reason.endswith("attacks and is not scored.")
+    assert lines[2].reason.endswith("is an attacker and is not scored.")
 
 
 def test_the_notes_name_who_is_left_out_of_the_means(folder: Path) -> None:

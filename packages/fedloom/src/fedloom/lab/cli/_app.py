@@ -125,7 +125,7 @@ class StrictCommandGroup(TyperGroup):
                 place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
                 _refuse(
                     f"there is an empty word{place}. A shell variable may not be set. Pass a value, or omit the empty "
-                    f"word"
+                    "word"
                 )
             if re.match(r"(--[\w-]+=)?~(/|$)", word):
                 _refuse(f"{word!r:.80}: the shell did not replace ~ with the home folder. Write the whole path")
@@ -373,7 +373,7 @@ def print_errors() -> Iterator[None]:
             raise
         say(
             f"error: the program was ended by code that it called: {cause_of(end)}. Raise a different exception in "
-            f"that code",
+            "that code",
             err=True,
         )
         raise typer.Exit(1) from None

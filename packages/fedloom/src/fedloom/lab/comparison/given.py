@@ -200,7 +200,7 @@ def _read_data_and_partition(data: object, partition: object, call: str) -> tupl
         kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
             f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If the data are already split across "
-            f"clients, pass a list of (x, y) as the data. If you have lists of indices, pass (x[list], y[list])"
+            "clients, pass a list of (x, y) as the data. If you have lists of indices, pass (x[list], y[list])"
         )
     source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))
     return source, partition

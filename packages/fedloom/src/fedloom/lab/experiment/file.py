@@ -157,7 +157,7 @@ def check_fits(experiment: Experiment, where: str) -> None:
         if any(setting.attack is not None for setting in settings):
             raise ConfigError(
                 f"{where}: the analysis {fit.algorithm!r} has compare = true, but attacks do not affect its sums, so "
-                f"a comparison with attacked methods would be unfair. Omit compare, or omit attack"
+                "a comparison with attacked methods would be unfair. Omit compare, or omit attack"
             )
 
 

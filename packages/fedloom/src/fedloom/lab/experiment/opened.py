@@ -200,7 +200,7 @@ class RunDirectory:
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
                 f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import path. In "
-                f"Python, repeat the call to fl.compare with this folder to get its models without rerunning anything"
+                "Python, repeat the call to fl.compare with this folder to get its models without rerunning anything"
             )
         return self._experiment(tables).methods[0].setting
 

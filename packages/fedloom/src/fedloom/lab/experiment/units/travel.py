@@ -218,7 +218,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
         if source.checksum() != travel["checksum"]:
             raise DataError(
                 f"the data {plan.source_options['source']} on this worker differ from the experiment's data. Copy the "
-                f"same files to the worker, to the same path or to the FEDLOOM_DATA folder"
+                "same files to the worker, to the same path or to the FEDLOOM_DATA folder"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])

@@ -65,7 +65,7 @@ def _importance_figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     caption = (
         f"Deterioration of {lead} on a site's test samples when a column's values are permuted, mean over "
         f"permutations and seeds ({words}). Correlated columns share their importance. Importance does not measure a "
-        f"column's effect on patients."
+        "column's effect on patients."
     )
     title = "Column importance" + (f" ({run.label})" if place else "")
     id = f"importance-{place}" if place else "importance"

@@ -260,7 +260,7 @@ def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Mo
     )
     caption = (
         f"Total cost of all clients until the mean test result first reaches {goal}, where {best} is the best of the "
-        f"compared models. Mean over seeds with the 95 % interval (with few seeds, one small dot per seed). Further "
+        "compared models. Mean over seeds with the 95 % interval (with few seeds, one small dot per seed). Further "
         f"left is better.{never}"
     )
     tint = kit.model_color_channel([row for row in rows if any(point["model"] == row.model for point in data)])

@@ -92,7 +92,7 @@ def model_card(run: Run) -> str:
         f"- Source: {_escape(str(data.get('source', 'own')))}",
         *(f"- {key.title()}: {_escape(str(data[key]))}" for key in ("target", "event") if key in data),
         f"- Split across clients: {_escape(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} "
-        f"clients",
+        "clients",
         *([f"- Classes: {', '.join(map(_escape, run.summary.classes))}"] if run.summary.classes else []), "",
         "## Results", "", *_results_table(run, row), "", *_groups_table(run, row, lead),
         "## Privacy", "", _privacy_lines(run, row), "",
@@ -126,7 +126,7 @@ def _groups_table(run: Run, row: Row, lead: str) -> list[str]:
     table = [heads, ["---"] * len(heads), *lines]
     about = (
         f"{titled(describe_figure(lead))} on test samples, with the number of samples in parentheses. A dash means "
-        f"that the group is too small to be scored."
+        "that the group is too small to be scored."
     )
     return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_escape, line))} |" for line in table), ""]
 

@@ -159,7 +159,7 @@ def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points |
 
 
 def are_same_models(one: Row, other: Row) -> bool:
-    """Return True if two rows describe the same models: their common metrics, except costs, are equal for every seed."""
+    """Return True if two rows describe the same models: their common metrics, except costs, agree for every seed."""
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
     return results and all(_have_equal_figures(one.figures[name], other.figures[name]) for name in names)
