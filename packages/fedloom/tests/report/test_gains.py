@@ -123,7 +123,7 @@ def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
     low, high = min(line.samples), max(line.samples)
     size = f"{low}" if low == high else f"{low} to {high}"
     sentence = (
-        f"Esche ({size} samples, 1 event in training) has no AUROC, because its test parts contain only one class."
+        f"Esche ({size} samples, 1 event in training) has no AUROC, because its test sets contain only one class."
     )
     assert (line.verdict, line.words, line.reason) == ("not tested", "not tested (no result)", sentence)
     assert sentence in gains_html(tables)

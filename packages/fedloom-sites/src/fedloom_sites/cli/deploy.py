@@ -266,8 +266,8 @@ def _write_directory(planned: DeploymentPlan, folder: Path, place: Location) -> 
 
         count = max_colluders(len(planned.sites), planned.threshold)
         say(
-            f"secure aggregation: every sum, including sums of scores, covers at least {planned.threshold} sites. A "
-            f"dishonest server that colludes with {count} of the sites does not learn any other site's upload"
+            f"secure aggregation: sums of at least {planned.threshold} sites, also for scores. A dishonest server that "
+            f"colludes with {count} of the sites learns no upload of another site"
         )
     if planned.code.files:
         say(f"user code, copied to all sites: {', '.join(planned.code.files)}")
