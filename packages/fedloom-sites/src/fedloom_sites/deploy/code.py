@@ -169,7 +169,7 @@ class _Loader(SourceFileLoader):
         self._wanted = wanted
 
     def path_stats(self, path: object) -> Mapping[str, Any]:
-        raise OSError("compiled files are not checked")
+        raise OSError("compiled files are not compared")
 
     def get_data(self, path: Any) -> bytes:
         data = super().get_data(path)
