@@ -397,7 +397,7 @@ def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
     answer = ask(site, 0, (0.0, 300.0, 300.0))
     assert not answer.vector.any()
     assert answer.counters == SILENT_COUNTS
-    assert "one of them outweighs all others" in capsys.readouterr().err
+    assert "one subject outweighs all others" in capsys.readouterr().err
     answer = ask(site, 1, (0.1, 0.2, 0.3))
     assert answer.vector.any()
     assert answer.counters == ANSWERED_COUNTS

@@ -172,7 +172,7 @@ def test_a_file_compares_it_and_another_option_fits_it_again(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("more", "words"), [
     ('label = "ridge"', "the same label as the method 'ridge'"),
-    ('[attack]\nkind = "sign-flip"', "compare = true, but its sums are not attacked"),
+    ('[attack]\nkind = "sign-flip"', "compare = true, but attacks do not affect its sums"),
 ])  # fmt: skip
 def test_a_row_that_would_mislead_is_refused(tmp_path: Path, more: str, words: str) -> None:
     done = CliRunner().invoke(app, ["run", str(write_experiment(tmp_path, 0.1, more)), "--out", str(tmp_path / "run")])

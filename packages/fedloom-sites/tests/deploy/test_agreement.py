@@ -164,7 +164,7 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
         ("models", agreed / "sites" / "dorn"),
     ):
         assert "fedloom deploy predict" in call(*command, code=2)
-    assert "models are at its sites" in call("models", agreed / "server" / "results", code=2)
+    assert "models are at the sites" in call("models", agreed / "server" / "results", code=2)
 
 
 def check_doors(home: Path, new: Path, rows: list[hospitals.Row], scores: np.ndarray, folder: Path) -> None:

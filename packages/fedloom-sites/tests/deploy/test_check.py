@@ -279,7 +279,7 @@ def test_server_of_another_authority(site):
     with serving(site) as (_, address):
         site.ca.write_bytes(keys.make_authority("other", 10).pem())
         (sentence,) = refused(changed(site, server=address), offline=False)
-    assert "does not have the certificate of the server in ca.crt" in sentence
+    assert "does not have the server certificate in ca.crt" in sentence
 
 
 @pytest.mark.parametrize(

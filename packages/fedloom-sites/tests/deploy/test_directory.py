@@ -96,7 +96,7 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
         ({"evaluate": {"clients": 3}}, {}, "evaluate.clients works only in simulations, because"),
         ({"attack": {"kind": "sign-flip", "fraction": 0.3}}, {}, "attacks exist only in simulations"),
         ({}, {"method": "fedavgg"}, "did you mean 'fedavg'"),
-        ({}, {"own_data": True}, "data, fedloom cannot know the number of sites. Add --sites"),
+        ({}, {"own_data": True}, "data. Add --sites"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused(experiment, given, options, sentence):

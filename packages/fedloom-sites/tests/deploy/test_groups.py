@@ -256,7 +256,7 @@ def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp
         "task": "regression",
         "categorical": ["age", "sex"],
     }
-    with pytest.raises(ConfigError, match="do not fit into a message"):
+    with pytest.raises(ConfigError, match="do not fit in a message"):
         plan_deployment(
             parse({**here.experiment.settings(), "data": data, "analysis": [{"kind": "groups", "by": ["age"] * 9}]})
         )
@@ -293,7 +293,7 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
     file = tmp_path / "test.csv"
     with (tmp_path / "all.csv").open() as rows:
         file.write_text("".join(line for k, line in enumerate(rows) if not k or line.startswith("C")))
-    for words, heads in (((file,), "samples"), (("--importance",), "cost of permuting")):
+    for words, heads in (((file,), "samples"), (("--importance",), "loss by permutation")):
         printed = call("deploy", "evaluate", site.state, *words)
         assert heads in printed
         assert "statistics of this site" not in printed

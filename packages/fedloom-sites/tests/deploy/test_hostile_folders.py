@@ -174,4 +174,4 @@ def test_every_fact_of_the_log_may_be_another(copy: Path, record_property: Any) 
                     sentences.append(str(error))
     record_property("tries", tried)
     assert tried > len(sentences) > 10
-    assert all("log and checkpoints contradict each other" in sentence for sentence in sentences)
+    assert all("log and checkpoints are inconsistent" in sentence for sentence in sentences)

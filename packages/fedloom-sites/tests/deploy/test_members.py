@@ -369,7 +369,9 @@ def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None
     reasons = {x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"}
     assert reasons
     assert all("experiment is" in reason for reason in reasons)
-    assert all(reason.endswith(". The site has another agreement, or has not approved this one") for reason in reasons)
+    assert all(
+        reason.endswith(". The site has a different agreement, or has not approved this one") for reason in reasons
+    )
 
 
 def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple[Path, bool], ready: Path) -> None:

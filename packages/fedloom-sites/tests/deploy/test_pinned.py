@@ -97,7 +97,7 @@ def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:
     [
         (60, "the clock is 60 s ahead of the server's clock, but at most 5 s are allowed. A signature from the future"),
         (-400, "the clock is 400 s behind the server's clock, but at most 300 s are allowed. A signature from the"),
-        (0, "although the clocks agree. The server no longer knows the key, because the key was revoked or replaced"),
+        (0, "although the clocks agree. The key is no longer known to the server because it was revoked or replaced"),
         (None, "the server rejects this site's signature"),
     ],
 )

@@ -109,7 +109,7 @@ def test_noise_that_is_accounted_for_may_be_in_any_sums(tmp_path: Path) -> None:
     site = rehearsed(secured(tmp_path, "fedavg", 3, **FEW, **noise))
     for attack in (sums.leave_one_by_one, sums.compare_neighbors):
         outcome = attack(site)
-        assert (outcome.verdict, outcome.rule) == ("remains", "epsilon counts each round")
+        assert (outcome.verdict, outcome.rule) == ("remains", "epsilon accounts for each round")
 
 
 def test_groups_of_few_rows_turn_their_row_red(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def lie_about_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CHEATS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     send_another_model: "the model that the server sent differs",
-    swap_a_vector: "is not the vector signed by the client",
+    swap_a_vector: "is not the vector that the client signed",
     claim_another_sum: "asks about sums that this site did not open",
     alter_a_share: "fits the committed value",
     repeat_a_round: "the relayed sum belongs to round 1",
@@ -355,14 +355,14 @@ def from_other(*places: int) -> Callable[[Any, Any], list[bytes]]:
 
 
 FORGERIES: dict[str, tuple[Callable[[Any, Any], list[bytes]], str]] = {
-    "vectors of the other round": (from_other(3), "is not the vector signed by the client"),
-    "vectors and shares of the other round": (from_other(3, 4), "is not the vector signed by the client"),
+    "vectors of the other round": (from_other(3), "is not the vector that the client signed"),
+    "vectors and shares of the other round": (from_other(3, 4), "is not the vector that the client signed"),
     "shares of the other round": (from_other(4), "fits the committed value"),
     "keys of the other round": (from_other(1), "not signed by that client for this session"),
     "consents of the other round": (from_other(2), "has not signed this sum"),
     "terms of the other round": (from_other(0), "the relayed sum belongs to round"),
     "all arrays of the other round": (from_other(*range(5)), "the relayed sum belongs to round"),
-    "two vectors exchanged": (edit(3, lambda v: v | {0: v[1], 1: v[0]}), "is not the vector signed by the client"),
+    "two vectors exchanged": (edit(3, lambda v: v | {0: v[1], 1: v[0]}), "is not the vector that the client signed"),
     "a site more": (edit(2, lambda v: v | {5: v[4]}), "contains sites that did not share masks"),
     "a site less": (edit(2, lambda v: {c: v[c] for c in range(4)}), "has not signed this sum"),
     "a vector less": (edit(3, lambda v: {c: v[c] for c in range(4)}), "do not belong to the sites that"),

@@ -288,7 +288,7 @@ def test_an_experiment_file_of_someone_else_stays_where_another_one_is_run(text:
     before = contents(here)
     for more in ([], ["--force"]):
         said = call("run", here / "mine.toml", "--out", here / "study", *more, code=2)
-        assert "was not written by a run, but a run would replace this file" in said
+        assert "was not written by a run, but would be overwritten" in said
         assert contents(here) == before
 
 

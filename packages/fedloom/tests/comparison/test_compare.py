@@ -154,11 +154,11 @@ def test_a_verdict_says_what_it_is_about_and_a_directory_of_an_earlier_version_o
     pairs = {row["method"]: row["half_width"] for row in earlier.significance().to_pylist()}
     wider = {row["method"]: row["half_width"] for row in whole.significance().to_pylist()}
     assert all(wider[method] > half for method, half in pairs.items())
-    assert "Verdicts hold for these samples" in earlier.significance_latex()
-    assert "Verdicts hold for new samples from the same source" in whole.significance_latex()
+    assert "Verdicts apply to these samples" in earlier.significance_latex()
+    assert "Verdicts apply to new samples from the same source" in whole.significance_latex()
     fed = CUT(fl.load("digits"), seed=7)  # whose test parts are those of every seed
     fixed = fl.compare(["local", "fedavg"], fed, seeds=range(5), **SHORT)
-    assert "Verdicts hold for these samples" in fixed.significance_latex()
+    assert "Verdicts apply to these samples" in fixed.significance_latex()
 
 
 def test_what_it_gives(whole: Any, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_folder_gives_no_result_of_changed_code(cell: Cell, what: str, tmp_pat
     first = compared(1.0)
     assert (compared(1.0) == first).all()
     with pytest.raises(
-        RunDirError, match="a different (run|experiment): .*. Choose another folder, or remove this one"
+        RunDirError, match="a different (run|experiment): .*. Choose another folder, or delete this one"
     ) as error:
         compared(3.0)
     assert "--" not in str(error.value)

@@ -131,19 +131,19 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "target and label": (lambda: fl.Dataset.create(FRAME, "ill", **OLD_TARGET), "its name is now 'target'"),
     "a partition that has split": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=FED),
-        "data. Pass the result instead of the data",
+        "that are already split. Pass it as the data",
     ),
     "the class of a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=fl.partitions.Iid),
-        "class. Call the class with its options",
+        "class. Instantiate it with its options",
     ),
     "positions for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=[range(30), range(30, 60)]),
-        "pass the clients as the data, as a list of (x, y)",
+        "pass a list of (x, y) as the data",
     ),
     "positions by client for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition={0: range(30), 1: range(30, 60)}),
-        "y). If you have lists of positions, pass (x[list], y[list])",
+        "the data. If you have lists of indices, pass (x[list], y[list])",
     ),
     "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
     "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),

@@ -152,7 +152,7 @@ def test_a_run_that_fails_elsewhere_has_failed_here(tmp_path: Path) -> None:
 
 
 def test_an_executor_that_loses_a_unit_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(FedloomError, match="the executor lost .*the worker has died.*the same command resumes"):
+    with pytest.raises(FedloomError, match="the executor lost .*the worker has died.*the same command again"):
         Plan(parse(SMALL), tmp_path / "out").run(page=False, executor=Elsewhere(100))
     Plan(parse(SMALL), tmp_path / "out").run(page=False, executor=Elsewhere())
 
@@ -160,7 +160,7 @@ def test_an_executor_that_loses_a_unit_again_and_again_ends_the_run(tmp_path: Pa
 def test_a_worker_with_other_data_says_so(tmp_path: Path) -> None:
     plan = Plan(parse(SMALL), tmp_path / "out")
     luggage = pack_experiment(plan.experiment, "0" * 64)
-    with pytest.raises(DataError, match="differ from the data of the experiment. Put the same files"):
+    with pytest.raises(DataError, match="differ from the experiment's data. Copy the same files"):
         compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))
 
 
@@ -195,7 +195,7 @@ def test_a_reply_of_something_else_is_refused() -> None:
             future.set_result(b"{}\nnothing")
             return future
 
-    with pytest.raises(ConfigError, match="something other than the reply of a worker"):
+    with pytest.raises(ConfigError, match="did not return a worker's reply"):
         list(compute_units(Other(), PackedExperiment("", None), ["unit"], lambda: False))
 
 

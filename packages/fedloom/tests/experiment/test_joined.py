@@ -194,7 +194,7 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
         if not refused:
             refused.append(event.label)
             for change in ({"seeds": [0]}, {"rounds": 4}, {"method": SMALL["method"][:1]}):
-                with pytest.raises(RunDirError, match="processes of a different experiment are using this folder"):
+                with pytest.raises(RunDirError, match="another experiment's processes are using this folder"):
                     join({**SMALL, **change}, tmp_path / "out")
             with pytest.raises(RunDirError, match="processes that joined. Join these processes"):
                 Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)

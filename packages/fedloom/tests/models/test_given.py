@@ -198,7 +198,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         task={"loss": lambda outputs, y: nn.functional.cross_entropy(outputs, y)},
         **SHORT,
     )
-    with pytest.raises(ConfigError, match="names the models of its runs. Omit `model`"):
+    with pytest.raises(ConfigError, match="specifies the models of its runs. Omit `model`"):
         fl.open_run(named.folder, mixed)
     with pytest.raises(ConfigError, match="path. In"):
         fl.open_run(named.folder)["fedavg", 0].models.kinds()

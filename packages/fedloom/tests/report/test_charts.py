@@ -74,7 +74,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
     ):
         rows = drawn[id].data[names]
         assert {row["client"] for row in rows} == {"site 2", "site 3", "site 5"}, id  # site 1 has no test part
-        assert "Attacking clients are left out." in drawn[id].caption
+        assert "Attacking clients are not shown." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
     assert flagged == {"site 0 \N{BLACK FLAG}", "site 4 \N{BLACK FLAG}"}
     assert "2 of 6 clients attack (sign-flip)" in " ".join(report_notes(runs, method_rows(runs)))

@@ -123,7 +123,7 @@ def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
     low, high = min(line.samples), max(line.samples)
     size = f"{low}" if low == high else f"{low} to {high}"
     sentence = (
-        f"Esche ({size} samples, 1 event in training) has no AUROC, because its test parts contain only one class."
+        f"Esche ({size} samples, 1 event in training) has no AUROC, because its test sets contain only one class."
     )
     assert (line.verdict, line.words, line.reason) == ("not tested", "not tested (no result)", sentence)
     assert sentence in gains_html(tables)
@@ -193,7 +193,7 @@ def test_a_site_that_attacks_is_not_scored(tmp_path: Path) -> None:
     lines = site_gains(runs, method_rows(runs), "accuracy")[0].lines
     assert [line.comparison.seeds for line in lines] == [2, 0, 0, 2, 2, 2, 2, 2]  # client 1 has no test part
     assert lines[1].reason.endswith("none of its samples was tested.")
-    assert lines[2].reason.endswith("attacks and is not scored.")
+    assert lines[2].reason.endswith("is an attacker and is not scored.")
 
 
 def test_the_notes_name_who_is_left_out_of_the_means(folder: Path) -> None:

@@ -214,7 +214,7 @@ def test_latex_is_escaped_and_rectangular(small: Path) -> None:
 @pytest.mark.parametrize(
     ("recording", "title"),
     [
-        (Recording(methods=2, seeds=1, clients=3, rounds=2, every=1), "Only one seed, so there are"),
+        (Recording(methods=2, seeds=1, clients=3, rounds=2, every=1), "There is only one seed, so there are"),
         (Recording(methods=3, seeds=2, clients=4, rounds=6, task="binary", classes=2), "AUROC"),
         (
             Recording(
@@ -223,7 +223,7 @@ def test_latex_is_escaped_and_rectangular(small: Path) -> None:
             "RMSE",
         ),
         (Recording(methods=30, seeds=1, clients=4, rounds=10), "apfl 3"),
-        (Recording(methods=2, seeds=1, clients=400, rounds=5, classes=40), "clients are drawn"),
+        (Recording(methods=2, seeds=1, clients=400, rounds=5, classes=40), "clients are shown"),
     ],
     ids=["tiny", "binary", "regression", "many methods", "many clients"],
 )

@@ -213,8 +213,8 @@ def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> 
         one = found[method].comparison
         assert one is not None
         assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
-    (note,) = (note for note in overview.report_notes(runs, rows) if "other seeds are equal" in note)
-    assert note.startswith("With local, ditto, runs with other seeds are equal to the last digit, because")
+    (note,) = (note for note in overview.report_notes(runs, rows) if "other seeds are identical" in note)
+    assert note.startswith("With local, ditto, runs with other seeds are identical to the last digit, because")
 
 
 def test_the_result_table_marks_the_best_and_what_is_not_significantly_worse(run: Run, rows: list[Row]) -> None:

@@ -81,7 +81,7 @@ def damage_settings(run: Path) -> None:
     ("damage", "said"),
     [
         (damage_nothing_there, "is not a directory"),
-        (damage_metrics_missing, "contains no metrics.parquet yet. Run"),
+        (damage_metrics_missing, "contains no metrics.parquet yet. Continue"),
         (damage_settings_missing, "is not a run directory: it contains no experiment.toml. Name"),
         (damage_metrics_torn, r"metrics.parquet is damaged: .*[^.]\. Run the experiment again, or put the file back$"),
         (damage_column_gone, "contains no column 'part'. Its columns are"),

@@ -173,7 +173,7 @@ def test_where_every_method_diverged_no_card_denies_its_result(tmp_path: Path) -
     """A diverged method that went on to its end has results with every seed."""
     runs = read_runs([diverge(ODD.write(tmp_path / "run"), *ODD.labels())])
     cards = overview.render_cards(runs, method_rows(runs))
-    assert "Every method with this result diverged or failed with some seed." in cards
+    assert "Every method with this metric diverged or failed with some seed." in cards
     assert "No method has" not in cards
     assert all(len(row.figures["accuracy"].finite) == 5 for row in method_rows(runs))
 
@@ -192,7 +192,7 @@ def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
         at_start = [row for row in rows if (row["round"], row["part"], row["metric"]) == (0, "test", "loss")]
         losses = {(row["model"], row["client"]): row["value"] for row in at_start}
         assert losses["personal", 0] != losses["global", 0]
-    said = "fine-tune it from the global model before each evaluation, in round 0 too."
+    said = "fine-tune it from the global model before each evaluation, including round 0."
     assert f"FedAvg-FT, FedBABU and similar methods {said}" in READING_TEXTS["Models"]
 
 

@@ -29,31 +29,29 @@ deploy = typer.Typer(
     cls=StrictCommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run an experiment at real sites with Flower over TLS. Data stay at the sites. Only models leave the sites.",
+    help="Run an experiment at real sites with Flower over TLS. Data never leave the sites, only models do.",
 )
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
 FILE_COLUMNS = 120
 """Width of a table, in characters, if it is written to a file or piped to another program."""
 
-Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
-SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its site.toml", show_default=False)]
-SiteCount = Annotated[
-    int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
-]
+Directory = Annotated[Path, typer.Argument(help="directory written by 'fedloom deploy init'", show_default=False)]
+SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, which contains site.toml", show_default=False)]
+SiteCount = Annotated[int | None, typer.Option(help="number of sites (default: the partition's number of clients)")]
 Memory = Annotated[
     Path | None,
     typer.Option(
-        help="existing folder on each site's machine for the site's record of sums and budgets, the same for all of "
-        "its deployments (default: the site's folder state)"
+        help="existing folder on each site's machine for its record of sums and budgets, shared by all of the site's "
+        "deployments (default: the site's state folder)"
     ),
 ]
 OwnData = Annotated[
-    bool, typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data")
+    bool, typer.Option("--own-data", help="use each site's own data instead of a share of the experiment's data")
 ]
 Threshold = Annotated[
     int | None,
-    typer.Option(help="minimum number of sites in a masked sum before it is decrypted (default: more than two thirds)"),
+    typer.Option(help="minimum number of sites in a masked sum that may be decrypted (default: more than two thirds)"),
 ]
 
 
@@ -70,24 +68,25 @@ def init(
         int | None, typer.Option(help="number of communication rounds (default: as in the experiment)", min=1)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
-    host: Annotated[str, typer.Option(help="host name or address that sites use to reach the server")] = "localhost",
-    proxy_port: Annotated[int, typer.Option(help="port that sites use to reach the server")] = 8443,
-    port: Annotated[int, typer.Option(help="loopback port of the server, behind the reverse proxy")] = 18000,
+    host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
+    proxy_port: Annotated[int, typer.Option(help="port at which sites reach the server")] = 8443,
+    port: Annotated[int, typer.Option(help="the server's loopback port behind the reverse proxy")] = 18000,
     quorum: Annotated[
-        int | None, typer.Option(help="number of accepted replies that a round needs (default: more than half)")
+        int | None,
+        typer.Option(help="number of accepted replies required in each round (default: more than half of the sites)"),
     ] = None,
     norm_bound: Annotated[
         float | None,
         typer.Option(
-            help=("maximum norm of an accepted update (default: 10 times the largest norm in a simulated first round)")
+            help=("maximum norm of accepted updates (default: 10 times the largest norm in a simulated first round)")
         ),
     ] = None,
     most_samples: Annotated[
         int | None,
         typer.Option(
             help=(
-                "maximum number of samples that a site may claim for a data part (default: the "
-                "largest number of any client, or 10^8 with --own-data)"
+                "maximum number of samples that a site may claim for its training, validation or test set (default: "
+                "the largest number of any client, or 10^8 with --own-data)"
             ),
             min=1,
         ),
@@ -96,42 +95,45 @@ def init(
         int | None, typer.Option(help="loopback port for Prometheus metrics (default: none)")
     ] = None,
     home: Annotated[Path, typer.Option(help="folder on each machine for server/ or site/")] = Path("/srv/fedloom"),
-    programs: Annotated[Path, typer.Option(help="folder on each machine for the programs")] = Path("/opt/fedloom/bin"),
+    programs: Annotated[Path, typer.Option(help="folder on each machine where the programs are installed")] = Path(
+        "/opt/fedloom/bin"
+    ),
     memory: Memory = None,
     days: Annotated[int, typer.Option(help="validity of the certificates, in days")] = 365,
     own_data: OwnData = False,
     fixed_data: Annotated[
         bool,
         typer.Option(
-            "--fixed-data", help="reject a site whose samples change during the run, instead of logging the change"
+            "--fixed-data", help="reject a site whose samples change during the run instead of only logging the change"
         ),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums, no individual upload")
+        bool, typer.Option("--secure-aggregation", help="send the server only masked sums, never individual uploads")
     ] = False,
     threshold: Threshold = None,
     changes: Annotated[
         int | None,
         typer.Option(
-            help="maximum number of times that a site may leave the masked sums or rejoin them (default: 4)", min=0
+            help="maximum number of times that a site may leave or rejoin the masked sums (default: 4)", min=0
         ),
     ] = None,
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="let every site open the masked sums itself and train only models computed from them"
+            "--verify",
+            help="let every site open the masked sums itself and train only models that it computes from them",
         ),
     ] = False,
     data_name: Annotated[
-        str, typer.Option(help="name of the data set. Sites record sums and budgets under this name across experiments")
+        str, typer.Option(help="name of the data set, under which sites record sums and budgets across experiments")
     ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Write the directory of a new deployment.
+    """Create the directory of a new deployment.
 
-    The directory contains certificates, keys, settings, systemd units, the configuration of a reverse proxy, and the
-    five commands that run the deployment.
+    It contains certificates, keys, settings, systemd units, a reverse-proxy configuration, and the five commands that
+    run the deployment.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -181,14 +183,15 @@ def init(
 @deploy.command("analyze")
 def analyze_sites(
     name: Annotated[
-        str, typer.Argument(help="name of an analysis based on sums, from 'fedloom list analyses'", show_default=False)
+        str, typer.Argument(help="name of a sum-based analysis, from 'fedloom list analyses'", show_default=False)
     ],
     file: FileArgument,
     values: Annotated[
         list[str] | None, typer.Option("--set", help="an option of the analysis, such as width=30 (may be repeated)")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
+        list[str] | None,
+        typer.Option("--rule", help="a limit of the analysis, such as min_subjects=5 (may be repeated)"),
     ] = None,
     sites: SiteCount = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
@@ -197,17 +200,17 @@ def analyze_sites(
     ] = None,
     own_data: OwnData = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums")
+        bool, typer.Option("--secure-aggregation", help="send the server only masked sums")
     ] = False,
     threshold: Threshold = None,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Write the directory of a deployment for one analysis.
+    """Create the directory of a deployment for one analysis.
 
     Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set and --rule. The
-    file's first method runs for one round before the analysis. To set other options of the deployment, add the
-    [[analysis]] table to the file, and use init.
+    file's first method runs for one round before the analysis. To set other deployment options, add the [[analysis]]
+    table to the file and use init.
 
     Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
     """
@@ -235,7 +238,7 @@ def analyze_sites(
 
 
 def _write_directory(planned: DeploymentPlan, folder: Path, place: Location) -> None:
-    """Write the directory of a deployment, and print a description of it."""
+    """Create a deployment's directory, and print a description of it."""
     from fedloom_sites.deploy.ops.directory import write_directory
 
     write_directory(planned, folder, place)
@@ -247,16 +250,16 @@ def _write_directory(planned: DeploymentPlan, folder: Path, place: Location) -> 
             if isinstance(bound, dict)
             else significant(bound)
         )
-        say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
+        say(f"maximum accepted norm of a site's update: norm_bound = {text} in server.toml")
     elif planned.sends:
         say(
-            "no norm_bound, because the experiment's data are not on this machine. A single site can "
-            "therefore change the model without limit. Add --norm-bound"
+            "there is no norm_bound, because the experiment's data are not on this machine. A single site can "
+            "therefore change the model arbitrarily. Add --norm-bound"
         )
     if planned.most_samples is None and planned.by_samples:
         say(
-            "the weight of a site is the number of samples that the site claims, up to 10^8. Limit "
-            "this number to the size of the largest site with --most-samples"
+            "a site's weight is the number of samples that it claims, up to 10^8. Use --most-samples to limit this "
+            "number to the size of the largest site"
         )
     if planned.threshold is not None:
         from fedloom_sites.deploy.secure.protocol import max_colluders
@@ -280,8 +283,7 @@ def check(
 ) -> None:
     """Check whether a site is ready to join.
 
-    The command prints one sentence for each finding. The exit code is 1 if a finding means that the site cannot take
-    part.
+    The command prints one sentence per finding. The exit code is 1 if the site cannot take part.
 
     Example: fedloom deploy check /srv/fedloom/site
     """
@@ -294,7 +296,7 @@ def check(
             say(f"{finding.level:<8}{finding.sentence}")
             refused += finding.level == "refused"
         if refused:
-            say(f"the site cannot take part: {refused} of the findings must be repaired first", err=True)
+            say(f"the site cannot take part: {refused} of the findings must be fixed first", err=True)
             raise typer.Exit(1)
 
 
@@ -304,9 +306,9 @@ def rehearse_attacks(
 ) -> None:
     """Attack a copy of a site to see what a server could learn.
 
-    A simulated dishonest server tries all known attacks. The table shows what the server learned. The exit code is 1 if
-    the server learned something about this site that it should not learn (OPEN). Nothing leaves the machine, and no
-    file of the site is changed.
+    A simulated dishonest server tries all known attacks, and the table shows what it learned. The exit code is 1 if the
+    server learned something about this site that it should not learn (OPEN). Nothing leaves the machine, and the site's
+    files are not changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
@@ -327,7 +329,7 @@ def rehearse_attacks(
                 "verdict",
                 "the server tried",
                 "it learned",
-                "rule that stopped it, or the remaining risk",
+                "rule that stopped it, or remaining risk",
             )
             print_texts(titles, ([row[column] for column in columns] for row in rows), width=FILE_COLUMNS, names=True)
         if opened:
@@ -338,13 +340,12 @@ def rehearse_attacks(
 @deploy.command()
 def local(
     directory: Directory,
-    port: Annotated[
-        int | None, typer.Option(help="port of the server (default: a free port)", min=1, max=65535)
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="the server's port (default: a free port)", min=1, max=65535)] = None,
 ) -> None:
     """Run an entire deployment on this machine.
 
-    The command starts the server (with TLS and node keys) and every site, and runs all rounds. Run it again to resume.
+    The command starts the server (with TLS and node keys) and all sites, and runs all rounds. To resume, run the same
+    command again.
 
     Example: fedloom deploy local hospitals
     """
@@ -368,7 +369,7 @@ def local(
             from fedloom.lab.printing import print_rows
 
             print_rows(rows, ("site", "model", "round"), width=FILE_COLUMNS)
-        else:  # the server receives no scores of single sites: print the means, or that there are no scores
+        else:  # the server does not receive individual sites' scores: print the means, or that there are no scores
             say(*status_lines(status_of(deployment.server)))
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
@@ -386,13 +387,13 @@ def local(
 def status(
     folder: Annotated[
         Path,
-        typer.Argument(help="directory of a deployment, its server folder, or a site's folder", show_default=False),
+        typer.Argument(help="a deployment's directory, its server folder, or a site's folder", show_default=False),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Show the progress of a deployment, or the alarms of one site.
+    """Show a deployment's progress, or one site's alarms.
 
-    The command reads the files in the folder, so it works both during and after the deployment.
+    The command only reads files in the folder, so it works both during and after the deployment.
 
     Example: fedloom deploy status hospitals
     """
@@ -422,10 +423,10 @@ def status(
 
 @deploy.command()
 def stop(
-    folder: Annotated[Path, typer.Argument(help="directory of a deployment, or its server folder", show_default=False)],
-    undo: Annotated[bool, typer.Option("--undo", help="allow the server to be started again")] = False,
+    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="allow the server to start again")] = False,
 ) -> None:
-    """Stop a run at the end of its current round. Nothing is lost, and the run can be resumed later.
+    """Stop a run at the end of its current round. No results are lost, and the run can be resumed later.
 
     Example: fedloom deploy stop hospitals
     """
@@ -447,12 +448,12 @@ def stop(
 
 @deploy.command("verify-log")
 def verify_log(
-    place: Annotated[Path, typer.Argument(help="a log file, or the folder of a server or a site", show_default=False)],
+    place: Annotated[Path, typer.Argument(help="a log file, or a server's or site's folder", show_default=False)],
 ) -> None:
     """Check that no line of a log was changed, removed or inserted.
 
-    The log is either a server's audit.jsonl or a site's sent.jsonl. Keep a copy of the printed digest elsewhere: it is
-    the only way to notice that lines are missing at the end.
+    The log is a server's audit.jsonl or a site's sent.jsonl. Keep a copy of the printed digest elsewhere, because only
+    this digest reveals lines missing at the end.
 
     Example: fedloom deploy verify-log hospitals
     """

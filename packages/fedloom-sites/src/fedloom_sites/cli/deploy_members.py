@@ -1,4 +1,4 @@
-"""``fedloom deploy`` commands between two runs: sites that join, approve or leave; the server's certificate."""
+"""``fedloom deploy`` commands between two runs: sites that join, approve or leave, and the server's certificate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ def renew(
     directory: Directory,
     host: Annotated[
         str | None,
-        typer.Option(help="host name or address that sites use to reach the server (default: as in server.toml)"),
+        typer.Option(help="host name or address at which sites reach the server (default: as in server.toml)"),
     ] = None,
     days: Annotated[int, typer.Option(help="validity of the certificate, in days")] = 365,
 ) -> None:
-    """Create a new certificate for the server.
-
-    The certificate is signed by the same authority. Sites do not need a new file.
+    """Create a new certificate for the server, signed by the same authority. Sites do not need a new file.
 
     Example: fedloom deploy renew hospitals
     """
@@ -32,8 +30,8 @@ def renew(
         new, again = renew_certificate(directory, host, days)
         if again:
             say(
-                "an earlier renewal was interrupted. Its files were removed, and the certificate and "
-                "key are being created again"
+                "an earlier renewal was interrupted. Its files were removed, and a new certificate and key are being "
+                "created"
             )
         say(
             f"copy {new} and its key to the server, reload the reverse proxy (nginx -s reload) and restart the "
@@ -53,9 +51,9 @@ def add(
     ] = None,
     memory: Memory = None,
 ) -> None:
-    """Let a site join a deployment that has already run.
+    """Add a site to a deployment that has already run.
 
-    The new agreement starts from the model of the last round. Every site must approve the agreement.
+    The new agreement starts from the last round's model and must be approved by every site.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -81,7 +79,7 @@ def add(
 
 @deploy.command()
 def upgrade(directory: Directory) -> None:
-    """Move a running experiment to the installed patch release.
+    """Upgrade a running experiment to the installed patch release.
 
     Checkpoints and the sites' state are kept. Every site must then install the release and approve the new agreement.
 
@@ -101,9 +99,9 @@ def upgrade(directory: Directory) -> None:
 def rotate(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Give a site new keys while an experiment is running.
+    """Replace a site's keys while an experiment is running.
 
-    The site's state and its memory of sums and budgets are kept. Under secure aggregation, every site must approve.
+    The site's state and its record of sums and budgets are kept. With secure aggregation, every site must approve.
 
     Example: fedloom deploy rotate hospitals birke
     """
@@ -119,14 +117,14 @@ def rotate(
         _print_steps(
             directory, change, place,
             f"Send {change.folder / 'site'} only to {name}, through a secure channel{instead}. There: fedloom "
-            f"deploy approve {place.home / 'site'} site --digest DIGEST. Then restart the site. On the running server, "
-            f"revoke the former key: fedloom deploy revoke {place.home / 'server'} {name}",
+            f"deploy approve {place.home / 'site'} site --digest DIGEST. Then restart the site. On the running "
+            f"server, revoke the old key: fedloom deploy revoke {place.home / 'server'} {name}",
             name, everyone=masked,
         )  # fmt: skip
 
 
 def _deployment_location(directory: Path) -> Any:
-    """Return where a deployment's files are located on its machines, as a ``Location``."""
+    """Return the location of a deployment's files on its machines."""
     from fedloom_sites.deploy.ops.directory import Location, machine_folders
     from fedloom_sites.deploy.ops.status import server_file
 
@@ -144,7 +142,7 @@ def _print_steps(
     directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True,
     everyone: bool = True,
 ) -> None:  # fmt: skip
-    """Print the steps that apply a change to an agreement, in order.
+    """Print the steps for applying a change to an agreement, in order.
 
     Args:
         directory: folder of the deployment, or of its server.
@@ -152,7 +150,7 @@ def _print_steps(
         place: where the deployment's files are located on its machines.
         further: step after the approval.
         new_key: name of a site whose key the server does not yet know, or "".
-        resumes: True if the next start continues the same run, which may have been stopped.
+        resumes: True if the next start resumes the same run, which may have been stopped.
         everyone: True if every site must approve the change.
     """
     from fedloom_sites.deploy.ops.directory import CLI_FOLDER
@@ -179,13 +177,13 @@ def _print_steps(
 def approve(
     site: SiteFolder,
     change: Annotated[
-        Path | None, typer.Argument(help="the 'approval' folder of a new agreement (default: the run in site.toml)")
+        Path | None, typer.Argument(help="a new agreement's 'approval' folder (default: the run in site.toml)")
     ] = None,
-    digest: Annotated[str, typer.Option(help="digest of the run, as you received it from the coordinator")] = "",
+    digest: Annotated[str, typer.Option(help="digest of the run, as received from the coordinator")] = "",
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    The digest identifies the run or the agreement to approve. Without --digest, the command prints the digest.
+    The digest identifies the run or agreement. Without --digest, the command prints it.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
@@ -207,7 +205,7 @@ def approve(
         say(f"{agreed.name}: {agreed.clients} sites, fingerprint {agreed.fingerprint[:16]}..., digest {agreed.digest}")
         for member in members:
             say(f"new: {member.site}, keys SHA-256 {keys_digest([member])}")
-        say("to approve, repeat the command with --digest and the digest that the coordinator sent you")
+        say("to approve, repeat the command with --digest and the digest that you received from the coordinator")
 
 
 @deploy.command()
@@ -217,7 +215,7 @@ def snapshot(
 ) -> None:
     """Declare a dated snapshot of a site's growing data.
 
-    The run of this experiment reads the snapshot, unless it has already begun with other data.
+    This experiment's run reads the snapshot, unless it has already begun with other data.
 
     Example: fedloom deploy snapshot /srv/fedloom/site
     """
@@ -226,7 +224,7 @@ def snapshot(
 
         new = declare_snapshot(site, date)
         say(f"snapshot of {new.day}: {new.subjects} subjects, {new.path}")
-        later = "the run has begun with other data and keeps them; the next experiment on these data may read it"
+        later = "the run has begun with other data, which it keeps. The next experiment on these data can read this one"
         say("this experiment reads this snapshot" if new.used else later)
 
 
@@ -234,9 +232,7 @@ def snapshot(
 def remove(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Take a site out of the server's settings.
-
-    This is possible only between two runs. The site's key remains registered.
+    """Remove a site from the server's settings. This is possible only between runs. The site's key remains registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """
@@ -254,9 +250,7 @@ def remove(
 def revoke(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Revoke a site's key on the running server.
-
-    From then on, the server no longer admits the site's node.
+    """Revoke a site's key on the running server. The server then no longer admits the site's node.
 
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """

@@ -20,14 +20,14 @@ from fedloom.lab.cli import (
 from fedloom_sites.cli.deploy import SiteFolder, deploy
 
 FileKind = Annotated[
-    str | None, typer.Option("--model", help="global, personal or hybrid (default: the model that the site uses)")
+    str | None, typer.Option("--model", help="global, personal or hybrid (default: the model used by the site)")
 ]
 
 
 @deploy.command()
 def models(
-    folder: Annotated[Path, typer.Argument(help="folder of a site, or directory of a deployment", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="folder for the exported state dicts, one per site")] = None,
+    folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder for exported state dicts, one per site")] = None,
     test: Annotated[bool, typer.Option("--test", help="score each model on its own site's test data")] = False,
     force: ForceOption = False,
 ) -> None:
@@ -45,7 +45,7 @@ def models(
             check_output_folder(out)
         models_there = find_owned_models(folder)
         if not models_there:
-            say("no model yet: a site has a model after its first round")
+            say("there is no model yet. A site has a model after its first round")
         for one in models_there:
             path = one.model.path if out is None else export_state_dict(one, out, force=force)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
@@ -65,9 +65,7 @@ def predict(
     set_threshold: SetThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Make predictions for raw rows with the site's own model.
-
-    The rows are scaled in the same way as the site's own data.
+    """Predict raw rows with the site's own model. The rows are scaled like the site's own data.
 
     Example: fedloom deploy predict /srv/fedloom/site new.csv
     """
@@ -91,12 +89,10 @@ def evaluate(
     model: FileKind = None,
     importance: Annotated[
         bool,
-        typer.Option("--importance", help="permute each column in the site's own test part instead of scoring a file"),
+        typer.Option("--importance", help="permute each column of the site's own test set instead of scoring a file"),
     ] = False,
 ) -> None:
-    """Score a site's model, or show which columns matter to it.
-
-    The rows are scaled and the predictions are computed in the same way as for the site's own data.
+    """Score a site's model, or show which columns matter to it. Rows are scaled and predicted like the site's own data.
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """
@@ -113,10 +109,10 @@ def evaluate(
         )
 
         if importance is (rows is not None):
-            raise ConfigError("name a file with labeled rows, or use --importance, which uses the site's own test part")
+            raise ConfigError("pass a file of labeled rows, or use --importance, which uses the site's own test set")
         notes = statistics_note(site, model)
         if rows is None:
-            heads = ("column", "metric", "cost of permuting", "standard deviation")
+            heads = ("column", "metric", "loss by permutation", "standard deviation")
             print_rows([dict(zip(heads, line, strict=True)) for line in column_importances(site, model)])
             say(*notes)
             return
@@ -139,7 +135,7 @@ def export(
     threshold: ThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Write a site's model in a format that other programs can read.
+    """Export a site's model for other programs.
 
     The file contains an ONNX or torch graph that accepts raw rows and includes the site's scaling.
 

@@ -1,1 +1,1 @@
-"""Real sites over TLS, on Flower: the same algorithms as in simulations, unchanged."""
+"""Real sites on Flower over TLS, with the same algorithms as in simulations."""

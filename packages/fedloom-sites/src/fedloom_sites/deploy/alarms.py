@@ -1,8 +1,8 @@
 """A site's alarms about rejected and repeated messages from its server, in the site's log and status.
 
-An honest server repeats a message only if an answer was lost or the site could not write to its disk, and does not keep
-sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. Alarms
-never leave the site.
+An honest server repeats a message only if an answer was lost or the site could not write to its disk, and it does not
+keep sending messages that the site rejects. Many repeated and rejected messages suggest that a server is probing the
+site. Alarms never leave the site.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
 MAX_REFUSALS = 2  # for a message that was sent before a change of the run, and for its repetition
-"""Maximum number of rejected messages that raise no alarm."""
+"""Maximum number of rejected messages that do not raise an alarm."""
 MAX_REPEATS = 4  # a server sends a message again after each deadline, until its patience ends
 """Maximum number of answers to the same message that do not raise an alarm."""
 MAX_SESSIONS = 12  # in a small run, one new session for each site that drops out
@@ -44,7 +44,7 @@ class Alarms:
     def note(self, line: Mapping[str, Any], reason: str) -> list[str]:
         """Count a message, and return the alarms that it raises.
 
-        An alarm is repeated each time its count has doubled.
+        An alarm is repeated whenever its count has doubled.
 
         Args:
             line: log entry for the message (see `Client`).
@@ -58,7 +58,7 @@ class Alarms:
         kind, t, alarms = line.get("kind"), line.get("round"), list[str]()
         what = f"the newest message is of the kind {kind}, round {t}"
         if line.get("status") == "refused" and _is_due(self._refused, MAX_REFUSALS):
-            alarms.append(f"this site rejected {self._refused} messages of the server. {what}: {reason}")
+            alarms.append(f"this site rejected {self._refused} of the server's messages. {what}: {reason}")
         repeats = self._answers[str(line.get("asked"))]
         if kind not in ("hello", "relay") and _is_due(repeats, MAX_REPEATS):
             alarms.append(
@@ -84,7 +84,7 @@ class Alarms:
 
 
 def message_digest(head: Mapping[str, Any]) -> str:
-    """Return the digest of a message without its nonce, which is the same when the message is repeated."""
+    """Return the digest of a message without its nonce, which does not change when the message is repeated."""
     message = {name: value for name, value in head.items() if name != "nonce"}
     return hashlib.sha256(repr(sorted(message.items())).encode()).hexdigest()
 

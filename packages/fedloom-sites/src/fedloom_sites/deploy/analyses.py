@@ -1,7 +1,7 @@
-"""Analyses by sums at real sites: the agreement before the first question, and the encoding of answers as integers.
+"""Sum-based analyses at real sites: the agreement before the first question, and the encoding of answers as integers.
 
-Columns, ranges, bins and rules are defined in the agreed experiment file. A message from the server contains a question
-and the public numbers of all sites, and every site checks its own numbers. This module contains no code for any
+Columns, ranges, bins and rules are defined in the agreed-upon experiment file. A message from the server contains a
+question and the public numbers of all sites, and every site checks its own numbers. This module is independent of any
 particular analysis.
 
 Each number in an answer is sent as a multiple of its step, modulo 2^64. The step is a power of two. If 64 bits are not
@@ -50,9 +50,9 @@ from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, SessionTerms
 
 LIMB_BITS, MAX_LIMBS = 40, 4
 """Number of bits per limb, and maximum number of limbs per number. The sums of 100 limbs, and of 100 signed last limbs,
-fit into 63 bits."""
+fit in 63 bits."""
 SUM_BITS = 62
-"""A sum over all sites fits into a single limb if each number has at most this number of bits, including the sign."""
+"""A sum over all sites fits in a single limb if each number has at most this number of bits, including the sign."""
 FACT_COUNT = 2
 """Number of integers at the end of an answer: the count of clipped numbers, and the number of the site's rows."""
 DEFAULT_MIN_SUBJECTS = 5
@@ -71,12 +71,12 @@ SUBJECT_BYTES = 8
 
 
 class SumTooLarge(Refused):
-    """Error: answers to a question do not fit into the limbs, for example because a fit diverges."""
+    """Error: answers to a question do not fit in the limbs, for example because a fit diverges."""
 
 
 @dataclass(frozen=True, eq=False)
 class AgreedAnalysis:
-    """Analysis that the server and the sites have agreed on.
+    """Analysis agreed on by the server and the sites.
 
     Args:
         name: the analysis's name.
@@ -194,7 +194,7 @@ class AgreedAnalysis:
         """
         reply = answer_question(self.analysis, question, rows, terms, bounds, "this site")
         if reply.neutral:
-            raise Refused("too few subjects contribute to the sums, or one of them outweighs all others")
+            raise Refused("too few subjects contribute to the sums, or one subject outweighs all others")
         vector = form.encode(reply.values, reply.clipped, reply.rows)
         return vector, reply.clipped, len(self.analysis.used(rows, terms)) > 0
 
@@ -244,11 +244,11 @@ class AnswerForm:
 
     @property
     def zeros(self) -> Integers:
-        """Zeros that a site without an answer sends in place of an answer."""
+        """Zeros sent by a site without an answer."""
         return np.zeros(self.length, dtype=np.uint64)
 
     def decode(self, total: Integers, sites: int) -> tuple[Tensor, int, int]:
-        """Decode the sum ``[k]`` of some sites' answers, and return it with the numbers of clipped values and of rows.
+        """Decode the sum ``[k]`` of some sites' answers, and return it with the numbers of clipped values and rows.
 
         Raises:
             ProtocolBroken: this sum is impossible for this number of sites if their answers are within the bounds.
@@ -277,14 +277,14 @@ class AnswerForm:
 
 
 def _scale_by_power_of_two(multiple: int, exponent: int) -> float:
-    """Return an integer times a power of two, rounded only once."""
+    """Return an integer times a power of two, with a single rounding."""
     return math.ldexp(float(multiple), exponent)
 
 
 def agreed_analyses(
     experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> dict[str, AgreedAnalysis]:
-    """Return the analyses by sums that the server and the sites have agreed on, keyed by name.
+    """Return the sum-based analyses agreed on by the server and the sites, keyed by name.
 
     Args:
         experiment: agreed experiment.
@@ -335,8 +335,8 @@ def check_rules(analysis: Analysis) -> None:
     for name in ("min_subjects", "min_clients"):
         if name in rules.model_fields_set and getattr(rules, name) == 1:
             raise ConfigError(
-                f"the analysis {name_of(analysis)} has the rule {name} = 1, but real sites hide "
-                "results about a single subject or client",
+                f"the analysis {name_of(analysis)} has the rule {name} = 1, but real sites do not reveal results "
+                "about a single subject or client",
                 rule="analysis-rule-of-one",
                 fix=f"omit {name} from `rules` to use the value for real sites, or set it to 2 or more",
             )
@@ -379,7 +379,7 @@ def check_analyses(
         cells = ", ".join(f"{one.flags} of {name}" for name, one in agreed.items() if one.flags)
         raise ConfigError(
             f"the analyses need {cells} cells, but {clients} sites can list at most {4 * most} cells. "
-            "Agree on fewer bins or groups"
+            "Use fewer bins or groups"
         )
 
 
@@ -390,7 +390,7 @@ def judge_row_sets(
 
     The answer is allowed if each set, compared with every set in other answered analyses, is either identical or
     differs in at least ``least`` subjects. Sets with different columns cannot be compared subject by subject, so their
-    numbers of subjects must be equal or differ by at least ``least``. A decision is never changed afterwards.
+    numbers of subjects must be equal or differ by at least ``least``. Decisions never change.
 
     Args:
         memory: the site's record, which contains the subjects and columns of ``sets``, and ``verdicts``. It is changed.
@@ -479,7 +479,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
 
 
 def file_stem_of(name: str) -> str:
-    """Return the name of an analysis, converted so that it can be used in file names."""
+    """Return an analysis name that is safe in file names."""
     return analysis_file(name).rpartition(".")[0]
 
 

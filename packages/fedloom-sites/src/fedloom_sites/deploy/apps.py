@@ -1,6 +1,6 @@
 """The two apps that Flower runs: the server's app (`fedloom_sites.deploy.server.run`), and a site's app.
 
-Flower imports this module for every message to a site, so the module imports PyTorch only for the server.
+Flower imports this module for every message to a site, so PyTorch is imported only for the server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fedloom_sites.deploy.site.handover import hand_over
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 SITE_KEY = "site"
-"""Key of the path of the site's TOML file in a SuperNode's node configuration."""
+"""Key in a SuperNode's node configuration for the path of the site's TOML file."""
 
 SERVER_KEY = "server"
-"""Key of the path of the server's TOML file in the run configuration."""
+"""Key in the run configuration for the path of the server's TOML file."""
 
 server_app = ServerApp()
 client_app = ClientApp()

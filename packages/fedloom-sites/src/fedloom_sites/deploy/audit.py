@@ -4,7 +4,7 @@ The log contains one JSON object per line, and each line is written to disk befo
 
 Each line contains its number and the SHA-256 of the previous line, so that a changed, removed or inserted line is
 detected (`verify_log`). A line that was truncated by a crash remains in this chain, because the next line contains the
-digest of its bytes. Only a digest that was noted elsewhere reveals lines that are missing at the end.
+digest of its bytes. Lines missing at the end are revealed only by a digest stored elsewhere.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import append_line, create_file
 
 SENT_FILE = "sent.jsonl"
-"""Log of everything that has left the site, in the folder of the site's state."""
+"""Log of everything that has left the site, in the site's state folder."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of a log that are searched for its last line. A line is a few hundred bytes long."""
+"""Number of bytes at the end of a log to search for its last line. A line is a few hundred bytes long."""
 
 
 class LogEnd(NamedTuple):
@@ -41,13 +41,10 @@ class LogEnd(NamedTuple):
 
 
 class Audit:
-    """An append-only log.
-
-    Args:
-        path: the file. The file is created if necessary.
+    """An append-only log. Args: path: the file, which is created if necessary.
 
     Raises:
-        CheckpointError: (raised by any method) the disk is full, or the line cannot be written.
+        CheckpointError: (all methods) the disk is full, or the line cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +61,7 @@ class Audit:
         append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def _end(self) -> LogEnd:
-        """Return the end of the log, and read only its last lines."""
+        """Return the end of the log, reading only its last lines."""
         with check_regular_file(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
@@ -98,18 +95,16 @@ def verify_log(path: Path) -> LogEnd:
     """
     if not path.exists():
         raise RunDirError(
-            f"the log {path} does not exist. Name a log, or the folder of a server or site that has already run"
+            f"the log {path} does not exist. Pass a log, or the folder of a server or site that has already run"
         )
     lines = complete_lines(_read_log_bytes(path))
     if (broken := find_broken_line(lines)) is not None:
         raise RunDirError(
             f"{path}: line {broken} does not match the previous line, so one of the two lines was "
-            "changed, removed or inserted later. Compare the log with a copy of the log"
+            "changed, removed or inserted later. Compare the log with a copy"
         )
     if not lines:
-        raise RunDirError(
-            f"{path} is empty, so there is no line to check. A log receives its first line when its program starts"
-        )
+        raise RunDirError(f"{path} is empty. A log receives its first line when its program starts")
     return LogEnd(len(lines), digest_line(lines[-1]))
 
 

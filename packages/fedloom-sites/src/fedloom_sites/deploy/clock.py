@@ -1,4 +1,4 @@
-"""Comparison of a site's clock with the server's clock, because the signatures of connections contain the time."""
+"""Comparison of a site's clock with the server's clock, because connection signatures contain the time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
-"""Maximum differences between a site's clock and the server's clock that Flower accepts."""
+"""Maximum differences between a site's clock and the server's clock accepted by Flower."""
 
 
 def clock_fault(date: str | None) -> str | None:
-    """Return a clause about an error of this machine's clock, or None if the server accepts the clock.
+    """Return a clause about an error in this machine's clock, or None if the server accepts the clock.
 
     Args:
         date: header ``Date`` of the server's answer. If it is missing, the clocks cannot be compared.
@@ -44,6 +44,6 @@ def rejected_signature_reason(date: str | None) -> str:
             "past is not valid. Synchronize the clock with NTP, then start the site again"
         )
     return (
-        "the server rejects this site's signature, although the clocks agree. The server no longer knows the key, "
-        "because the key was revoked or replaced. Ask the coordinator"
+        "the server rejects this site's signature although the clocks agree. The key is no longer known to the server "
+        "because it was revoked or replaced. Ask the coordinator"
     )

@@ -1,9 +1,8 @@
-"""User code of a deployment: the modules that its experiment names by import path, identical on all machines.
+"""User code of a deployment: the modules that its experiment refers to by import path, identical on all machines.
 
-Modules in a folder are copied, together with everything that they import from it, to a folder `code` next to the
-settings. Modules that belong to an installed package stay in that package. The agreement contains the SHA-256 of both
-kinds of modules, which is compared before the modules run. No other file in the folder is imported, not even a compiled
-one.
+Modules in a folder are copied, together with everything that they import from it, to a `code` folder next to the
+settings. Modules of an installed package stay in that package. The agreement contains the SHA-256 of both kinds of
+modules, which is compared before the modules run. No other file in the folder is imported, not even a compiled one.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ INITIAL_MODEL_FILE = "weights.safetensors"
 IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
 """Keys of an experiment file whose values are import paths."""
 MAX_CODE_BYTES = 4 << 20
-"""Size in bytes above which user code must be installed instead of being copied. Such a size suggests that the folder
-also contains unrelated files."""
+"""Size in bytes above which user code must be installed instead of being copied. A larger folder probably also contains
+unrelated files."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,13 @@ def code_of(settings: Mapping[str, object]) -> Code:
     if size > MAX_CODE_BYTES:
         raise ConfigError(
             f"the user code has {len(files)} files ({size >> 20} MiB together), but at most {MAX_CODE_BYTES >> 20} MiB "
-            "are copied. Move the module to its own folder, or install it at the server and every site"
+            "can be copied. Move the module to its own folder, or install it at the server and every site"
         )
     return Code(files, installed)
 
 
 def check_code(shared: SharedSettings) -> None:
-    """Raise an error if the user code differs from the agreed user code. The check imports none of its modules.
+    """Raise an error if the user code differs from the agreed-upon code, without importing its modules.
 
     Raises:
         ConfigError: a file or a module is missing or differs from the agreed version. The message states both digests.
@@ -209,7 +208,7 @@ def _import_paths(settings: object) -> Iterator[str]:
 
 
 def _module_files(root: Path, first: str) -> set[Path]:
-    """Return the files of a module or package in a folder, and every file of this folder that they import."""
+    """Return the files of a module or package in a folder, and all files in this folder that they import."""
     files: set[Path] = set()
     waiting, names = [first], {"fedloom", "fedloom_sites"}
     while waiting:

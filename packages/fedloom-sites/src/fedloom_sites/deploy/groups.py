@@ -1,8 +1,8 @@
 """Patient groups at sites: sums for the metrics over all sites, and each site's own metrics.
 
-A site publishes a group only if its published numbers do not reveal any set of rows that is smaller than agreed
-(`fedloom.data.groups.publishable_groups`). With secure sums, the server receives the sums over all sites but no site's
-own numbers.
+A site publishes a group only if its published numbers do not reveal any set of rows smaller than the agreed-upon
+minimum (`fedloom.data.groups.publishable_groups`). With secure sums, the server receives sums over all sites, but no
+individual site's numbers.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def min_rows(experiment: Experiment) -> int:
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
-    """Raise an error if there are more groups than fit into a message.
+    """Raise an error if the groups do not fit in a message.
 
     Raises:
-        ConfigError: there are too many groups, and the message states how many.
+        ConfigError: there are too many groups. The message states the number.
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
-            f"the analysis groups has {len(names)} groups, and their {count} numbers do not fit into "
-            "a message. Use bounds, or choose columns with fewer levels"
+            f"the analysis groups has {len(names)} groups, and their {count} numbers do not fit in a message. Use "
+            "bounds, or choose columns with fewer levels"
         )
 
 

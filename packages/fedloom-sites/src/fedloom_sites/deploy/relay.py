@@ -167,7 +167,7 @@ def _add_vectors(
         try:
             public[c].verify(part[:SIGNATURE_BYTES], encode_vector_statement(bound, part[SIGNATURE_BYTES:]))
         except InvalidSignature:
-            raise ProtocolBroken(f"the relayed vector of client {c} is not the vector signed by the client") from None
+            raise ProtocolBroken(f"the relayed vector of client {c} is not the vector that the client signed") from None
     numbers = [np.frombuffer(part, dtype="<u8", offset=SIGNATURE_BYTES) for part in vectors.values()]
     total: Integers = np.sum(numbers, axis=0, dtype=np.uint64)
     return total

@@ -1,4 +1,4 @@
-"""Replay of the server's steps at a site, which trains and scores only models that follow from the opened sums."""
+"""Replay of the server's steps at a site, which trains and scores only models computed from the opened sums."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def make_result(
 class ModelReplay:
     """Chain of the sums that a site opened, and the server states that follow from these sums.
 
-    The two newest states are on the site's disk, because a server that has lost its newest checkpoint goes back by one
-    round.
+    The two newest states are kept on the site's disk, because a server that has lost its newest checkpoint goes back
+    one round.
 
     Args:
         site: settings of the site, with secure aggregation.
@@ -219,7 +219,7 @@ class ModelReplay:
             t = terms.round if terms.scored < 0 else terms.scored
             request = score_request(job, state.with_(round=t))
             if request is None or (request.model is not None) != terms.common:
-                raise ProtocolBroken("the terms name other models to score than the experiment has")
+                raise ProtocolBroken("the terms name models to score that the experiment does not have")
             computed_models = next(iter(forms.write_models_of(request, [self._site.client])))[1]
 
             def read(sent: Sequence[bytes]) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Experiment files, run directories, comparisons, tuning, reports and the command line, built on top of the library."""
+"""Experiment files, run directories, comparisons, tuning, reports and the command line, built on the library."""

@@ -1,4 +1,4 @@
-"""Printing of tables to standard output so that no content is cut off, regardless of the width of the terminal."""
+"""Printing of tables to standard output without cutting off content, regardless of the terminal's width."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNLIMITED_WIDTH = 100_000
 
 
 class _Output(Console):
-    """Console on standard output that passes on the error that is raised when the reader has closed the pipe."""
+    """Console on standard output that propagates the error raised when the reader has closed the pipe."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -42,16 +42,16 @@ def print_texts(
 ) -> None:  # fmt: skip
     """Print texts in columns.
 
-    Numbers are never wrapped. Columns that do not fit are printed in additional blocks below, and each block repeats
-    the first columns.
+    Numbers are never wrapped. Columns that do not fit are printed in additional blocks, and each block repeats the
+    first columns.
 
     Args:
         titles: titles of the columns.
         rows: rows that contain one text per column.
         right: titles of the right-aligned columns.
-        width: maximum number of characters per line if the output is not a terminal.
-        names: True if the first column contains names that users may want to copy. Such names are never wrapped. If the
-            names leave too little space for the other columns, the other columns are printed below each name.
+        width: maximum line width in characters if the output is not a terminal.
+        names: True if the first column contains names that users may want to copy. They are never wrapped. If they
+            leave too little space for the other columns, those columns are printed below each name.
         lead: number of columns that each block repeats. 0 means all columns before the first one in ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
@@ -105,7 +105,7 @@ def _column_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
     names: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table that contains some of the columns."""
+    """Return a table with some of the columns."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place in places:
         kept, justify = names and place == 0, "right" if titles[place] in right else "left"
@@ -117,23 +117,22 @@ def _column_table(
 
 
 def _table_width(console: Console, table: Table) -> int:
-    """Return the width of a table in characters if nothing is wrapped."""
+    """Return the unwrapped width of a table in characters."""
     return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
 
 NARROW_FIGURES = ("worst10", "attack_success", "samples_backward", "bytes_up", "bytes_down")
-"""Suffixes of the metrics that are shown next to the primary metric if the terminal is too narrow for all of them."""
+"""Suffixes of the metrics shown next to the primary metric if the terminal is too narrow for all metrics."""
 NARROW_TITLES = {"sample gradients": "gradients"}
-"""Shorter column titles, which are used in a narrow terminal."""
+"""Shorter column titles for narrow terminals."""
 BEST_MARK = "*"
-"""Mark that follows the method with the best mean."""
+"""Mark after the method with the best mean."""
 
 
 def print_results(table: pa.Table) -> None:
-    """Print the results of a run: means over seeds with 95 % intervals, the costs, and a mark at the best mean.
+    """Print a run's results: means over seeds with 95 % intervals, the costs, and a mark at the best mean.
 
-    In a narrow terminal, fewer columns are shown. In contrast, the file ``results.csv`` and the report contain all
-    columns.
+    A narrow terminal shows fewer columns. The file ``results.csv`` and the report contain all columns.
     """
     lead, rows = leading(table.column_names), table.to_pylist()
     figures = {
@@ -186,12 +185,12 @@ def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
-    """Print rows that may have arbitrary keys. Numbers are rounded to four digits.
+    """Print rows with arbitrary keys. Numbers are rounded to four digits.
 
     Args:
-        rows: rows of the table. The keys of the rows become columns, in the order of first appearance.
+        rows: rows of the table. Their keys become columns, in order of first appearance.
         first: columns that come first. In a narrow terminal, each block repeats them.
-        width: maximum number of characters per line if the output is not a terminal.
+        width: maximum line width in characters if the output is not a terminal.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.events import Event, Listener
 
 SECONDS_PER_LINE = 5.0
-"""Minimum time in seconds between two plain lines about one run."""
+"""Minimum number of seconds between two plain lines about one run."""
 NOTEBOOK_INTERVAL_SECONDS = 0.2
-"""Minimum time in seconds between two updates of the line in a notebook."""
+"""Minimum number of seconds between two updates of the line in a notebook."""
 
 
 def print_remark(line: str) -> None:
-    """Write a line to standard error. If the stream is closed or full, or nobody reads it, the line is dropped."""
+    """Write a line to standard error. The line is dropped if the stream is closed or full, or if its reader is gone."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(f"{line}\n")
@@ -33,7 +33,7 @@ def print_remark(line: str) -> None:
 
 @contextmanager
 def show_progress(plan: Plan) -> Iterator[Listener]:
-    """Show the progress of an experiment (on rank 0 only), and yield a function that must be called with its events."""
+    """Show an experiment's progress (on rank 0 only), and yield a function that must be called with its events."""
     if plan.ranks.rank > 0:
         yield lambda _event: None
         return
@@ -43,11 +43,11 @@ def show_progress(plan: Plan) -> Iterator[Listener]:
 
 @contextmanager
 def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
-    """Show the progress of several runs, and yield a function that must be called with the events of these runs.
+    """Show the progress of several runs, and yield a function that must be called with their events.
 
     Args:
         rounds: total number of rounds of all runs, or number of rounds for each label.
-        after: description of the work that follows the last round and may take some time.
+        after: description of the work after the last round, which may take some time.
     """
     from rich.console import Console  # slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -93,10 +93,7 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
 
 
 def notebook_display() -> Any:
-    """Return the function that displays a value in the current notebook.
-
-    The result is None if the process does not run in a notebook.
-    """
+    """Return the function that displays a value in the current notebook, or None outside of notebooks."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
@@ -106,8 +103,8 @@ class _RunsProgress:
 
     Attributes:
         rounds: number of rounds, keyed by label. The key "" represents all runs together.
-        done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
-            its rounds.
+        done: number of completed rounds, keyed by label and seed. For a run that has ended, this is its total number of
+            rounds.
         figures: latest metrics of each run, formatted as text and keyed by label and seed.
     """
 
@@ -121,7 +118,7 @@ class _RunsProgress:
         self._pace: dict[str, float] = {}
 
     def update(self, event: Event) -> bool:
-        """Update the progress with an event. Return False if the event contains nothing new."""
+        """Update the progress from an event. Return False if the event contains nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
             return False
@@ -140,15 +137,13 @@ class _RunsProgress:
 
     @property
     def closing_text(self) -> str:
-        """Description of the work in progress once all runs have ended, or "" before that."""
+        """Description of the work in progress after all runs have ended, or "" before that."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def estimate_remaining(self) -> float | None:
         """Return the estimated time in seconds until all runs have ended.
 
-        The number of simultaneous runs is assumed to stay the same.
-
-        The result is None as long as this time is unknown.
+        The number of simultaneous runs is assumed to stay the same. Return None while this time is unknown.
         """
         open_ = dict(self.rounds)
         for (label, _), done in self.done.items():
@@ -201,7 +196,7 @@ class _ProgressLines:
 
 
 class NotebookOutput:
-    """Output in a notebook, as HTML, or as plain text if the front end does not support HTML."""
+    """Notebook output as HTML, or as plain text if the front end does not support HTML."""
 
     def __init__(self, markup: str, text: str) -> None:
         self._markup, self._text = markup, text
@@ -214,7 +209,7 @@ class NotebookOutput:
 
 
 class _NotebookLine:
-    """Progress bar and description of the current run in one line, which is updated in place.
+    """One line with a progress bar and a description of the current run, updated in place.
 
     At the end, the line states the number of runs and the elapsed time.
     """
@@ -250,7 +245,7 @@ class _NotebookLine:
         self._show(NotebookOutput(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
 
     def end(self) -> None:
-        """Replace the progress bar by a summary."""
+        """Replace the progress bar with a summary."""
         count = len(self._runs.done)
         text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
         text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
@@ -271,7 +266,7 @@ def _latest_metrics(event: Event) -> str:
     """Return the latest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums have only weighted means
+        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums provide only weighted means
         by_metric = {name: figures.get(f"{at}/mean", figures.get(f"{at}/weighted")) for name, at in places.items()}
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:

@@ -1,7 +1,7 @@
-"""Toolkit for sections of the report: helpers that other packages use to show the results of their analyses.
+"""Toolkit for sections of the report: helpers for other packages to show their analyses' results.
 
-A section is created by a function ``(runs, rows, lead) -> Section | None``. The function is registered as an entry
-point in the group ``fedloom.sections``, under the name of the kind of analysis.
+A section is created by a function ``(runs, rows, lead) -> Section | None``, which is registered as an entry point in
+the group ``fedloom.sections`` under the name of the analysis kind.
 """
 
 from fedloom.lab.report.comparison.contenders import contenders_of

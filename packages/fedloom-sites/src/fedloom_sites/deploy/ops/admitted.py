@@ -67,7 +67,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}\n{out}") from None
     if not nodes:
-        raise ConfigError(f"the server has not registered a key of {name} yet; {out}")
+        raise ConfigError(f"the server has not yet registered a key of {name}. Also, {out}")
     registered = [number for number, status in nodes if status != UNREGISTERED_STATUS]
     if not registered:
         raise ProcessError(f"the server rejects the key of {name}, because it was revoked")

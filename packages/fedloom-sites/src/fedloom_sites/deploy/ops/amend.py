@@ -1,7 +1,7 @@
 """Amendments of an agreement within an experiment: a patch release of fedloom, or new keys for a site.
 
-Neither the experiment file nor its fingerprint changes. Checkpoints, the sites' states and models, and what sites
-remember about sums and budgets are therefore kept. Every site approves an amendment by its digest (`take`).
+Neither the experiment file nor its fingerprint changes. Checkpoints, the sites' states and models, and their records of
+sums and budgets are therefore kept. Every site approves an amendment by its digest (`take`).
 """
 
 from __future__ import annotations

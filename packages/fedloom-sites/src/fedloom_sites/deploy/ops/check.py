@@ -1,7 +1,4 @@
-"""Checks before a site joins, which find everything that would stop the site later.
-
-Each finding is written as a sentence.
-"""
+"""Checks before a site joins, which find everything that would later stop the site. Each finding is a sentence."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
 FLOWER_VERSIONS = ((1, 41), (1, 43))
-"""Minimum version of Flower that works, and the first later version that is not known to work."""
+"""Minimum supported version of Flower, and the first later version that is not known to work."""
 COMPARED_PACKAGES = (
     *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
@@ -123,9 +120,7 @@ def _check_versions(site: Site) -> Iterator[CheckFinding]:
         yield CheckFinding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
         differing = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
         if differing:
-            yield CheckFinding(
-                "note", f"versions that differ from those of the server at set-up: {'; '.join(differing)}"
-            )
+            yield CheckFinding("note", f"versions that differ from the server's at setup: {'; '.join(differing)}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
         yield CheckFinding(
@@ -160,7 +155,7 @@ def _check_privacy(site: Site, experiment: Experiment) -> Iterator[CheckFinding]
     noise = noise_of_site(setting)
     if noise is not None:
         one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
-        cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {noise.delta}"
+        cost = f"one upload costs epsilon {one:.3g}, and {setting.rounds} cost {most:.3g}, at delta {noise.delta}"
         alone = remaining_noise(noise)
         if alone is not None:
             cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
@@ -170,8 +165,7 @@ def _check_privacy(site: Site, experiment: Experiment) -> Iterator[CheckFinding]
     elif find_accounted_noise(None, setting.aggregator) is not None:
         yield CheckFinding(
             "ok",
-            "privacy: the server adds the noise, so it receives the uploads without noise. Scores do not "
-            "leave this site",
+            "privacy: the server adds the noise, so it receives uploads without noise. Scores do not leave this site",
         )
 
 
@@ -180,7 +174,9 @@ def _check_data(site: Site) -> Iterator[CheckFinding]:
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
         few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
-        yield CheckFinding("note", f"data: no samples. The site will receive models but contribute nothing{few}")
+        yield CheckFinding(
+            "note", f"data: there are no samples. The site will receive models but contribute nothing{few}"
+        )
         return
     yield from _check_weight_share(site, train)
     for note in fed.data.notes:
@@ -191,9 +187,9 @@ def _check_data(site: Site) -> Iterator[CheckFinding]:
     counts = fed.class_counts("train")[site.client].tolist()
     lacking = [name for name, count in zip(fed.data.classes, counts, strict=True) if count == 0]
     if lacking:
-        unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
+        unscored = ", and AUROC is undefined here" if fed.data.task == "binary" else ""
         yield CheckFinding(
-            "note", f"labels: no training samples of {', '.join(lacking)}. The site can train anyway{unscored}"
+            "note", f"labels: there are no training samples of {', '.join(lacking)}. The site can still train{unscored}"
         )
     else:
         what = "classes" if fed.data.classed else "labels"
@@ -211,7 +207,8 @@ def _check_memory(site: Site) -> Iterator[CheckFinding]:
     else:
         yield CheckFinding(
             "note",
-            f"{where}: no earlier experiment. If this site has sent sums of these data in another deployment, set "
+            f"{where}: there is no earlier experiment. If this site has sent sums of these data in another "
+            "deployment, set "
             "memory in both site.toml files to the same folder, and add this folder to ReadWritePaths in the site's "
             "systemd units",
         )
@@ -224,16 +221,16 @@ def _check_weight_share(site: Site, train: int) -> Iterator[CheckFinding]:
     if has_used_turns(read_checked(site.memory_folder / OPENED_FILE) or {}, site.secure.changes):
         yield CheckFinding(
             "note",
-            "sums: this site sends only neutral uploads from now on, because its uploads over these data have changed "
-            "between neutral and not neutral too often. Its log states why uploads were neutral. Agree on more changes "
-            "(key `changes` in the table `secure`), or continue without this site",
+            "sums: this site sends only neutral uploads from now on, because its uploads on these data have switched "
+            "between neutral and non-neutral too often. Its log states why uploads were neutral. Agree on more "
+            "changes (key `changes` in the table `secure`), or continue without this site",
         )
     if site.secure.changes > MAX_CHANGES or site.secure.steady_sites < site.secure.threshold:
         yield CheckFinding(
             "note",
             f"sums: changes = {site.secure.changes} and steady = {site.secure.steady_sites} let the server compute "
-            f"differences that reveal more of single sites than with {MAX_CHANGES} and {site.secure.threshold}, the "
-            "usual values. Ask the coordinator for the reason before you take part",
+            f"differences that reveal more about individual sites than the usual values {MAX_CHANGES} and "
+            f"{site.secure.threshold} do. Ask the coordinator for the reason before you take part",
         )
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
     if most > MAX_SAFE_SHARE:
@@ -275,7 +272,7 @@ def _check_keys(site: Site) -> Iterator[CheckFinding]:
         fine = False
         yield CheckFinding("refused", f"{sentence}. {KEY_CURE}")
     if fine:
-        yield CheckFinding("ok", "keys: both exist, and only their owner can read them")
+        yield CheckFinding("ok", "keys: both exist and are readable only by their owner")
 
 
 def _foreign_keys(site: Site) -> Iterator[str]:
@@ -297,9 +294,9 @@ def _foreign_keys(site: Site) -> Iterator[str]:
         line, public = public_key_line(content_of(path)), public_file_of(path)
         owner = next((name for name, key in known.items() if key == line), None)
         if owner is not None and owner not in (site.site, str(site.client)):
-            yield f"{path} is the key of {owner}, not of {site.site}"
+            yield f"{path} is {owner}'s key, not {site.site}'s"
         elif owner is None and known:
-            yield f"{path} is not the key that was agreed on for {site.site}"
+            yield f"{path} is not the agreed-upon key of {site.site}"
         elif public.exists() and not content_of(public).decode(errors="replace").startswith(line):
             yield f"{path} is not the private key of {public.name}, so it is not the agreed key of {site.site}"
 
@@ -316,7 +313,7 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
         key = load_ssh_private_key(data, password=None)
     except (ValueError, TypeError) as error:
         fault = str(error).splitlines()[0]
-        yield f"{path} is not a private key in OpenSSH form without a passphrase: {fault}. {KEY_CURE}"
+        yield f"{path} is not an OpenSSH private key without a passphrase: {fault}. {KEY_CURE}"
         return
     if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
         yield f"{path} must be an {name} key. {KEY_CURE}"
@@ -328,19 +325,19 @@ def _check_authority(site: Site) -> Iterator[CheckFinding]:
     except OSError as error:
         yield CheckFinding(
             "refused",
-            f"cannot read the authority's certificate {site.ca}: {error.strerror}. Get the file from the server's "
-            "administrator again",
+            f"cannot read the authority's certificate {site.ca}: {error.strerror}. Get the file again from the "
+            "server's administrator",
         )
         return
     except ValueError:
         yield CheckFinding(
             "refused",
-            f"{site.ca} is not a certificate in PEM format. Get the file from the server's administrator again",
+            f"{site.ca} is not a certificate in PEM format. Get the file again from the server's administrator",
         )
         return
     yield _check_certificate_dates(
         "the authority's certificate", certificate,
-        "No file replaces it. Ask the coordinator for a new deployment (fedloom deploy init)",
+        "It cannot be replaced. Ask the coordinator for a new deployment (fedloom deploy init)",
     )  # fmt: skip
 
 
@@ -378,7 +375,7 @@ def _check_disk(site: Site) -> Iterator[CheckFinding]:
 
 
 def _check_port(site: Site) -> Iterator[CheckFinding]:
-    cure = "If this site is running, it uses the port itself, and nothing is wrong. Otherwise choose another `port`"
+    cure = "If this site is running, it uses the port itself, and nothing is wrong. Otherwise, choose another `port`"
     check_free(site.port, site.site, cure)
     yield CheckFinding("ok", f"port {site.port} on loopback is free")
 
@@ -457,7 +454,7 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[CheckFinding]:
         if cure is None:
             yield CheckFinding(
                 "refused",
-                f"{address} does not have the certificate of the server in ca.crt: {fault}. Get "
+                f"{address} does not have the server certificate in ca.crt: {fault}. Get "
                 "ca.crt from the server, or ask the server's administrator",
             )
         else:
@@ -478,4 +475,4 @@ def _check_clock(date: str | None) -> CheckFinding:
     fault = clock_fault(date)
     if fault is not None:
         return CheckFinding("refused", f"{fault}. Synchronize the clock with NTP")
-    return CheckFinding("ok", "clock: equal to the server's clock")
+    return CheckFinding("ok", "clock: matches the server's clock")

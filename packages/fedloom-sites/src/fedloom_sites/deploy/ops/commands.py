@@ -21,12 +21,13 @@ from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
 ANSWER_SECONDS = 90.0
-"""Time, in seconds, that the server, or a command to it, may take to answer."""
+"""Number of seconds that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
 """Folder with the programs of this Python environment."""
 FINAL_EXIT_CODE = 3
-"""Exit code of a run that a further start does not continue. The unit lists it, so that systemd does not restart it."""
+"""Exit code of a run that cannot be resumed by another start. The unit lists it, so that systemd does not restart the
+run."""
 RESTART_VARIABLE = "FEDLOOM_RESTARTS_ON_ANY_FAILURE"
 """Environment variable that is set where every exit code except 0 leads to a restart, as in a container."""
 
@@ -50,9 +51,7 @@ def command_words(name: str, of: Value | None = None, programs: Path = PROGRAMS_
     """
     path = str(values.get("file", ""))
     if set(path) & set("\"'\\\n"):
-        raise ConfigError(
-            f"Flower cannot use a path that contains quotes or backslashes, got {path!r}. Use another folder"
-        )
+        raise ConfigError(f"Flower does not accept paths with quotes or backslashes, got {path!r}. Use another folder")
     places = {**(dict(of) if of else {}), **values, "programs": programs}
     return [Template(word).substitute(places) for word in _command_table("commands")[name]]
 

@@ -1,4 +1,4 @@
-"""The complete directory of a deployment, which contains a folder for the server and one for every site.
+"""A deployment's complete directory, with a folder for the server and one for every site.
 
 Units, reverse proxy, app and instructions are filled-in templates from `ops/`.
 """
@@ -61,13 +61,13 @@ SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing
 WRITABLE_FOLDERS = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
 """Folders that the processes of the server or of a site write to."""
 MEMORY_LIMITS = {"server": "40%", "site": "50%"}
-"""Memory limits for the units of the server and of a site, in systemd's notation. A percentage refers to the memory of
-the machine."""
+"""Memory limits for the units of the server and of a site, in systemd's notation. Percentages refer to the machine's
+memory."""
 DEFAULT_HOME = Path("/srv/fedloom")
 """Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Validity of the authority in days. It should remain valid longer than the server's certificate, because
-the sites have the authority's certificate."""
+"""Validity of the authority in days. It should exceed the validity of the server's certificate, because the sites have
+the authority's certificate."""
 
 Files = dict[str, str | bytes]
 """Contents by path."""
@@ -91,18 +91,22 @@ class Location(Value):
     host: str = Field(
         "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
     )
-    proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy for sites")
-    port: int = Field(18000, ge=1, le=65535, description="loopback port of the server, behind the reverse proxy")
+    proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy to which sites connect")
+    port: int = Field(18000, ge=1, le=65535, description="the server's loopback port behind the reverse proxy")
     home: Folder = Field(DEFAULT_HOME, description="folder on each machine for server/ or site/")
-    programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder on each machine for fedloom's programs")
+    programs: Folder = Field(
+        Path("/opt/fedloom/bin"), description="folder on each machine where fedloom's programs are installed"
+    )
     memory: Folder | None = Field(
         None,
-        description="folder on each site's machine for its record of its data, the same for all deployments of the "
-        "site (default: the site's folder state)",
+        description="folder on each site's machine for its record of its data, shared by all of the site's "
+        "deployments (default: the site's state folder)",
     )
     days: int = Field(365, ge=1, le=3650, description="validity of the certificates, in days")
     quorum: int | None = Field(
-        None, ge=1, description="number of accepted replies that a round needs (default: more than half of the sites)"
+        None,
+        ge=1,
+        description="number of accepted replies required in each round (default: more than half of the sites)",
     )
     metrics_port: int | None = Field(None, ge=1, le=65535, description="loopback port for the server's metrics")
 
@@ -136,7 +140,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(
-            f"{out} already exists and contains keys. Choose another --out, or delete the folder yourself"
+            f"{out} already exists and contains keys. Choose another --out, or delete the folder manually"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")

@@ -38,8 +38,8 @@ from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site.local_data import site_federation
 
 LOG_PREFIX = "fedloom: "
-"""Prefix of those lines in the server's log that are meant for people."""
-RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew"
+"""Prefix of human-readable lines in the server's log."""
+RENEW_HINT = "'fedloom deploy renew' creates a new certificate and key for the server"
 """Advice about invalid files of the server's certificate."""
 
 Print = Callable[[str], None]
@@ -161,7 +161,7 @@ class LoopbackDeployment:
             raise stop_error(stops[-1])
         status = self.status()
         if status != "finished:completed":
-            cure = "the same command resumes after the last round. If the run ends like this again, see the log"
+            cure = "run the same command again to resume. If the run ends like this again, see the log"
             raise ProcessError(f"the run ended with status {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:

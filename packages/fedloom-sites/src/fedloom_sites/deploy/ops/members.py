@@ -1,9 +1,9 @@
 """Sites that join or leave a deployment after its start.
 
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
-agreement starts from the model of the last round. A site keeps the previous agreement until it has approved the new one
-(`accept_agreement`), and answers messages only under the agreement that it keeps. If a server adds sites without
-approval, all its messages are therefore rejected.
+agreement starts from the last round's model. A site keeps the previous agreement until it has approved the new one
+(`accept_agreement`), and answers messages only under the agreement that it keeps. Therefore, if a server adds sites
+without approval, all of its messages are rejected.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
     server, out = read_server(file), folder / "changes" / name
     if same := find_case_twin(name, (m.site for m in server.sites)):
         raise ConfigError(
-            f"{folder} already has a site {same}, got {name}. Choose a name that differs in more than capitalization"
+            f"{folder} already has a site {same}, got {name}. Choose a name that does not differ only in capitalization"
         )
     if out.exists():
         raise ConfigError(f"{out} already exists and contains keys. Use this folder, or delete it yourself")
@@ -287,7 +287,7 @@ def remove(folder: Path, name: str) -> Server:
     rest = [m for m in settings["sites"] if m["site"] != name]
     least = 1 if server.secure is None else server.secure.threshold
     if len(rest) < least:
-        raise ConfigError(f"without {name}, only {len(rest)} sites would be left, but a run needs {least} sites")
+        raise ConfigError(f"without {name}, only {len(rest)} sites would remain, but a run needs {least} sites")
     settings |= {"sites": rest, "quorum": min(settings["quorum"], len(rest))}
     make(Server, settings, str(file), fields_of(Server))
     write_atomic(file, tomli_w.dumps(settings).encode())

@@ -154,9 +154,7 @@ def plan_deployment(
     agreement = getattr(one.source, "agreement", None)
     sites = len(names) if names and sites is None else sites
     if sites is None and own_data:
-        raise ConfigError(
-            "if sites bring their own data, fedloom cannot know the number of sites. Add --sites or --names"
-        )
+        raise ConfigError("the number of sites is unknown if sites bring their own data. Add --sites or --names")
     if agreement is not None and own_data:  # the agreement describes the samples, so no data are read
         samples = InputSpec.agreed(agreement)
         fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
@@ -261,8 +259,8 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
         drawn = len(sampler.apply(sampler.init(ctx), None, ctx)[0].unique())
         if drawn < job.n:
             raise ConfigError(
-                f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums "
-                "over different sites reveal the upload of one site. Omit the sampler so that all "
+                f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums over different "
+                "sites can reveal one site's upload. Omit the sampler so that all "
                 "sites train in every round, or add noise (aggregator 'private-mean' with a delta, "
                 "or upload_transform 'gaussian-noise'), or allow as many changes per site as there "
                 f"are rounds (--changes {setting.rounds}), which gives up this protection"
@@ -333,7 +331,7 @@ def _check_site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
                 f"but not at its start or end, got {name!r}. Change the name"
             )
         if same := find_case_twin(name, names[:k]):
-            why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
+            why = "is listed twice" if same == name else f"and {same} would share a folder on a case-insensitive disk"
             raise ConfigError(f"--names: {name} {why}. Change one of the names")
     return tuple(names)
 

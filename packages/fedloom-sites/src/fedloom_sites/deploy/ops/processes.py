@@ -95,7 +95,7 @@ class ManagedProcess:
         """Return the end of the output, or the reason for the exit that Flower or the operating system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
-            return "another program took the chosen port in the meantime. Run the same command again"
+            return "another program has taken the chosen port in the meantime. Run the same command again"
         _, why, reason = output.rpartition(EXIT_CODE_PREFIX)
         return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 

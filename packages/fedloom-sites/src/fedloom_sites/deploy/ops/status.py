@@ -51,9 +51,7 @@ def _explain_unexpected_content() -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise RunDirError(
-            f"the server's log and checkpoints contradict each other ({what}). Nothing was changed"
-        ) from None
+        raise RunDirError(f"the server's log and checkpoints are inconsistent ({what}). Nothing was changed") from None
 
 
 def server_of(folder: Path) -> Server:
@@ -73,7 +71,7 @@ def server_file(folder: Path) -> Path:
     """
     files = [path for path in (folder / "server" / SERVER_FILE, folder / SERVER_FILE) if path.is_file()]
     if not files:
-        at_site = ". A site has neither, so ask the coordinator" if (folder / SITE_FILE).exists() else ""
+        at_site = ". A site does not have them, so ask the coordinator" if (folder / SITE_FILE).exists() else ""
         raise ConfigError(
             f"{folder} {describe_folder(folder)}. Pass the directory that 'fedloom deploy init' wrote, or the server's "
             f"folder{at_site}"
@@ -286,7 +284,7 @@ class _Collector:
         yield gauge("rounds_done", "rounds done", {(): status["rounds"]})
         yield gauge("rounds_planned", "rounds of the experiment", {(): status["planned"]})
         yield gauge("round_seconds", "duration of the last round", {(): seconds.get("last")})
-        yield gauge("epsilon", "epsilon spent by the client that took part most often", {(): status["epsilon"]})
+        yield gauge("epsilon", "epsilon spent by the client that participated most often", {(): status["epsilon"]})
         replies = {
             k: None if s["last_reply"] is None else _parse_time(s["last_reply"]).timestamp() for k, s in sites.items()
         }
@@ -295,11 +293,11 @@ class _Collector:
             counts = {key: site[name] for key, site in sites.items()}
             yield gauge(f"site_rounds_{name}", f"rounds that a site {about}", counts, "site")
         steps = {(*key, step): one["count"] for key, site in sites.items() for step, one in site["rejected"].items()}
-        yield gauge("site_replies_rejected", "rejected replies of a site, by step of the check", steps, "site", "step")
+        yield gauge("site_replies_rejected", "rejected replies of a site, by check", steps, "site", "step")
         losses = {(*key, row["model"]): row.get("loss") for key, site in sites.items() for row in site["scores"]}
-        yield gauge("site_loss", "newest loss on a site's test samples", losses, "site", "model")
+        yield gauge("site_loss", "latest loss on a site's test samples", losses, "site", "model")
         disk = {(what,): size for what, size in status["disk"].items()}
-        yield gauge("disk_bytes", "size of the server's files, and free space", disk, "what")
+        yield gauge("disk_bytes", "size of the server's files and free disk space", disk, "what")
 
 
 def _run_state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -312,10 +310,10 @@ def _run_state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, st
     if not is_in_use(server.checkpoints):
         return {
             "state": "killed",
-            "reason": "the server ended without a message, as after 'flwr stop'. Run it again to continue",
+            "reason": "the server ended without a message, as after 'flwr stop'. Start the run again to continue",
         }
     diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
-    return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
+    return {"state": "running", "reason": "is waiting for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
 
 
 def _expiries(server: Server) -> dict[str, str]:

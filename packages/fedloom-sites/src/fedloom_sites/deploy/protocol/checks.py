@@ -56,7 +56,7 @@ from fedloom_sites.deploy.settings import Server, norm_bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
-"""Largest amount of work that is plausible."""
+"""Maximum plausible amount of work."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
 """Pattern of the text that Flower puts around an error from a site's process."""
 
@@ -119,7 +119,7 @@ class ReplyChecks:
         Args:
             message: message from a node.
             pending: message that the reply answers. None if no open message matches.
-            is_late: True if the server no longer waits for a reply to this message.
+            is_late: True if the server is no longer waiting for a reply to this message.
             answered: clients whose reply has already been accepted.
 
         Raises:
@@ -157,7 +157,7 @@ class ReplyChecks:
             RunStopped: too few replies are accepted. The state from before the round is kept.
         """
         if count < need:
-            cure = f"Rejected answers: {rejected}. Remove the reasons, which are in the audit log, then run"
+            cure = f"Rejected answers: {rejected}. Fix the causes, which are in the audit log, then run"
             raise RunStopped(
                 Stop.TOO_FEW,
                 f"round {round}: only {count} of {wanted} sites sent a usable answer, but the quorum is {need}. The "
@@ -202,7 +202,9 @@ class ReplyChecks:
         for name, value in wanted.items():
             if head[name] != value:
                 got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
-                hint = ". The site has another agreement, or has not approved this one" if name == "experiment" else ""
+                hint = (
+                    ". The site has a different agreement, or has not approved this one" if name == "experiment" else ""
+                )
                 raise RejectedReply(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
         client: int = head["client"]
         if client not in self._keys:
@@ -227,7 +229,7 @@ class ReplyChecks:
         return draft
 
     def check_data(self, head: dict[str, Any]) -> None:
-        """Check the description of its data that a site sends in reply to a greeting.
+        """Check a site's description of its data in its reply to a greeting.
 
         Raises:
             RejectedReply: the data do not match the experiment, or are larger than a site may claim.
@@ -263,7 +265,7 @@ class ReplyChecks:
         if draft.is_round and value is not None:
             parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
             if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-                raise UnusableUpload(8, "the arrays contain NaN or infinite numbers")
+                raise UnusableUpload(8, "the arrays contain NaN or infinite values")
         return draft
 
     def _check_counts(self, draft: _ReplyDraft) -> _ReplyDraft:
@@ -283,7 +285,7 @@ class ReplyChecks:
         return draft
 
     def _keep_valid_metrics(self, draft: _ReplyDraft) -> _ReplyDraft:
-        """Remove values that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
+        """Remove values that are non-finite, out of range or not metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
         assert self._job is not None

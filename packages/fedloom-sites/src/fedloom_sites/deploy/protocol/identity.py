@@ -52,19 +52,19 @@ def read_signing_key(path: Path, agreed: str = "") -> Ed25519PrivateKey:
         raise ConfigError(f"{path} is not an Ed25519 key. Replies must be signed with an Ed25519 key")
     public, line = public_file_of(path), public_key_line(content)
     if agreed and not agreed.startswith(line):
-        raise ConfigError(f"{path} is not the key that was agreed on for this site. {KEY_CURE}")
+        raise ConfigError(f"{path} is not this site's agreed-upon key. {KEY_CURE}")
     if not agreed and public.exists() and not content_of(public).decode(errors="replace").startswith(line):
         raise ConfigError(f"{path} is not the private key of {public.name}. {KEY_CURE}")
     return key
 
 
 def public_file_of(path: Path) -> Path:
-    """Return the path of the public key that belongs to a file with a private key."""
+    """Return the path of the public key that matches a private-key file."""
     return path.with_name(f"{path.name}.pub")
 
 
 def public_key_line(private: bytes) -> str:
-    """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not such a key."""
+    """Return the public key that matches a private key as an OpenSSH line, or "" if the bytes are not a private key."""
     try:
         key = load_ssh_private_key(private, None)
     except (ValueError, UnsupportedAlgorithm):
@@ -88,7 +88,7 @@ def read_verifying_key(line: str, site: str) -> Ed25519PublicKey:
 
 
 def signed_text(fields: Mapping[str, object]) -> bytes:
-    """Encode fields in one canonical representation that can be signed."""
+    """Encode fields in a canonical representation for signing."""
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 

@@ -1,9 +1,8 @@
 """Messages that may leave a site.
 
-A server can craft a message whose answer depends on one sample. If the site then rejects the message, the rejection
-answers a question about this sample, and so does the wording of the rejection. An error message therefore leaves a site
-only if it was created in code that cannot read samples. `publish_reasons` marks such code. All other errors are written
-only to the site's log.
+A server can craft a message whose answer depends on one sample. A rejection of this message, and even its wording, then
+reveals something about the sample. An error message therefore leaves a site only if it was created in code that cannot
+read samples. `publish_reasons` marks such code. All other errors are written only to the site's log.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class PublicReason(FedloomError):
 
 @contextmanager
 def publish_reasons() -> Iterator[None]:
-    """Mark code that reads no samples, so that the messages of its errors may leave the site.
+    """Mark code that reads no samples, so that its error messages may leave the site.
 
     Raises:
         PublicReason: replaces any error of fedloom.

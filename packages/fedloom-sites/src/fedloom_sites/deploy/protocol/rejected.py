@@ -25,10 +25,10 @@ class RejectedReply(FedloomError):
 
 
 class LateReply(RejectedReply):
-    """Error: a valid reply to a message that the server no longer waits for."""
+    """Error: a valid reply to a message for which the server is no longer waiting."""
 
     def __init__(self) -> None:
-        super().__init__(1, "too late, its round continues without it")
+        super().__init__(1, "the reply is too late, and its round continues without it")
 
 
 class UnableReply(RejectedReply):
@@ -43,5 +43,5 @@ class UnusableUpload(RejectedReply):
 
 
 def make_printable(text: str) -> str:
-    """Return external text that has been made safe to print and to log."""
+    """Return external text, made safe to print and log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

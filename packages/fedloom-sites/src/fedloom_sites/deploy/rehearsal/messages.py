@@ -74,13 +74,13 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[BadM
     heads: Mapping[str, Mapping[str, Any]] = {
         "another protocol": {"protocol": 10**9},
         "another version": {"release": "0.0.0"},
-        "a version that is a path": {"release": "../../etc/passwd"},
+        "a path as the version": {"release": "../../etc/passwd"},
         "another experiment": {"experiment": "f" * 64},
-        "an experiment that is a path": {"experiment": "../../../../tmp/x"},
+        "a path as the experiment": {"experiment": "../../../../tmp/x"},
         "a disguised name": {"experiment": BIDI_NAME},
         "an escape sequence": {"release": "\x1b[2J\x07"},
         "another site's number": {"client": (site.client + 1) % max(2, site.clients)},
-        "a number of no site": {"client": 10**9},
+        "a nonexistent site number": {"client": 10**9},
         "round 0": {"round": 0},
         "a round below zero": {"round": -1},
         "a round beyond the last": {"round": rounds + 1},
@@ -88,8 +88,8 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[BadM
         "an accepted round in the future": {"accepted": rounds + 1},
         "an accepted round below zero": {"accepted": -5},
         "a wrong digest": {"digest": "0" * 64},
-        "a round that is a text": {"round": "1"},
-        "a further field": {"path": "/etc/passwd"},
+        "a text as the round": {"round": "1"},
+        "an additional field": {"path": "/etc/passwd"},
         "a head of 2 MB": {"release": "x" * (2 << 20)},
     }
     for name, change in heads.items():
@@ -101,8 +101,8 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[BadM
     first, *rest = good.arrays
     for name, array in {
         "half a model": first[: len(first) // 2],
-        "a model and more": first + bytes(8),
-        "no bytes": b"",
+        "more than a model": first + bytes(8),
+        "zero bytes": b"",
         "other bytes": bytes(range(256)) * 8,
         "a pickle": b"\x80\x04cposix\nsystem\n(S'true'\ntR.",
     }.items():
@@ -114,7 +114,7 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[BadM
     yield good._replace(name="too many arrays", arrays=[*good.arrays, *[b"0"] * 6])
     yield good._replace(name="no arrays", arrays=[])
     if site.site.secure is not None:
-        yield BadMessage("a plain training", "train", {"round": 1, "weight": 0.5, "scored": -1}, [first])
+        yield BadMessage("a plain training request", "train", {"round": 1, "weight": 0.5, "scored": -1}, [first])
         for step, count in {"masked": 3, "tally": 2, "agree": 1, "count": 1, "unmask": 1}.items():
             yield BadMessage(f"{step} without a session", step, {"round": 1, "session": b"0" * 16}, [b""] * count)
 
@@ -135,7 +135,7 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(wrong),
         f"{sent} malformed, foreign, truncated and huge messages",
-        "a site reads only messages of the agreed form",
+        "a site reads only messages in the agreed-upon format",
         f"answers to {', '.join(wrong)}",
     )
 
@@ -264,7 +264,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(small),
         f"cells of {', '.join(agreed)} with few patients of this site",
-        f"a site answers zeros for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
+        f"a site answers 0 for cells with fewer than {DEFAULT_MIN_SUBJECTS} patients (rules, min_subjects)",
         f"cells with fewer than {DEFAULT_MIN_SUBJECTS} patients: {', '.join(small)}",
     )
 
@@ -279,7 +279,7 @@ def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
         differing > 0,
         f"{len(transcripts[0])} crafted questions of agreed and other analyses",
         "a site answers only the agreed questions, each once, and its rejections depend only on the message",
-        f"{differing} answers tell two samples apart",
+        f"{differing} answers distinguish two samples",
         f"{answered} answers" + ("" if site.site.secure is None else ", each a masked vector"),
     )
 
@@ -342,7 +342,7 @@ def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         not reason,
         f"a compressed table of {BOMB_BYTES >> 30} GiB in a few MB",
-        "a file unpacks to a bounded size, in bounded time",
+        "the unpacked size and time are bounded",
         "the site reads it",
         "a refusal",
     )

@@ -67,7 +67,7 @@ def find_first_layer(job: Job, features: int) -> FirstLayer:
     biases = [name for name in names[1:3] if tuple(shapes[name]) == (units,)]
     if len(first) != 2 or int(first[1]) != features or not after or not biases:
         raise InapplicableAttack(
-            "the first layer of the model is not a hidden linear layer, and this attack reads samples from such a layer"
+            "the model's first layer is not a hidden linear layer, from which this attack reads samples"
         )
     return FirstLayer(names[0], biases[0], after[0], units)
 
@@ -175,7 +175,7 @@ def protection_of_upload(site: RehearsedSite) -> str:
 def read_single_upload(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of an attack on this site's upload alone."""
     rogue, c = site.rogue(), site.client
-    tried = "the upload of this site alone, and its masked numbers in two sessions"
+    tried = "this site's upload alone, and its masked values in two sessions"
     upload = rogue.ask(c, "train", rogue.download(), round=1, weight=1 / site.clients, scored=-1)
     if site.site.secure is not None:
         numbers = set[bytes]()
@@ -193,7 +193,9 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
     learned = f"the whole upload, {len(upload):,} bytes"
     if protection_of_upload(site) == "noise":
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each upload")
-    return AttackOutcome("OPEN", tried, learned, "no masks and no noise: use secure aggregation, or trust the server")
+    return AttackOutcome(
+        "OPEN", tried, learned, "there are no masks and no noise. Use secure aggregation, or trust the server"
+    )
 
 
 def read_by_bins(site: RehearsedSite) -> AttackOutcome:
@@ -209,7 +211,7 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
     if count and protection == "masks":
         remains = "a sum hides the origin of samples, not the samples. Add noise (delta), or trust the server"
         return AttackOutcome("remains", tried, f"{learned}, in the sum of a round", remains)
-    rule = "noise (delta)" if protection != "masks" else "training blurs single samples. Noise (delta) hides them"
+    rule = "noise (delta)" if protection != "masks" else "training blurs individual samples. Noise (delta) hides them"
     return judge_attack(bool(count), tried, rule, learned, "0 samples")
 
 
@@ -280,7 +282,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     """
     if site.site.secure is None and not site.copy().trainer.private:
         raise InapplicableAttack(
-            "the server receives this site's answers directly; see the table row about single uploads"
+            "the server receives this site's answers directly. See the table row about single uploads"
         )
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
     rogues = [site.rogue(twin) for twin in twins]
@@ -299,7 +301,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
         differing > 0,
         f"{questions} crafted models, sent to two copies of the site that differ in one sample",
         "a rejection, its text and its length depend only on the message",
-        f"{differing} of {questions} answers tell the two samples apart",
+        f"{differing} of {questions} answers distinguish the two samples",
         f"0 of {questions} answers differ",
     )
 
@@ -329,7 +331,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
     rogue = site.rogue()
     job, (down, _) = rogue.trainer.job, rogue.first_download()
     change = ask_change(site, rogue, rogue.download())
-    tried = "the loss of the model after one round, of training samples and of held-out samples"
+    tried = "the model's loss after one round on training samples and held-out samples"
     if change is None:
         return AttackOutcome("stopped", tried, "nothing", "the round has no result")
     model = down[0].reshape(-1) + change.to(down[0])
@@ -342,7 +344,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
     learned = f"AUROC {area:.2f} (chance: 0.50)"
     if area >= MEMORIZED_AUROC:
         return AttackOutcome(
-            "OPEN", tried, learned, "the model memorizes: fewer epochs, a smaller model, or noise (delta)"
+            "OPEN", tried, learned, "the model memorizes. Use fewer epochs, a smaller model, or noise (delta)"
         )
     return AttackOutcome(
         "remains", tried, learned, "a model reveals something about its training samples. Noise (delta) limits it"

@@ -208,7 +208,7 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
         learned_sums += [what] if first.is_open and second.is_open else []
     return judge_attack(
         bool(learned_sums),
-        "the same model in the next round, without this site",
+        "the same model in the next round without this site",
         "sums on the same model contain the same sites",
         f"this site's {' and '.join(learned_sums)}, by subtraction",
     )
@@ -247,14 +247,14 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
     rows = open_series(site, "neighbors", cohorts)
     differences = sum(one != other for one, other in itertools.pairwise([len(row) for row in rows]))
     tried = f"{len(cohorts)} rounds with nearly the same model, every second one without this site"
-    rule = f"sums contain the same sites, apart from {agreed.changes} agreed changes of a site (changes)"
+    rule = f"sums contain the same sites, apart from at most {agreed.changes} changes per site (changes)"
     learned = f"{differences} differences that contain this site's uploads"
     if (("uploads", site.client),) not in find_isolated(rows, agreed.threshold):
         return judge_attack(False, tried, rule, learned)
     if site.copy().trainer.private:
-        return AttackOutcome("remains", tried, f"{learned}, each with its noise", "epsilon counts each round")
+        return AttackOutcome("remains", tried, f"{learned}, each with its noise", "epsilon accounts for each round")
     if max(differences, agreed.changes) <= MAX_CHANGES:
-        return AttackOutcome("remains", tried, learned, f"{rule}. Agree on changes = 0 if no site may be away")
+        return AttackOutcome("remains", tried, learned, f"{rule}. Agree on changes = 0 if no site may be absent")
     return judge_attack(True, tried, rule, learned)
 
 
@@ -266,7 +266,7 @@ def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
     tried = f"{len(cohorts)} sums with nearly the same model, each without a different site"
     learned = "this site's uploads, computed from differences of sums"
     if is_alone and site.copy().trainer.private:
-        return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each round")
+        return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon accounts for each round")
     rule = f"every sum contains at least {agreed.steady_sites} sites that were never absent (steady)"
     return judge_attack(is_alone, tried, rule, learned)
 
@@ -281,7 +281,7 @@ def repeat_session_start(site: RehearsedSite) -> AttackOutcome:
     after, _ = play_session(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
     return judge_attack(
         before.is_open and after.is_open,
-        "another experiment on the same data and model, without this site",
+        "another experiment on the same data and model without this site",
         f"a site remembers sums by the name of its data ({site.site.data_name!r}), across experiments",
         "this site's upload, by subtraction",
     )
@@ -314,7 +314,7 @@ def change_terms(site: RehearsedSite) -> AttackOutcome:
     return judge_attack(
         bool(learned_sums),
         "two models and two lists of terms in one session, and a different model for each site",
-        "a session has one answer, and masks fit one model and one list of terms",
+        "a session has one answer, and its masks are bound to one model and one list of terms",
         ", ".join(learned_sums),
     )
 

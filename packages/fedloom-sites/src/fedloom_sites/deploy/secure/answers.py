@@ -103,7 +103,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
     try:
         public.verify(message, text)
     except InvalidSignature:
-        raise WireError("the signature does not match this sum: the site received a different request") from None
+        raise WireError("the signature does not match this sum. The site received a different request") from None
     return message
 
 

@@ -1,4 +1,4 @@
-"""Advice: a small portfolio of methods competes on validation data before the main budget is spent."""
+"""Advice: a small portfolio of methods competes on validation data before you spend the main budget."""
 
 from __future__ import annotations
 

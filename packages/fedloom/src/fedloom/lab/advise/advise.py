@@ -1,4 +1,4 @@
-"""advise: advise which method and settings to use for clients that are given in Python."""
+"""advise: recommend a method and its settings for clients defined in Python."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def advise(
     name: str = "advice",
     **choices: Unpack[Choices],
 ) -> Advice:
-    """Let a small portfolio of methods compete on the given clients, and return advice on which method to use.
+    """Run a race between a small portfolio of methods on the given clients, and recommend a method.
 
     The race uses only training and validation data. The reported gains are measured on validation data that the race
     did not use.
@@ -49,26 +49,26 @@ def advise(
     Args:
         data: a federation, a data set, the name of a data set, arrays or clients, as in `fedloom.compare`.
         model: model to train, as in `fedloom.simulate`. If None, softmax regression is used.
-        partition: rule that splits a data set among clients.
+        partition: rule that splits a data set across clients.
         budget: compute budget of the race, in multiples of the gradients of one FedAvg run with all ``rounds``.
-        margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage
-            point of accuracy). If None, no margin is stated.
+        margin: largest difference that does not matter in practice, in the metric's units (0.01 is one percentage point
+            of accuracy). If None, no margin is stated.
         tune: the keys ``metric`` and ``space`` of the table ``[tune]`` in an experiment file.
-        folder: directory of the race. The same call with the same folder resumes the race. If None, a temporary
-            directory is used.
-        join: True to share the race with other processes that make the same call with the same folder.
-        executor: executor that performs the runs, with a method ``submit(function, *arguments)``, as in
+        folder: directory of the race. Calling the function again with the same folder resumes the race. If None, a
+            temporary directory is used.
+        join: True to share the race with other processes that make the same call on the same folder.
+        executor: executor that executes the runs, with a method ``submit(function, *arguments)``, as in
             `fedloom.compare`.
-        progress_bar: True to write a line to standard error after every comparison.
-        name: name of the experiment that is written for the final comparison.
+        progress_bar: True to print a line to standard error after every comparison.
+        name: name of the experiment file written for the final comparison.
         choices: other fields of `fedloom.Setting` that apply to all methods, such as ``rounds=50`` or ``local={"lr":
             0.1}``. ``seed`` is used for the split and for the first run of each method.
 
     Returns:
-        The advice. Its method ``lines`` returns the advice in sentences.
+        The advice. Its ``lines`` method returns the advice as sentences.
 
     Raises:
-        ConfigError: a value is invalid. In that case, nothing has been run.
+        ConfigError: a value is invalid. Nothing has been run.
         DataError: the data cannot be converted to a data set.
         RunDirError: the folder belongs to a different race.
         RunStopped: the race was interrupted, or no method has a result.
@@ -112,4 +112,4 @@ def advise(
 
 
 def _ignore_line(_line: str) -> None:
-    """Ignore a line of progress."""
+    """Ignore a progress line."""

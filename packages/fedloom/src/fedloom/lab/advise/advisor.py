@@ -1,4 +1,4 @@
-"""Advisor: run a race between methods in a directory, with any number of processes, and derive the advice."""
+"""Advisor: run a race between methods in a directory, using any number of processes, and derive the advice."""
 
 from __future__ import annotations
 
@@ -65,24 +65,23 @@ RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 
 
 IDENTITY_ARM_COUNT = 4
-"""Number of settings per method that are used to recognize a race when it is resumed. A race with a larger budget tries
-these settings and additional ones."""
+"""Number of settings per method that identify a race when it is resumed. A race with a larger budget tries these
+settings first, and then more."""
 
 LapKey = tuple[str, int, int]
 """Label of a method, index of one of its settings (arm), and seed."""
 
 
 class LapWork(NamedTuple):
-    """Lap of a race, together with the setting and the number of rounds to train.
+    """Lap of a race, with its setting and the number of rounds to train.
 
     Attributes:
         lap: the lap.
-        setting: setting of the lap's whole run.
-        rounds: number of rounds of the whole run.
+        setting: setting of the full run that the lap belongs to.
+        rounds: number of rounds in the full run.
         end: round at which the lap ends.
         unit: unit of work, with the path of its published result.
-        previous_round: round at which the previous lap (part of the training) of the same candidate and seed ended.
-            None if this is the first lap.
+        previous_round: round at which the previous lap of the same candidate and seed ended. None for the first lap.
     """
 
     lap: Lap
@@ -112,19 +111,18 @@ class Advisor:
     Args:
         document: content of the experiment file. The methods listed in the file are ignored.
         where: name of the file, for error messages.
-        out: directory of the race, created if it does not exist.
+        out: directory of the race, which is created if it does not exist.
         data_dir: folder of data sets.
         budget: compute budget of the race, in multiples of the gradients of one FedAvg run with all rounds of the
             experiment.
-        margin: largest difference in the metric that is irrelevant in practice. If None, no margin is stated.
+        margin: largest difference in the metric that does not matter in practice. If None, no margin is stated.
         read: function that converts a document to an experiment.
-        methods: registered names of the methods that take part in the race. If None, the portfolio that is stored with
-            the package is used. Local training and FedAvg are always included.
+        methods: registered names of the methods that take part in the race. If None, the package's portfolio is used.
+            Local training and FedAvg are always included.
 
     Raises:
-        ConfigError: the experiment is invalid, has no validation data, or the budget is too small. In that case,
-            nothing is written.
-        RunDirError: the directory belongs to a different race, or is not the directory of a race.
+        ConfigError: the experiment is invalid, has no validation data, or the budget is too small. Nothing is written.
+        RunDirError: the directory belongs to a different race, or is not a race directory.
         DataError: the data cannot be read.
     """
 
@@ -164,7 +162,7 @@ class Advisor:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Reasons why methods of the portfolio cannot take part, keyed by method name."""
+        """Reasons why some methods of the portfolio cannot take part, keyed by method name."""
         return self._entries.left_out
 
     @property
@@ -182,15 +180,15 @@ class Advisor:
         """Train the missing laps, write all files of the race, and return the advice.
 
         Args:
-            tell: function that is called with a sentence after every comparison.
+            tell: function called with a sentence after every comparison.
             join: True to share the laps with other processes that join the race, on any machine that can access the
                 directory.
-            executor: executor with a method ``submit(function, *arguments)`` that trains the laps.
+            executor: executor with a method ``submit(function, *arguments)`` used to train the laps.
 
         Raises:
             ConfigError: the experiment cannot be sent to the workers of the executor.
             RunStopped: the race was interrupted. Completed laps are kept.
-            CheckpointError: the disk is full or refuses a write. Completed laps are kept.
+            CheckpointError: the disk is full or a write fails. Completed laps are kept.
         """
         if executor is not None:
             check_executor(executor)
@@ -276,7 +274,7 @@ class Advisor:
     def _train_on_executor(
         self, executor: Executor, luggage: PackedExperiment, session: JoinedWork, works: Sequence[LapWork]
     ) -> list[LapResult]:
-        """Let an executor perform the training of the laps."""
+        """Train the laps on an executor."""
         missing = [work for work in works if not work.is_done]
         units = list[str]()
         for work in missing:
@@ -294,7 +292,7 @@ class Advisor:
                     claim.release()
         if not all(work.is_done for work in works):
             raise RunStopped(
-                Stop.INTERRUPTED, f"finished laps are kept in {self.out}; the same command resumes the race"
+                Stop.INTERRUPTED, f"finished laps are kept in {self.out}. Run the same command again to resume the race"
             )
         return self._results_of(works)
 
@@ -311,7 +309,7 @@ class Advisor:
     def _plan(self, arm: Arm) -> int:
         """Return the number of rounds in a full run of a candidate.
 
-        This is the number of rounds of the candidate's method, unless the candidate's rounds differ in cost.
+        This is the number planned for the candidate's method, unless the candidate's rounds differ in cost.
         """
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 
@@ -338,7 +336,7 @@ class Advisor:
         return WorkUnit(name, self.out / LAPS_FOLDER / name)
 
     def _check_directory(self, *, joins: bool = False) -> None:
-        """Raise an error unless the directory is unused or contains this race with the same or a smaller budget."""
+        """Raise an error unless the directory is unused, or contains this race with a budget that is not larger."""
         path = self.out / RACE_FILE
         if not is_unused(self.out) and not path.exists():
             raise RunDirError(f"{self.out} is not empty and contains no race (no {RACE_FILE}). Choose another --out")
@@ -368,12 +366,12 @@ class Advisor:
 
     def _begin(self) -> None:
         self._check_directory()
-        # The file is written first, so that a process that joins now recognizes the folder as the folder of this race.
+        # The file is written first, so that a process that joins now recognizes the folder as this race's.
         write_atomic(self.out / RACE_FILE, tomli_w.dumps(self._identity()).encode())
         make_folder(self.out / LAPS_FOLDER)
 
     def _identity(self) -> dict[str, Any]:
-        """Return all information that affects the results of laps, as a TOML document."""
+        """Return all information that affects the laps' results, as a TOML document."""
         settings = self._experiment_of_share().settings()
         for free in ("name", "seeds", "evaluate"):
             settings.pop(free)

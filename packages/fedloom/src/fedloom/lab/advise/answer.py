@@ -33,7 +33,7 @@ from fedloom.storage.files import write_atomic
 ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
 """Files of an answer: the experiment with the recommended method, the machine-readable answer, and client advice."""
 MAX_LISTED_CLIENTS = 6
-"""Maximum number of clients that are named in a line."""
+"""Maximum number of clients named on one line."""
 
 
 class Verdict(StrEnum):
@@ -60,8 +60,8 @@ class ClientAdvice(NamedTuple):
         choice: recommended action for the client.
         gain: predicted gain of the method over training alone. The prediction is computed from the data of the race,
             and is above 0 if the method is better than training alone.
-        estimate: mean gain on the validation data of the client that the race did not use. NaN if the client has no
-            such data.
+        estimate: mean gain on the client's validation data that was held out from the race. NaN if there is no such
+            data.
         half: half-width of the confidence interval of ``estimate`` over seeds. NaN if there is only one seed.
     """
 
@@ -79,25 +79,25 @@ class Advice(NamedTuple):
         verdict: conclusion of the race in words.
         method: best federated method. This method leads the race unless local training leads it.
         arms: chosen settings of each method, keyed by label.
-        metric: metric that compares the methods.
+        metric: metric used to compare the methods.
         gains: gain of the method over local training and over FedAvg, keyed by the label of the baseline. Each gain is
-            measured on validation data that the race did not use, and is above 0 if the method is better. A gain is
-            None if a run failed.
+            measured on held-out validation data and is positive if the method is better. A gain is None if a run
+            failed.
         racing: labels of the methods that are still in the race, best method first.
         departures: for each method that has left the race, the better method, the interim analysis (look) after which
             it left, the difference on the data of the race, and the reason if the method failed.
         left_out: reason why a method did not take part, keyed by the label of the method.
-        more: number of additional gradients that would be needed to decide the race. None if no more gradients are
-            needed, or if even the maximum number of seeds would not decide the race.
+        more: number of additional gradients needed to decide the race. None if no more gradients are needed, or if even
+            the maximum number of seeds would not be enough.
         needed: total budget that would decide the race, in FedAvg runs. None if ``more`` is None.
         clients: advice for every client.
         cost: cost of one run of the method: rounds, gradients, bytes, and hours. If no devices are simulated, the hours
             are None.
         spent: number of sample gradients that the race computed.
-        budget: maximum number of sample gradients that the race was allowed to compute.
-        looks: number of interim analyses (looks) that were carried out.
-        margin: largest difference that is considered irrelevant in practice. None if a margin was not given.
-        kept: number of validation samples that were held out from the race to estimate the gains.
+        budget: maximum number of sample gradients allowed for the race.
+        looks: number of interim analyses (looks) performed.
+        margin: largest difference that does not matter in practice. None if no margin was given.
+        kept: number of validation samples held out from the race to estimate the gains.
     """
 
     verdict: Verdict
@@ -120,12 +120,12 @@ class Advice(NamedTuple):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Settings that were chosen for the recommended method."""
+        """Settings chosen for the recommended method."""
         return dict(self.arms[self.method].params)
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Methods that the recommended method is compared with."""
+        """Methods to which the recommended method is compared."""
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
@@ -146,17 +146,17 @@ class Advice(NamedTuple):
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
-            f"the race took {self.spent:,} of {self.budget:,} gradients. The best method was "
-            f"eliminated with a probability of at most {percent(RACE_ERROR_LEVEL)}"
+            f"the race took {self.spent:,} of {self.budget:,} gradients. The probability that the best method was "
+            f"eliminated is at most {percent(RACE_ERROR_LEVEL)}"
         )
         lines.append(
             f"gains: {self._title}, positive if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
-            f"{self.kept:,} validation samples that the race did not use. No test data were read"
+            f"{self.kept:,} validation samples held out from the race. No test data were read"
         )
         return lines
 
     def record(self) -> dict[str, Any]:
-        """Return the answer as plain values in the metric's own units, without rounding. Unknown values are None."""
+        """Return the answer as plain, unrounded values in the metric's units. Unknown values are None."""
         return {
             "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
             "gains": {label: _record_gain(gap) for label, gap in self.gains.items()},
@@ -195,7 +195,7 @@ class Advice(NamedTuple):
 
     @property
     def _bound(self) -> str:
-        """Sentence about the smallest margin (rounded up) that gives the answer "training alone is enough"."""
+        """Sentence about the smallest margin (rounded up) for which the answer is "training alone is enough"."""
         gain = self.gains.get(ALONE_METHOD)
         largest = math.nan if gain is None else gain.mean + gain.half_width()
         if not (math.isfinite(largest) and largest > 0):
@@ -222,7 +222,7 @@ class Advice(NamedTuple):
     @property
     def _choices(self) -> str:
         by_choice = {choice: [one.name for one in self.clients if one.choice is choice] for choice in Choice}
-        so_far = "no difference is certain. Predictions so far: " if self.verdict is Verdict.UNDECIDED else ""
+        so_far = "no difference is significant. Predictions so far: " if self.verdict is Verdict.UNDECIDED else ""
         return so_far + "; ".join(
             f"{len(names)} {choice} ({shorten_list(names, MAX_LISTED_CLIENTS)})"
             for choice, names in by_choice.items()
@@ -248,10 +248,10 @@ def form_advice(
     Args:
         outcome: outcome of the race.
         fed: federation of the race.
-        metric: metric that compares the methods.
-        margin: largest difference that is considered irrelevant in practice. If None, every difference matters.
-        budget: maximum number of sample gradients that the race was allowed to compute.
-        work: number of gradients that one whole run computes.
+        metric: metric used to compare the methods.
+        margin: largest difference that does not matter in practice. If None, every difference matters.
+        budget: maximum number of sample gradients allowed for the race.
+        work: number of gradients computed in one full run.
         left_out: reason why a method did not take part, keyed by the label of the method.
         budget_of: function that returns the budget, in FedAvg runs, that is needed for a given number of finalists and
             seeds.
@@ -264,7 +264,7 @@ def form_advice(
         first = next(iter(outcome.departures.values()))
         raise RunStopped(Stop.FAILED, f"no method has a result: {first.reason}")
     shared = [label for label in outcome.racing if label != ALONE_METHOD]
-    method = shared[0] if shared else AVERAGE_METHOD  # FedAvg always runs to the end
+    method = shared[0] if shared else AVERAGE_METHOD  # FedAvg is always trained to the end
     gains = {
         label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
         for label in (ALONE_METHOD, AVERAGE_METHOD)
@@ -308,8 +308,8 @@ def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | 
 
     Args:
         outcome: outcome of the race.
-        gain: gain of the best federated method over local training, on data that the race did not use.
-        margin: largest gain that is considered irrelevant in practice. If None, 0 is used.
+        gain: gain of the best federated method over local training, on held-out data.
+        margin: largest gain that does not matter in practice. If None, 0 is used.
     """
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
@@ -328,8 +328,8 @@ def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
     """Return advice for every client.
 
-    A client is advised to train alone if its predicted gain is below 0. If the gain is not below 0, the advice is to
-    use the method's personal or shared model, whichever is predicted to be better.
+    A client is advised to train alone if its predicted gain is negative. Otherwise, it is advised to use the method's
+    personal or shared model, whichever is predicted to be better.
     """
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
@@ -349,7 +349,7 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
 def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
     """Return the predicted gain of the personal over the shared model, ``[clients]``.
 
-    If only one of the two models exists, the result is 1 or -1.
+    The result is 1 or -1 if only one of the two models exists.
     """
     results = [result for (label, _), result in outcome.results.items() if label == method]
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]
@@ -361,7 +361,7 @@ def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
 
 
 def _client_half_width(values: Any) -> float:
-    """Return the half-width of the confidence interval for the mean of a client's values over seeds."""
+    """Return the half-width of the confidence interval for the mean of a client's values across seeds."""
     if len(values) < 2 or not np.isfinite(values).all():
         return math.nan
     from scipy.stats import t  # slow to import

@@ -1,4 +1,4 @@
-"""Laps on an executor: a lap is sent to a worker as text with its checkpoint, and its result is sent back."""
+"""Laps on an executor: send each lap to a worker as text, together with its checkpoint, and receive the result."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def pack_lap(
     Args:
         seed: seed of the run.
         method: table of the method in an experiment file.
-        rounds: number of rounds in the lap's whole run.
+        rounds: number of rounds in the full run.
         end: round at which the lap ends.
         metric: metric that compares the methods.
         seeds: all seeds of the race.
-        before: folder of the previous lap. The lap continues from the checkpoint in this folder. If None, the lap
-            starts at the first round.
+        before: folder of the previous lap. The lap resumes from the checkpoint in this folder. If None, the lap starts
+            at the first round.
     """
     states = {} if before is None else {p.name: p for p in sorted(before.glob("checkpoint-*")) if p.is_file()}
     checkpoint = {name: b64encode(path.read_bytes()).decode() for name, path in states.items()}

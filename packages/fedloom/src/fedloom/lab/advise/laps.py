@@ -1,6 +1,6 @@
 """Laps: stages of the training runs in a race.
 
-Each lap continues the previous lap and is scored on two halves of the validation data.
+Each lap continues from the previous lap and is scored on the two halves of the validation data.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import make_folder, write_atomic
 
 LAP_FILE = "lap.json"
-"""File that holds the result of a lap."""
+"""File that contains a lap's result."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
-"""Parts of a race's federation: the part that decides the race, and the part that is used only for the final estimates.
-
-Both parts contain validation data of the experiment.
-"""
+"""Parts of a race's federation: one decides the race, and the other is used only for the final estimates. Both parts
+contain validation data of the experiment."""
 Subjects = NDArray[np.int64]
 """Subjects ``[k]``: either an array of subject numbers in increasing order, or an array with one number per subject."""
 MODEL_KINDS = ("global", "personal", "hybrid")
-"""Kinds of models that are scored if the method trains such models. If several of these kinds exist, a client would use
-the last one."""
+"""Kinds of models that are scored if the method trains them. If several of these kinds exist, a client would use the
+last one."""
 
 
 class Arm(NamedTuple):
@@ -58,7 +56,7 @@ class Arm(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """Training of a candidate (arm) with one seed, up to a given fraction of the work of a whole run."""
+    """Training of a candidate (arm) with one seed, up to a given fraction of a full run's work."""
 
     arm: Arm
     seed: int
@@ -70,9 +68,9 @@ class LapResult(NamedTuple):
 
     Attributes:
         round: number of rounds that have been trained so far.
-        samples: number of samples whose gradients have been computed so far, including those for the personal models of
-            the last evaluation.
-        trained: the same number without the gradients for these personal models.
+        samples: number of sample gradients computed so far, including gradients for the personal models of the last
+            evaluation.
+        trained: the same number, excluding the gradients for these personal models.
         bytes: number of bytes sent so far, in both directions.
         seconds: virtual time so far, in seconds. None if no devices are simulated.
         scores: score of each client, keyed by kind of model and part. None if a score is unknown.
@@ -92,7 +90,7 @@ class LapResult(NamedTuple):
 
         The default is the kind of model that a client would use.
 
-        The result is None if there is no such model.
+        Return None if there is no such model.
         """
         kinds = [model] if model else [kind for kind in reversed(MODEL_KINDS) if kind in self.scores]
         scores = self.scores.get(kinds[0]) if kinds else None
@@ -106,11 +104,11 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
 
     Half of each client's validation subjects are held out for the final estimates, as the part ``test``. The race
     itself never uses these subjects. With the first seed, models are validated on the other half. With every other
-    seed, models are validated on the same number of subjects from the training part instead, and the same number of
-    subjects of that other half are used for training in exchange. Every seed therefore adds new validation data, and
-    all seeds train on the same number of subjects. If the data are ordered in time, all seeds validate on the same
-    half, which comes later. The samples of a subject stay together, and the proportions of the classes are preserved.
-    If a client has only one validation subject, this subject is used to decide the race.
+    seed, models are validated on the same number of subjects from the training set instead. In exchange, the same
+    number of subjects from that other half are used for training. Every seed therefore adds new validation data, and
+    the number of training subjects is the same for all seeds. If the data are ordered in time, all seeds validate on
+    the same, later half. The samples of a subject stay together, and the class proportions are preserved. If a client
+    has only one validation subject, this subject is used to decide the race.
     """
     cut = _ValidationCut(fed)
     decide, kept = cut.halve_validation()
@@ -121,7 +119,7 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
 
 
 class _ValidationCut:
-    """Rows of the training and validation parts, grouped by subject."""
+    """Rows of the training and validation sets, grouped by subject."""
 
     def __init__(self, fed: Federation) -> None:
         self._fed, units = fed, subjects_of(fed.data)
@@ -141,7 +139,7 @@ class _ValidationCut:
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
         """Return the federation for one of the seeds after the first.
 
-        The result is None if no training samples would remain at some client.
+        Return None if a client would have no training samples.
         """
         fold = self._choose_fold(decide, turn, turns)
         try:
@@ -150,7 +148,7 @@ class _ValidationCut:
             return None
 
     def _choose_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
-        """Choose as many validation subjects from the training part as each client had, spread over its classes."""
+        """Choose as many validation subjects from the training set as each client had, spread across its classes."""
         clients = self._fed.n
         trained, home, rank = self._rank_subjects(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
@@ -174,8 +172,8 @@ class _ValidationCut:
     def make_federation(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
         """Return a federation that evaluates models on the given subjects.
 
-        Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
-        the validation part are not used in the race.
+        Validation subjects that are in ``first`` are used for validation or training. The other validation subjects are
+        not used in the race.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests
@@ -193,7 +191,7 @@ class _ValidationCut:
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
     def _rank_subjects(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
-        """Return the subjects, the clients that they belong to, and their ranks within each client.
+        """Return the subjects, their clients, and their ranks within each client.
 
         Ranks are ordered by class, and are random within a class.
         """
@@ -216,7 +214,7 @@ def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
 def run_lap(
     setting: Setting, fed: Federation, stop_at: int, metric: str, folder: Path, progress: Sequence[Progress]
 ) -> bool:
-    """Train a lap in a folder, resuming from any checkpoint there, and write its result.
+    """Train a lap in a folder, resuming from a checkpoint if there is one, and write its result.
 
     Returns:
         True if the lap was completed, or False if the user stopped it.
@@ -240,7 +238,7 @@ def read_lap(folder: Path) -> LapResult:
 
 
 def copy_checkpoint(before: Path, folder: Path) -> None:
-    """Copy the newest checkpoint of the previous lap, so that the next lap continues from it.
+    """Copy the newest checkpoint of the previous lap, so that the next lap resumes from it.
 
     The checkpoint must contain the complete state.
 
@@ -266,7 +264,7 @@ def _make_lap_result(state: State, metric: str, lost: str) -> LapResult:
             }
     used = next((scores[kind] for kind in reversed(MODEL_KINDS) if kind in scores), {})
     if not lost and all(value is None for value in used.get(DECIDING_PART, [])):
-        lost = f"the validation {metric} is not a number for any client"
+        lost = f"the validation {metric} is NaN for every client"
     return LapResult(
         state.round,
         int(counts["samples_backward"] if whole is None else whole[0]),

@@ -1,16 +1,16 @@
-"""Looks (interim analyses of a race): paired differences between two methods, and the level of each look.
+"""Looks (interim analyses of a race): paired differences between two methods, and the significance level of each look.
 
 The difference between two methods is a table with one value for each seed and client. Seeds and clients are random
-effects: some clients gain more than others, and a seed may favor one method for all clients. The standard error
-accounts for the variance over seeds and over clients (two-way random effects), and its degrees of freedom follow
-Satterthwaite's approximation. Therefore, a race cannot be decided by many clients with one lucky seed, nor by many
-seeds with one unusual client. Because a pair of methods has few seeds, its variance over seeds is taken to be at least
-the variance that is estimated from all methods in the race.
+effects: some clients gain more than others, and a seed may favor one method at all clients. The standard error accounts
+for the variance across seeds and across clients (two-way random effects), and its degrees of freedom follow
+Satterthwaite's approximation. Therefore, one lucky seed cannot decide a race with many clients, and one unusual client
+cannot decide a race with many seeds. Because a pair of methods has few seeds, its variance across seeds is taken to be
+at least the variance estimated from all methods in the race.
 
 A race has several interim analyses, called looks. The significance levels of the looks add up to the level of the race
-(by the spending function of Lan and DeMets that resembles Pocock's), and each look divides its level among the rivals
-of a method. By Bonferroni's inequality, the best method is eliminated with a probability of at most the level of the
-race, no matter how the looks depend on each other.
+(using the Pocock-type spending function of Lan and DeMets), and each look divides its level among the rivals of a
+method. By Bonferroni's inequality, the best method is eliminated with a probability of at most the level of the race,
+no matter how the looks depend on each other.
 
 References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (its readers
 and cases correspond to clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 RACE_ERROR_LEVEL = 0.05
 """Maximum probability that the best method is eliminated from a race."""
 INTERVAL_LEVEL = 0.03
-"""One minus the coverage of the intervals that are printed. Such an interval may also show that a method is better than
-local training.
+"""One minus the coverage of the printed intervals. Such an interval may also show that a method is better than local
+training.
 
 In simulated races between six equally good methods, local training was eliminated, or the interval was above 0, in at
-most 5 % of the races. At a level of 0.05, this happened in up to 7 % of the races, because the method in the lead is
-also the luckiest one."""
+most 5 % of the races. At a level of 0.05, this happened in up to 7 % of the races, because the leading method is also
+the luckiest one.
+"""
 
 Values = NDArray[np.float64]
 
@@ -42,7 +43,7 @@ class SeedPool(NamedTuple):
     """Effect of seeds on the difference between any two methods of a race.
 
     Attributes:
-        variance: variance, over seeds, of the mean difference over clients.
+        variance: variance across seeds of the mean difference across clients.
         degrees: degrees of freedom of ``variance``.
     """
 
@@ -51,13 +52,13 @@ class SeedPool(NamedTuple):
 
 
 class PairedDifference(NamedTuple):
-    """Mean difference between two methods over clients and seeds, with its variance components.
+    """Mean difference between two methods across clients and seeds, with its variance components.
 
     Attributes:
-        mean: mean over all clients and seeds.
+        mean: mean across all clients and seeds.
         client_mean_square: mean square between the clients' means.
-        seed_mean_square: mean square between the seeds' means, which is at least the value that follows from the pooled
-            effect of seeds. NaN if there is only one seed.
+        seed_mean_square: mean square between the seeds' means, which is at least the value implied by the pooled effect
+            of seeds. NaN if there is only one seed.
         residual_mean_square: mean square of the residuals. NaN if there is only one seed.
         clients: number of clients.
         seeds: number of seeds.
@@ -86,7 +87,7 @@ class PairedDifference(NamedTuple):
         return (self.client_mean_square + extra) ** 2 / below if below else float(max(1, self.clients - 1))
 
     def _error(self, seeds: int) -> float:
-        """Return the standard error that the mean would have if there were the given number of seeds."""
+        """Return the standard error that the mean would have with the given number of seeds."""
         if self.clients < 2:
             return math.nan
         if self.seeds < 2:
@@ -133,10 +134,8 @@ def pool_seeds(values: Values) -> SeedPool | None:
     """Estimate, from all methods, the effect of seeds on differences, as the interaction of methods and seeds.
 
     Args:
-        values: scores ``[methods, seeds, clients]``. Clients with any value that is not finite are omitted.
-
-    Returns:
-        The effect of seeds. None if there is only one seed, only one method, or no client.
+        values: scores ``[methods, seeds, clients]``. Clients with a non-finite value are omitted. Returns: The effect
+        of seeds. None if there is only one seed, only one method, or no client.
     """
     values = values[:, :, np.isfinite(values).all((0, 1))]
     methods, seeds, clients = values.shape
@@ -149,11 +148,11 @@ def pool_seeds(values: Values) -> SeedPool | None:
 
 
 def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDifference:
-    """Summarize a table of differences by seed and client.
+    """Summarize a table of differences for each seed and client.
 
     Args:
         values: differences ``[seeds, clients]``. Clients with any value that is not finite are omitted.
-        pool: effect of seeds estimated from all methods. None if the effect is unknown.
+        pool: effect of seeds, estimated from all methods. None if the effect is unknown.
     """
     values = values[:, np.isfinite(values).all(0)]
     seeds, clients = values.shape
@@ -177,9 +176,8 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 def shrink_gains(values: Values) -> Values:
     """Predict the difference for each client, ``[clients]``: the client's mean, shrunk toward the mean of all clients.
 
-    The prediction is the best linear unbiased prediction in the two-way model. This prediction retains only the share
-    of the variance between clients that persists over seeds. Clients with any value that is not finite are assigned the
-    mean of the other clients.
+    This is the best linear unbiased prediction in the two-way model, which retains only the share of the between-client
+    variance that persists across seeds. Clients with a non-finite value are assigned the mean of the other clients.
 
     Args:
         values: differences ``[seeds, clients]``.

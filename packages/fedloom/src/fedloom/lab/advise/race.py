@@ -1,14 +1,14 @@
-"""Race: decide which candidates are trained for how long, which settings are kept, and which methods are eliminated.
+"""Race: decide how long each candidate is trained, which settings are kept, and which methods are eliminated.
 
-Every method starts with the same number of settings, each of which is called a candidate (arm). After a ninth of the
-work of a complete run, with one seed, about the best third of each method's settings are kept. After a third of the
-work, with two seeds, only the best setting of each method is retained. From then on, methods are compared with each
-other. A method is eliminated if another method is better by more than can be explained by chance
-(`fedloom.lab.advise.looks`). The remaining methods are trained for all rounds. Local training and FedAvg are also
-trained to the end, as references. While the race is undecided, the rest of the budget is spent on more seeds.
+Every method starts with the same number of settings, each of which is called a candidate (arm). After a ninth of a full
+run's work with one seed, about the best third of each method's settings are kept. After a third of the work with two
+seeds, only each method's best setting is kept. From then on, methods are compared with each other. A method is
+eliminated if another method is significantly better (`fedloom.lab.advise.looks`). The remaining methods are trained for
+all rounds. Local training and FedAvg are also trained to the end, as references. While the race is undecided, the rest
+of the budget is spent on more seeds.
 
-The functions in this module choose what to train next and interpret the results. These functions do not train any
-models themselves, so they can be tested with arbitrary results.
+The functions in this module choose what to train next and interpret the results. They do not train any models, so they
+can be tested with arbitrary results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
 from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
 
 EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
-"""Fractions of a whole run's work after which settings or methods are compared."""
+"""Fractions of a full run's work after which settings or methods are compared."""
 FIRST_SEEDS, MOST_SEEDS = 2, 5
 """Number of seeds at the first comparison of methods, followed by the maximum number of seeds."""
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
@@ -38,10 +38,10 @@ DEFAULT_BUDGET_RUNS = 16.0
 FedAvg alone with 8 trials."""
 MOST_ARMS, MOST_STAYING = 16, 4
 """Maximum number of settings per method at the start, and maximum number of settings kept after the first comparison.
-The budget that remains is spent on more seeds."""
+The remaining budget is spent on more seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
-"""Function that trains laps in parallel and returns their results in the order of the laps."""
+"""Function that trains laps in parallel and returns their results in the same order."""
 
 
 class Departure(NamedTuple):
@@ -50,7 +50,7 @@ class Departure(NamedTuple):
     Attributes:
         look: number of the interim analysis (look), counted from 1.
         rival: label of the better method. If all settings of the method failed, the label is empty.
-        difference: score of the rival minus the score of the method, which is above 0 if the rival is better.
+        difference: the rival's score minus the method's score, which is positive if the rival is better.
         reason: reason why there is no result, if all settings of the method have failed.
     """
 
@@ -68,9 +68,9 @@ class RaceOutcome(NamedTuple):
         results: results of whole runs, keyed by label and seed, for methods in the race and for the references.
         racing: labels of the methods that are still in the race, best method first.
         departures: eliminations of the other methods, keyed by label.
-        looks: number of interim analyses (looks) that were carried out.
+        looks: number of interim analyses (looks) performed.
         level: one-sided significance level at which one method may eliminate another method at the next interim
-            analysis (or at the last one if no interim analysis is left).
+            analysis (or the last one if none is left).
         spent: number of gradients spent on all laps and on planning their number of rounds.
     """
 
@@ -89,7 +89,7 @@ def last_round(depth: float, rounds: int) -> int:
 
 
 class LapShares(NamedTuple):
-    """Gradients that a method needs for its laps, as fractions of a whole run.
+    """Gradients that a method needs for its laps, as fractions of a full run.
 
     Attributes:
         early: gradients of the rounds up to the first comparison.
@@ -104,7 +104,7 @@ class LapShares(NamedTuple):
 
     @classmethod
     def compute(cls, rounds: int, personal: float) -> LapShares:
-        """Return the cost of a run's laps for this number of rounds and this fraction for personal models."""
+        """Return the cost of a run's laps, given its number of rounds and the fraction for personal models."""
         early, middle = (last_round(depth, rounds) / rounds * (1 - personal) for depth in (EARLY_DEPTH, MIDDLE_DEPTH))
         return cls(early, middle, personal)
 
@@ -171,13 +171,13 @@ def race(
             `choose_counts`.
         stay: number of settings per method that are kept after the first comparison.
         budget: maximum number of sample gradients that the race may compute.
-        work: number of gradients that one whole run computes.
+        work: number of gradients computed in one full run.
         seeds: the `MOST_SEEDS` seeds of the race.
         run: function that trains laps and returns their results.
         tell: function that is called with a sentence after every comparison.
         higher: True if higher values of the metric are better.
-        planned: function that returns the number of sample gradients that were computed outside of laps. These
-            gradients count toward the budget.
+        planned: function that returns the number of sample gradients computed outside of laps. These gradients count
+            toward the budget.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).run_to_end(stay)
 
@@ -223,7 +223,7 @@ class _Race:
         return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent + self._planned())
 
     def _can_afford(self, runs: int) -> bool:
-        """Return True if the remaining budget is sufficient for the given number of complete runs."""
+        """Return True if the remaining budget is sufficient for the given number of full runs."""
         return self._spent + self._planned() + runs * self._work <= self._budget
 
     @property
@@ -250,9 +250,9 @@ class _Race:
             self._newest[key] = result
 
     def _mean(self, arm: Arm) -> float:
-        """Return the mean score of a candidate over its seeds and clients. The sign is chosen so that higher is better.
+        """Return a candidate's mean score across its seeds and clients, with a sign such that higher is better.
 
-        The mean of a failed candidate is minus infinity.
+        The mean score of a failed candidate is minus infinity.
         """
         results = [r for (label, number, _), r in self._newest.items() if (label, number) == (arm.label, arm.number)]
         values = [one for r in results if (one := r.values(DECIDING_PART)) is not None]
@@ -275,7 +275,7 @@ class _Race:
                 self._tell(f"{label} leaves: {self._departures[label].reason}")
 
     def _eliminate_methods(self, seeds: Sequence[int], depth: float) -> None:
-        """Eliminate each method for which another method is better by more than can be explained by chance."""
+        """Eliminate each method if another method is significantly better."""
         level = self._levels[self._looks] / max(1, self._methods - 1)
         self._looks += 1
         racing, results = (
@@ -297,7 +297,7 @@ class _Race:
                 self._departures[label] = Departure(self._looks, by_p[0][1], by_p[0][2])
         left = self._remaining_labels()
         self._tell(
-            f"look {self._looks}, {len(seeds)} seeds, {percent(depth)} of a run: in the race, the best first: "
+            f"look {self._looks}, {len(seeds)} seeds, {percent(depth)} of a run: still in the race, best first: "
             f"{', '.join(left)}"
         )
 
@@ -305,9 +305,9 @@ class _Race:
 def difference_of(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
-    """Return the difference between two methods on a part of the data, which is above 0 if the first method is better.
+    """Return the difference between two methods on a part of the data, which is positive if the first method is better.
 
-    The result is None if at least one of the results is missing.
+    Return None if either result is missing.
 
     The effect of seeds on the difference is estimated from all methods that have results for the same seeds.
     """
@@ -326,9 +326,9 @@ def difference_of(
 def difference_table(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> Values | None:
-    """Return the difference between two methods for each seed that they share and each client, ``[seeds, clients]``.
+    """Return the difference between two methods for each client and shared seed, ``[seeds, clients]``.
 
-    The result is None if at least one of the results is missing.
+    Return None if either result is missing.
     """
     seeds = [seed for label, seed in results if label == one and (other, seed) in results]
     pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]

@@ -30,9 +30,9 @@ the factor to the file's step size multiplied by the factor."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
 """Tables of an experiment file that a race ignores."""
 UPLOAD_TABLES = ("aggregator", "upload_transform", "personalized_aggregation")
-"""Tables of an experiment file that apply to uploads, so they apply to all methods of a race except local training."""
+"""Tables of an experiment file that affect uploads. They apply to all methods of a race except local training."""
 SETTING_DIGITS = 3
-"""Number of significant digits of the numbers to try."""
+"""Number of significant digits in the values to try."""
 
 
 @cache
@@ -83,7 +83,7 @@ class RaceEntries:
         """Check which of the methods can be run on the clients.
 
         Args:
-            whole: clients with their test data, as a final comparison would use them.
+            whole: clients with their test data, as used in a final comparison.
             fed: the federation of the race.
             seed: seed of the first run.
 
@@ -158,12 +158,11 @@ def spread_settings(
     A longer list always starts with the shorter list, so a race with a larger budget only tries additional settings.
 
     Args:
-        space: range or choices for every setting.
-        first: settings in the experiment file. None if the space does not contain these settings.
-        count: maximum number of settings to return. A space that consists of lists may contain fewer settings than
-            this.
-        label: label of the method, which affects the random draw.
-        seed: seed of the random draw.
+        space: range or choices of every setting.
+        first: settings in the experiment file. None if these settings are not in the space.
+        count: maximum number of settings to return. A space that consists only of lists may contain fewer settings.
+        label: label of the method, which affects the random sequence.
+        seed: seed of the random sequence.
 
     >>> [one["mu"] for one in spread_settings({"mu": (0.1, 1.0)}, {"mu": 1.0}, 5, "fedprox", 0)]
     [1.0, 0.1]

@@ -40,19 +40,19 @@ __all__ = [
     "models", "print_errors", "runs", "say", "say_json", "tune", "watch", "worker_count",
 ]  # fmt: skip
 
-# A package of commands imports the names above, so it comes last.
+# Command packages import the names above, so they are loaded last.
 for _package in entry_points(group="fedloom.commands"):
     _package.load()
 
 
 class SafeErrorStream(FileIO):
-    """Standard error stream that never ends a run.
+    """Standard error stream whose failures never end a run.
 
     Text that cannot be written, for example to a closed pipe, is dropped.
     """
 
     def write(self, data: Buffer, /) -> int:
-        """Write bytes and return their number, which is also returned if they could not be written."""
+        """Write bytes and return their number, even if they could not be written."""
         try:
             return super().write(data)
         except OSError:
@@ -64,8 +64,8 @@ def main() -> None:
 
     If the caller has closed a standard stream, the stream is replaced by the null device.
 
-    If the output encoding cannot represent a character, such as the lines of a table in ASCII, the character is written
-    as a question mark.
+    Characters that the output encoding cannot represent, such as the lines of a table in ASCII, are written as question
+    marks.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

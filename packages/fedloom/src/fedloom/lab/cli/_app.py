@@ -37,7 +37,7 @@ from fedloom.errors import (
 from fedloom.hints import RENAMED_KEYS
 from fedloom.version import __version__
 
-core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
+core.HAS_RICH = False  # otherwise, typer prints "\\[required]" in plain help. Only rich's markup needs this escape
 
 
 MAX_INTEGER = 2**63 - 1
@@ -75,7 +75,7 @@ def _exit_on_closed_output() -> Iterator[None]:
 
 
 HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
-"""Groups of commands in the help text. The commands that a new user needs first come first."""
+"""Groups of commands in the help text. The commands that new users need most are listed first."""
 
 
 COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
@@ -83,15 +83,14 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 
 
 class StrictCommandGroup(TyperGroup):
-    """Command group that rejects arguments that are empty or are not valid text.
+    """Command group that rejects empty arguments and invalid text.
 
-    An empty argument usually results from a shell variable that is not set. Used as a path, it would mean the current
-    folder. Numbers must be written in plain digits. Python would also accept ``1_0``, digits of other scripts, and
-    spaces.
+    An empty argument usually results from an unset shell variable. As a path, it would mean the current folder. Numbers
+    must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts, and spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
-        """Return the command that has this name, or None if there is no such command."""
+        """Return the command with this name, or None if there is none."""
         command: Any = super().get_command(ctx, cmd_name)
         for option in [] if command is None else command.params:
             if option.type.name.startswith(("integer", "float")) and not hasattr(option.type, "converts"):
@@ -119,14 +118,14 @@ class StrictCommandGroup(TyperGroup):
                 raise
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Check the arguments and return those that remain for the command."""
+        """Check the arguments and return the arguments for the command."""
         for k, word in enumerate(args):
             empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
                 place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
                 _refuse(
-                    f"there is an empty word{place}. Perhaps a shell variable is not set. Write a "
-                    "value, or omit the empty word"
+                    f"there is an empty word{place}. A shell variable may not be set. Pass a value, or omit the empty "
+                    "word"
                 )
             if re.match(r"(--[\w-]+=)?~(/|$)", word):
                 _refuse(f"{word!r:.80}: the shell did not replace ~ with the home folder. Write the whole path")
@@ -137,7 +136,7 @@ class StrictCommandGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands in groups, in the order of `HELP_PANELS`.
+        """Write the list of commands by group, in the order of `HELP_PANELS`.
 
         Commands that do not belong to any group are listed last.
         """
@@ -155,7 +154,7 @@ class StrictCommandGroup(TyperGroup):
                     formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Return the command that the first argument names.
+        """Return the command named by the first argument.
 
         If the command does not exist, the error suggests similar commands once.
         """
@@ -176,7 +175,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Federated learning for clients that differ: compare personalized, fair, robust and sparse methods.",
+    help="Federated learning for heterogeneous clients: compare personalized, fair, robust and sparse methods.",
 )
 
 
@@ -196,21 +195,18 @@ def options(
 
 
 def say(*lines: object, err: bool = False) -> None:
-    """Print lines in the terminal.
-
-    Control characters are shown as escape sequences, because names in the lines may come from files.
-    """
+    """Print lines to the terminal. Control characters are escaped, because names in the lines may come from files."""
     for line in lines:
         typer.echo(write_singular(printable(line)), err=err)
 
 
 def say_json(value: object) -> None:
-    """Print a value as JSON in the terminal. Numbers that are not finite are written as null."""
+    """Print a value as JSON to the terminal. Non-finite numbers are written as null."""
     typer.echo(json.dumps(finite_only(value), indent=2))
 
 
 def finite_only(value: Any) -> Any:
-    """Return a copy of nested lists and tables with None in place of every number that is not finite.
+    """Return a copy of nested lists and tables with every non-finite number replaced by None.
 
     >>> finite_only({"a": [1.0, float("nan")]})
     {'a': [1.0, None]}
@@ -222,15 +218,15 @@ def finite_only(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object for other programs")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the output as one JSON object")]
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
 Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
         help=(
-            "run code that the file refers to by import path, even if the code belongs to another "
-            "user or a package. Read the code first"
+            "run code that the file refers to by import path, even if the code belongs to another user or a package. "
+            "Review the code first"
         ),
     ),
 ]
@@ -243,12 +239,12 @@ Join = Annotated[
 ExecutorName = Annotated[
     str | None,
     typer.Option(
-        "--executor", help="backend that executes the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N"
+        "--executor", help="backend for executing the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N"
     ),
 ]
 DataDir = Annotated[
     Path | None,
-    typer.Option(file_okay=False, help="folder with the data sets (default: the environment variable FEDLOOM_DATA)"),
+    typer.Option(file_okay=False, help="folder of data sets (default: the environment variable FEDLOOM_DATA)"),
 ]
 
 
@@ -270,17 +266,17 @@ PACKAGES_BY_MODULE = {
     "optuna": "fedloom[tune]",
     "scikit_posthocs": "fedloom-studies",
 }
-"""Package that installs each optional module, keyed by module. The package is named in the error message if the import
-fails."""
+"""Package that provides each optional module, keyed by module. The error message names the package if the import fails.
+"""
 
 
 @contextmanager
 def add_file_to_errors(file: Path) -> Iterator[None]:
-    """Add the name of the experiment file and the line of the affected key to messages raised inside the block.
+    """Add the experiment file's name and the affected key's line number to errors raised inside the block.
 
     Raises:
-        ConfigError: an error was raised inside the block. The file and the line are added to the message of the error.
-            The same information is added to errors of type DataError.
+        ConfigError: an error was raised inside the block. Its message includes the file and the line. A DataError is
+            extended in the same way.
     """
     try:
         yield
@@ -292,9 +288,9 @@ def add_file_to_errors(file: Path) -> Iterator[None]:
 
 
 def _add_location(sentence: str, file: Path, text: str, fix: str) -> str:
-    """Return an error message, preceded by the file and the line of the first key that the message or advice names."""
+    """Return an error message that starts with the file and the line of the first key that it mentions."""
     if sentence.startswith("--") or "choose another --out" in sentence:
-        return sentence  # the message is about the command, not about the file
+        return sentence  # the message is about the command, not the file
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
     if rest != sentence and not sentence.startswith(f"{file}: "):
         return sentence
@@ -319,10 +315,10 @@ def find_line(
 
     Args:
         text: text of the file.
-        table: table that contains the key. For a key at the top level of the file, the name of the table is empty.
+        table: table that contains the key. For a top-level key, the name is empty.
         key: name of the key.
         word: unknown key or value.
-        array: name of a list of tables, which is given instead of ``table``.
+        array: name of a list of tables, used instead of ``table``.
         place: position of the table in its list, counting from 1.
         part: name of the table in a dotted key.
 
@@ -349,7 +345,7 @@ def find_line(
 
 @contextmanager
 def print_errors() -> Iterator[None]:
-    """Print an expected error as one sentence on standard error, and exit with its code (see `EXIT_CODES`)."""
+    """Print an expected error as one sentence to standard error, and exit with its code (see `EXIT_CODES`)."""
     try:
         yield
     except RunStopped as stop:
@@ -376,7 +372,8 @@ def print_errors() -> Iterator[None]:
         if traceback.extract_tb(end.__traceback__)[-1].name == "join_ranks":  # another rank reports the cause
             raise
         say(
-            f"error: code that the program called ended it: {cause_of(end)}. Raise a different exception there",
+            f"error: the program was ended by code that it called: {cause_of(end)}. Raise a different exception in "
+            "that code",
             err=True,
         )
         raise typer.Exit(1) from None

@@ -1,4 +1,4 @@
-"""Completion with the Tab key that does not import torch: names are read from source files and run directories."""
+"""Tab completion without importing torch: names are read from source files and run directories."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 Offer = Callable[[str], list[str]]
-"""Function that returns the words that complete the given start of a word."""
+"""Function that returns the words with a given prefix."""
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def complete_from(words: Callable[[], Iterable[str]]) -> Offer:
-    """Return a function that completes a word with any of the words that ``words()`` yields."""
+    """Return a function that completes a prefix with the words that ``words()`` yields."""
 
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -25,7 +25,7 @@ def complete_from(words: Callable[[], Iterable[str]]) -> Offer:
 
 
 def complete_one_of(*words: str) -> Offer:
-    """Return a function that completes a word with one of the given words."""
+    """Return a function that completes a prefix with the given words."""
     return complete_from(lambda: words)
 
 
@@ -46,8 +46,7 @@ def _algorithm_names() -> Iterator[str]:
 def _first_run_summary() -> dict[str, Any]:
     """Return the content of ``summary.json`` in the first run directory on the command line, or {} if there is none.
 
-    The command line is read from the shell, because its arguments have not been parsed while an option is being
-    completed.
+    The command line is read from the shell, because the arguments have not yet been parsed when an option is completed.
     """
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     for word in line.split():
@@ -72,6 +71,6 @@ sources = complete_from(lambda: _dictionary_keys("data/sources/__init__.py", "SO
 methods, seeds = _complete_runs("method"), _complete_runs("seed")
 """Labels and seeds of the runs in a run directory."""
 clients = complete_from(lambda: map(str, range(min(int(_first_run_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
-"""Numbers of the clients in a run directory, up to a maximum."""
+"""Client numbers in a run directory, up to a maximum."""
 MAX_OFFERED_CLIENTS = 1000
-"""Maximum number of clients that are offered as completions."""
+"""Maximum number of clients offered as completions."""

@@ -26,14 +26,12 @@ from fedloom.lab.cli._app import (
 @app.command(rich_help_panel="Run")
 def advise(
     file: FileArgument,
-    out: Annotated[
-        Path | None, typer.Option(help="directory for the race (default: runs/<name of the file>-advice)")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="race directory (default: runs/<name of the file>-advice)")] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            help="compute budget of the race, in multiples of the gradients of a FedAvg run (default: 16, "
-            "twice the cost of a FedAvg tuned with 8 trials)"
+            help="compute budget of the race, in multiples of the gradients of a FedAvg run (default: 16, twice the "
+            "cost of tuning FedAvg with 8 trials)"
         ),
     ] = None,
     margin: Annotated[
@@ -52,10 +50,9 @@ def advise(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Advise which method and settings to use for your clients.
+    """Recommend a method and settings for your clients.
 
-    A small number of methods compete on validation data. To resume, run the same command again. Test data are never
-    used.
+    A few methods compete on validation data. Test data are never used. To resume, run the same command again.
 
     The command writes advised.toml, an experiment file for the final comparison.
 

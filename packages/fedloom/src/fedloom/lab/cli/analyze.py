@@ -1,4 +1,4 @@
-"""The command ``fedloom analyze``, which computes an analysis from sums over the clients of an experiment file."""
+"""The command ``fedloom analyze``, which computes an analysis from sums over an experiment file's clients."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def analyze_file(
         list[str] | None, typer.Option("--set", help="an option of the analysis, such as width=30 (may be repeated)")
     ] = None,
     rules: Annotated[
-        list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
+        list[str] | None,
+        typer.Option("--rule", help="a limit of the analysis, such as min_subjects=5 (may be repeated)"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compute statistics from sums over all clients of a file.
+    """Compute statistics from sums over all clients in a file.
 
-    The clients are the users named in the table. If none are named, they are the clients that the file's partition
-    creates with its first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed
-    with --set.
+    The clients are the users named in the table. If no users are named, the clients are created by the file's partition
+    with the first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed with
+    --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
@@ -69,7 +70,7 @@ def analyze_file(
         count = len(data.user_names) if isinstance(clients, Dataset) else clients.n
         result = run_analysis(analysis, clients, rules=agreed)
         say(*result.notes)
-        columns = {  # columns of lists, such as histograms, are not printed
+        columns = {  # columns that contain lists, such as histograms, are not printed
             field.name: result.table[field.name].to_pylist()
             for field in result.table.schema
             if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
@@ -86,13 +87,13 @@ def analyze_file(
 def choose_analysis(
     experiment: Experiment, name: str, values: Sequence[str], rules: Sequence[str]
 ) -> tuple[Analysis, Rules]:
-    """Return the analysis that a command asks for, and the rules that apply to it.
+    """Return the requested analysis and its rules.
 
     Args:
-        experiment: experiment that the file describes. If it contains an analysis with this name, the defaults are
-            taken from that analysis.
+        experiment: experiment described by the file. If it contains an analysis with this name, the defaults are taken
+            from that analysis.
         name: name of the analysis.
-        values: changes to options of the analysis, such as ``width=30``.
+        values: changes to the analysis options, such as ``width=30``.
         rules: changes to the rules, such as ``min_subjects=5``.
 
     Raises:

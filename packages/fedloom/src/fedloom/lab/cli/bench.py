@@ -29,19 +29,20 @@ def bench(
     gradient_engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="how to compute gradients: compiled, vmap or loop. May be repeated (default: all)",
+            help="how gradients are computed: compiled, vmap or loop. May be repeated (default: all)",
             autocompletion=offer.complete_one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure after one unmeasured round")] = 5,
     patience: Annotated[
-        float, typer.Option(min=0, help="maximum time to wait for an idle machine, in seconds per row of the table")
+        float,
+        typer.Option(min=0, help="maximum number of seconds per table row to wait for the machine to become idle"),
     ] = 0,
     ranks: Annotated[
         list[int] | None,
         typer.Option(
             min=1,
-            help="predict round times for this number of ranks per machine instead of measuring (may be repeated)",
+            help="predict round times for this number of ranks per machine instead of measuring them (may be repeated)",
         ),
     ] = None,
     machines: Annotated[int | None, typer.Option(min=1, help="with --ranks: number of machines (default: 1)")] = None,
@@ -64,7 +65,7 @@ def bench(
         bool,
         typer.Option(
             "--per-gradient",
-            help="instead, measure how much processor time each method needs per gradient, relative to FedAvg",
+            help="instead, measure each method's processor time per gradient, relative to FedAvg",
         ),
     ] = False,
     data_dir: DataDir = None,
@@ -73,13 +74,12 @@ def bench(
 ) -> None:
     """Measure how fast an experiment runs on this machine.
 
-    The command also estimates how long the whole experiment will take. Nothing is written.
-
-    The reported time is the median number of seconds per round, excluding the first round and evaluation. A row is
-    marked as unreliable if other processes used more than a tenth of a core during its measurement. If --ranks is
-    given, the time of a round on several machines like this one is calculated from measurements of one process, for
-    example with --ranks 8 --machines 4 --rate 1000 --trip 50. With --per-gradient, methods are compared with FedAvg,
-    and their time is split into the time spent at the clients and the time spent at the server.
+    The command also estimates the time for the whole experiment, and writes no files. The reported time is the median
+    number of seconds per round, excluding the first round and evaluation. A row is marked as unreliable if other
+    processes used more than a tenth of a core during the measurement. With --ranks, the round time on several machines
+    like this one is predicted from measurements of one process, for example with --ranks 8 --machines 4 --rate 1000
+    --trip 50. With --per-gradient, methods are compared with FedAvg, and their time is split into client time and
+    server time.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """

@@ -18,8 +18,8 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, print_errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
-"""Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names, each
-with a one-line description."""
+"""Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names with
+one-line descriptions."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
@@ -37,9 +37,7 @@ def list_command(
     ] = "methods",
     as_json: AsJson = False,
 ) -> None:
-    """List the names of all methods, or of all parts of another kind.
-
-    Each name is followed by a one-line description.
+    """List all methods, or all parts of another kind, with one-line descriptions.
 
     Example: fedloom list partitions
     """
@@ -70,7 +68,9 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield lines with names and descriptions, side by side or, on a narrow terminal, one below the other.
+    """Yield lines with names and descriptions, side by side.
+
+    On a narrow terminal, each description is printed below its name.
 
     If ``width`` is None, lines are not wrapped.
 
@@ -99,8 +99,8 @@ def describe(
 ) -> None:
     """Print a method's reference card and its options.
 
-    The card describes the problem, the reference, the symbols, the traffic, the deviations from the paper, and when to
-    use the method.
+    The card describes the problem, the reference, the notation, the communication, deviations from the paper, and when
+    to use the method.
 
     Example: fedloom describe flame
     """
@@ -132,7 +132,7 @@ def describe(
 def _options_of(name: str) -> dict[str, Any]:
     """Return a JSON schema of the options that a method defines, with the type, default, range and meaning of each.
 
-    The schema is empty if the method is given as an import path.
+    For a method given as an import path, the schema is empty.
     """
     from fedloom.lab.experiment.index import read_index
 
@@ -146,7 +146,7 @@ def _options_of(name: str) -> dict[str, Any]:
 def schema() -> None:
     """Print the JSON schema of experiment files.
 
-    Editors use the schema to complete and check files.
+    Editors use the schema for completion and validation.
 
     Example: fedloom schema > fedloom.schema.json
     """
@@ -162,12 +162,10 @@ def data(
     ],
     data_dir: DataDir = None,
     fetch: Annotated[
-        bool, typer.Option("--fetch", help="first download the original files and check their digests (extra: fetch)")
+        bool, typer.Option("--fetch", help="first download the original files and verify their digests (extra: fetch)")
     ] = False,
 ) -> None:
-    """Print a summary of a data set.
-
-    The summary contains counts, shapes, classes and the checksum.
+    """Print a summary of a data set, with counts, shapes, classes and the checksum.
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """

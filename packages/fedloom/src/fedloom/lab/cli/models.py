@@ -25,13 +25,13 @@ MethodOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="seed of the run", autocompletion=offer.seeds)]
 ClientOption = Annotated[
-    str | None, typer.Option("--client", help="a client of the run, by name or number", autocompletion=offer.clients)
+    str | None, typer.Option("--client", help="name or number of a client in the run", autocompletion=offer.clients)
 ]
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="global, personal or hybrid, or the path to the file of an adapted model",
+        help="global, personal or hybrid, or the path to an adapted model's file",
         autocompletion=offer.complete_one_of("global", "personal", "hybrid"),
     ),
 ]
@@ -39,7 +39,7 @@ ModelOption = Annotated[
 
 IdColumnOption = Annotated[
     list[str] | None,
-    typer.Option("--id-column", help="column to copy to the predictions, such as an id (may be repeated)"),
+    typer.Option("--id-column", help="column to copy to the predictions, such as an ID (may be repeated)"),
 ]
 ThresholdOption = Annotated[
     float | None,
@@ -49,17 +49,17 @@ SetThresholdOption = Annotated[
     float | None,
     typer.Option(
         "--set-threshold",
-        help="threshold from the conformal analysis, to also write class sets or intervals (default: neither)",
+        help="threshold from the conformal analysis, used to also write class sets or intervals (default: neither)",
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of any kind")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="replace an existing file, even if it contains no predictions")
+]
 
 
 @app.command(name="models", rich_help_panel="Use models")
 def models_command(run: RunArgument) -> None:
-    """List the models in a run directory with their scores.
-
-    The list includes global, personal, hybrid and adapted models.
+    """List the global, personal, hybrid and adapted models in a run directory, with their scores.
 
     Example: fedloom models runs/patients
     """
@@ -103,14 +103,12 @@ def evaluate(
 @app.command(rich_help_panel="Use models")
 def predict(
     run: RunArgument,
-    data: Annotated[
-        str, typer.Argument(help="rows without labels: a file, or the name of a data set", show_default=False)
-    ],
+    data: Annotated[str, typer.Argument(help="unlabeled rows: a file, or the name of a data set", show_default=False)],
     method: Annotated[
         str | None,
         typer.Option(
             "--method",
-            help="label of one of the run's methods (default: the best method on the validation data)",
+            help="label of one of the run's methods (default: the best method on validation data)",
             autocompletion=offer.methods,
         ),
     ] = None,
@@ -118,7 +116,7 @@ def predict(
     client: Annotated[
         str | None,
         typer.Option(
-            "--client", help="client whose model to use (default: the site of each row)", autocompletion=offer.clients
+            "--client", help="client whose model is used (default: the site of each row)", autocompletion=offer.clients
         ),
     ] = None,
     model: ModelOption = None,
@@ -130,9 +128,7 @@ def predict(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Predict a class or a value for rows that have no labels.
-
-    For classification, probabilities are also written.
+    """Predict classes or values for unlabeled rows. For classification, probabilities are also written.
 
     Example: fedloom predict runs/patients patients.csv --out predictions.csv
     """
@@ -147,19 +143,19 @@ def predict(
 
 
 FAR_ROWS_EXIT_CODE = 3
-"""Exit code if some of the predicted rows are far outside the range of the training data."""
+"""Exit code if some rows are far outside the range of the training data."""
 
 
 class PredictionsFile:
     """CSV file with a command's predictions.
 
-    Unless ``force`` is given, an existing file is replaced only if it has the same columns as the new file. This rule
-    protects a labeled table, or a predictions file to which someone has added a column.
+    Without ``force``, an existing file is replaced only if it has the same columns as the new file. This protects
+    labeled tables, and prediction files to which someone has added a column.
 
     Args:
         path: path of the file.
         inputs: files that the command reads.
-        force: True to replace any existing file, regardless of its kind.
+        force: True to replace any existing file.
 
     Raises:
         ConfigError: predictions must not be written to this path.
@@ -172,7 +168,7 @@ class PredictionsFile:
     def write(
         self, predictions: Predictions, threshold: float | None, by: str = "", set_threshold: float | None = None
     ) -> None:
-        """Write predictions, with classes chosen by a threshold on the probability, and print the notes about them.
+        """Write predictions and print notes about them. Classes are chosen by a threshold on the probability.
 
         If rows lie far outside the range of the training data, the command exits with `FAR_ROWS_EXIT_CODE`.
 
@@ -210,9 +206,9 @@ class PredictionsFile:
 
 
 def _are_columns_of_predictions(line: bytes) -> bool:
-    """Return True if the first line of a file may be the header of a predictions file.
+    """Return True if a file's first line may be the header of a predictions file.
 
-    Only some columns are compared, because the exact columns of the new file are not known yet.
+    Only some columns are compared, because the exact columns of the new file are not yet known.
     """
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
@@ -227,20 +223,16 @@ def adapt(
     rounds: Annotated[
         int, typer.Option(help="number of client rounds to train. The server's state does not change")
     ] = 1,
-    epochs: Annotated[
-        int | None, typer.Option(help="number of passes over the data per round (default: as in the run)")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="number of epochs per round (default: as in the run)")] = None,
     steps: Annotated[int | None, typer.Option(help="number of steps per round, instead of epochs")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
-    holdout: Annotated[float, typer.Option(help="fraction of the data to use for scoring instead of training")] = 0.2,
+    holdout: Annotated[float, typer.Option(help="fraction of the data to hold out for scoring")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,
     force: ForceOption = False,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Train a personal model for a client that was not in the run.
-
-    The model is trained with the client step of the method itself.
+    """Train a personal model for a client that was not in the run, using the method's own client step.
 
     Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
@@ -308,10 +300,9 @@ def export(
     force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
-    """Write a model to a file so that other programs can use it.
+    """Export the model that predict uses, so that other programs can use it.
 
-    This is the model that predict uses. The model is written as an ONNX or torch graph that accepts raw rows, or only
-    its parameters are written.
+    The file contains an ONNX or torch graph that accepts raw rows, or only the parameters.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """
@@ -342,7 +333,7 @@ def export(
 
 
 def _requested_run(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
-    """Return the requested run. The default is the first seed of the only method."""
+    """Return the requested run. By default, this is the first seed of the only method."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:

@@ -48,39 +48,40 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="delete the results in the run directory and start again. With --method, only the "
-            "results of these methods",
+            help="delete the results in the run directory and start over. With --method, only these methods' results "
+            "are deleted",
         ),
     ] = False,
     track: Annotated[
         str | None,
         typer.Option(
-            help="also log metrics to 'tensorboard', 'mlflow' or 'wandb' (offline) during the run",
+            help="also log metrics to 'tensorboard', 'mlflow' or 'wandb' (offline)",
             autocompletion=offer.complete_one_of("tensorboard", "mlflow", "wandb"),
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time, but write nothing")
+        bool,
+        typer.Option("--dry-run", help="print the plan, its sizes and its estimated time without writing anything"),
     ] = False,
     values: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             help=(
-                "change a value, such as local.lr=0.1, defaults=paper or method.LABEL.mu=1. A method's "
-                "own table has precedence (may be repeated)"
+                "change a value, such as local.lr=0.1, defaults=paper or method.LABEL.mu=1. A method's own table "
+                "takes precedence (may be repeated)"
             ),
         ),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="run this method only, by label or algorithm (may be repeated)")
+        list[str] | None, typer.Option(help="run only this method, given by label or algorithm (may be repeated)")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="number of communication rounds for every method")] = None,
     refit: Annotated[
         bool,
         typer.Option(
             "--refit",
-            help="train on all samples with the first seed and without a test part, for example after cross-validation",
+            help="train on all samples with the first seed and without a test set, for example after cross-validation",
         ),
     ] = False,
     join: Join = False,
@@ -92,7 +93,7 @@ def run(
 
     To resume, run the same command again.
 
-    With --dry-run, print the plan and an estimate of the run time, but do not write anything.
+    With --dry-run, print the plan and the estimated run time without writing anything.
 
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
 
@@ -153,7 +154,7 @@ def run(
 
 
 def _print_plan(plan: Plan) -> None:
-    """Print the plan of an experiment, including its sizes and its estimated cost."""
+    """Print an experiment's plan, including its sizes and its estimated cost."""
     from fedloom.lab.experiment.measure.bench import estimate_costs, total_minutes
     from fedloom.lab.printing import print_rows
 
@@ -201,7 +202,7 @@ def _print_plan(plan: Plan) -> None:
     time = total_minutes(plan, costs)
     say(
         "estimated time: "
-        + ("unknown, because the trial had too few rounds" if time is None else f"about {duration(time)}")
+        + ("unknown, because there were too few trial rounds" if time is None else f"about {duration(time)}")
     )
 
 
@@ -214,13 +215,13 @@ def _print_table(out: Path) -> None:
 
 
 def _recorded_figures(out: Path) -> bytes:
-    """Return a digest of the recorded metrics. If no metrics are recorded, the digest is empty."""
+    """Return a digest of the recorded metrics, or an empty string if there are none."""
     place = out / "metrics.parquet"
     return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
 
 
 def _print_failures(outcomes: Sequence[Outcome]) -> None:
-    """Print the reason for every run that failed or diverged. Interrupted runs are not listed."""
+    """Print the reason for every failed or diverged run. Interrupted runs are not listed."""
     for outcome in outcomes:
         if outcome.status not in ("done", "interrupted"):
             say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
@@ -257,7 +258,7 @@ def merge(
 ) -> None:
     """Merge several run directories of the same experiment.
 
-    The directories may contain different seeds or methods of this experiment.
+    They may contain different seeds or methods.
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
@@ -288,20 +289,21 @@ def report_command(
         str | None,
         typer.Option(
             help=(
-                "columns of results.tex, by their names in results.csv, such as 'accuracy,bytes_up' (default: "
+                "columns of results.tex, given by their names in results.csv, such as 'accuracy,bytes_up' (default: "
                 "six columns)"
             )
         ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="method to compare the others with in pairs.csv and pairs.tex (default: local or fedavg)"),
+        typer.Option(help="baseline method in pairs.csv and pairs.tex (default: local or fedavg)"),
     ] = None,
     compare_model: Annotated[
         str,
         typer.Option(
             help=(
-                "model of each method to compare and print: best-on-validation (per client, the better of global and "
+                "which model of each method to compare and print: best-on-validation (per client, the better of "
+                "global and "
                 "personal), personal (global if there is no personal model), or all"
             ),
             autocompletion=offer.complete_one_of("best-on-validation", "personal", "all"),
@@ -314,16 +316,16 @@ def report_command(
         ),
     ] = None,
     card: Annotated[
-        bool, typer.Option("--card", help="also write a draft model card, card.md, for people to complete")
+        bool, typer.Option("--card", help="also write a draft model card, card.md, to be completed by hand")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="replace existing files, even files that are not from a report")
+        bool, typer.Option("--force", help="replace existing files, even if they do not belong to a report")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a report on one or more runs as a single offline HTML page.
+    """Write a report on one or more run directories as a single offline HTML page.
 
-    One or more run directories can be given. Every chart is also written in a folder next to the page, as SVG and CSV.
+    Every chart is also saved as SVG and CSV in a folder next to the page.
 
     Example: fedloom report runs/a --baseline local
     """

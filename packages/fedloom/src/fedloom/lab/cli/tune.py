@@ -36,17 +36,17 @@ def tune(
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(help="number of methods to tune at the same time, or 'auto'. Overrides [engine] workers"),
+        typer.Option(help="number of methods to tune in parallel, or 'auto'. Overrides [engine] workers"),
     ] = None,
     data_dir: DataDir = None,
-    force: Annotated[bool, typer.Option("--force", help="delete the results in the directory and start again")] = False,
+    force: Annotated[bool, typer.Option("--force", help="delete the results in the directory and start over")] = False,
     join: Join = False,
     executor: ExecutorName = None,
     trust: Trust = False,
 ) -> None:
-    """Choose the settings of every method on validation data.
+    """Choose every method's settings on validation data.
 
-    All methods receive the same number of trials and the same compute budget. To resume, run the same command again.
+    All methods get the same number of trials and the same compute budget. To resume, run the same command again.
 
     The command writes tuned.toml, the experiment file with the chosen settings, and tuning.md, a report on the trials.
 

@@ -21,8 +21,8 @@ from fedloom.rundir import WORK_FOLDER
 LOCAL_HOST = "127.0.0.1"
 WAITING_PAGE = (
     '<!doctype html><html lang="en"><head><meta '
-    'charset="utf-8"><title>fedloom</title></head>\n<body><main><h1>No results yet</h1><p>They appear '
-    "after an evaluation, without a reload of this page.</p></main></body>\n</html>"
+    'charset="utf-8"><title>fedloom</title></head>\n<body><main><h1>No results yet</h1><p>They will '
+    "appear here after an evaluation, without reloading the page.</p></main></body>\n</html>"
 )
 LIVE_SCRIPT = """<script>
 let tag = null;
@@ -39,21 +39,21 @@ setInterval(async () => {
 
 @app.command(rich_help_panel="Run")
 def watch(
-    run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="run directory or deployment directory", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="loopback port (0: any free port)")] = 8321,
-    every: Annotated[int, typer.Option(min=1, help="time between two updates, in seconds")] = 5,
+    every: Annotated[int, typer.Option(min=1, help="seconds between updates")] = 5,
     list_: Annotated[
         bool,
         typer.Option(
             "--list",
-            help="print the workers of each run, their progress and their failures, without starting a web server",
+            help="print each run's workers, their progress and their failures without starting a web server",
         ),
     ] = False,
 ) -> None:
-    """Serve the report of a run that is in progress.
+    """Serve the report of a run in progress.
 
-    The address must be opened in a browser on this machine. The page includes a table that shows which process is
-    working on which run. Ctrl-C stops the web server but not the run.
+    Open the printed address in a browser on this machine. The page includes a table that shows which process is working
+    on which run. Ctrl-C stops the web server but not the run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -84,7 +84,7 @@ def watch(
 
 
 class LivePage:
-    """HTML page with the report of a directory. The page is rewritten whenever new metrics are recorded.
+    """HTML page with a directory's report. The page is rewritten whenever new metrics are recorded.
 
     Args:
         folder: folder of a run or of a deployment.
@@ -110,10 +110,7 @@ class LivePage:
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE
 
     def text(self) -> str:
-        """Return the HTML of the current page.
-
-        If a file temporarily cannot be read, the previous page is returned.
-        """
+        """Return the current page as HTML. If a file temporarily cannot be read, return the previous page."""
         from fedloom.lab import report
         from fedloom.lab.experiment.live import copy_live_run, find_modified_files
         from fedloom.lab.report.document import CONTENT_POLICY
@@ -138,7 +135,7 @@ class LivePage:
     def _work_table(self) -> str:
         """Return a table that shows which process is working on which unit while several processes share the directory.
 
-        If only one process uses the directory, the HTML is empty.
+        If only one process uses the directory, return an empty string.
         """
         from fedloom.lab.experiment.units.status import list_status
         from fedloom.lab.report.markup import render_scrolling_table
@@ -159,8 +156,8 @@ class LivePage:
 def make_request_handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
     """Return a request handler that serves the page at ``GET /`` and rejects all other paths and host names.
 
-    The host name is checked because another website could make its own name resolve to this machine and so read the
-    page.
+    The host name is checked because another website could make its own name resolve to this machine and thereby read
+    the page.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -196,6 +193,6 @@ def make_request_handler(page: LivePage) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log no messages, because the user works in this terminal."""
+            """Do not log messages, because the user works in this terminal."""
 
     return Handler

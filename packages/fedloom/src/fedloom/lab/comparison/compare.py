@@ -1,4 +1,4 @@
-"""compare: run several methods with several seeds on the same clients, test the differences and report them."""
+"""compare: run several methods with several seeds on the same clients, and test and report the differences."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class Comparison(RecordedComparison):
     """Result of `compare`: the recorded comparison, and the result of each run with its trained models.
 
     Attributes:
-        folder: run directory with the same contents as a directory that `fedloom run` writes. The directory can also be
-            opened with `fedloom.open_run`.
+        folder: run directory with the same contents as one that `fedloom run` writes. It can also be opened with
+            `fedloom.open_run`.
         results: results of the completed runs, keyed by (label, seed).
         failures: reason why a run has no result, keyed by (label, seed).
-        chosen: settings that the search chose for each method, keyed by the method's label. If there was no search, the
-            mapping is empty.
+        chosen: settings chosen by the search, keyed by the method's label. Empty if there was no search.
     """
 
     def __init__(
@@ -99,59 +98,62 @@ def compare(
     """Run several methods with several seeds on the same clients, and return their comparison.
 
     Runs are paired: for a given seed, all methods use the same split, cohorts, initial model and batches. The call is
-    equivalent to an experiment file for `fedloom tune` and `fedloom run`: the same code runs, resumes and reports it.
+        equivalent to `fedloom tune` and `fedloom run` with an experiment file: the same code runs, resumes and reports
+        it.
 
     Args:
-        methods: methods to compare, keyed by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)`` or an instance
-            of your own class), the name of a method, or a table with ``algorithm``, its options and settings for this
-            method only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
+        methods: methods to compare, keyed by label. Each value is a method (``fl.algorithms.Ditto(lam=1.0)`` or an
+            instance of your own class), the name of a method, or a table with ``algorithm``, its options and settings
+            for this method only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
             ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``, ``schedule``. Methods in a
             list are labeled by their names.
-        data: a federation, which is already split into clients. A data set, the name of a data set, arrays ``(x, y)``,
-            and any other input of `fedloom.Dataset.create` are also accepted. A list that contains a pair ``(train,
-            test)`` for each client, or any other input of `fedloom.Federation.create`, is treated as a federation.
+        data: a federation, which is already split across clients. A data set, the name of a data set, arrays ``(x,
+            y)``, and any other input of `fedloom.Dataset.create` are also accepted. A list that contains a pair
+            ``(train, test)`` for each client, or any other input of `fedloom.Federation.create`, is treated as a
+            federation.
         model: model to train, as in `fedloom.simulate`. If None, softmax regression is used.
-        partition: rule that splits a data set among clients, such as ``fl.partitions.dirichlet(clients=20,
-            alpha=0.1)``. The split is drawn again for each seed. A federation is already split, so the seeds affect
+        partition: rule that splits a data set across clients, such as ``fl.partitions.dirichlet(clients=20,
+            alpha=0.1)``. The split is drawn again for each seed. A federation is already split, so seeds affect
             everything except the split.
-        seeds: seeds of the runs. Every method is run once with each seed. With fewer than five seeds, no difference is
-            tested. If two methods make no random choice that affects the results for some seeds, their runs with these
-            seeds only repeat other runs, and these seeds count as one.
-        tune: number of trials per method. Settings are chosen on validation data before the runs, with the same compute
-            budget for all methods. The table ``[tune]`` of an experiment file is also accepted. If None, the settings
+        seeds: seeds of the runs. Every method is run once with each seed. With fewer than five seeds, differences are
+            not tested. If the random choices of two methods do not affect their results for some seeds, their runs with
+            these seeds only repeat other runs, and these seeds count as one.
+        tune: number of trials per method. Settings are chosen on validation data before the runs, and all methods get
+            the same compute budget. The table ``[tune]`` of an experiment file is also accepted. If None, the settings
             are used unchanged.
-        baseline: label of the method that the other methods are compared with. If None, the baseline is local
-            training or FedAvg if one of them was run.
-        compare_model: which of a method's models is compared. ``best-on-validation`` is the model that a client would
-            use (the better of the global and the personal model on the client's validation part), ``personal`` is the
+        baseline: label of the method to which the other methods are compared. If None, the baseline is local training
+            or FedAvg, if one of them was run.
+        compare_model: which model of each method is compared. ``best-on-validation`` is the model that a client would
+            use (the better of the global and the personal model on the client's validation set), ``personal`` is the
             model that the papers report, and ``all`` compares every model.
-        margin: largest difference that does not matter in practice, in the units of the primary metric (0.01 is one
-            percentage point of accuracy). Methods are called equivalent if their difference lies within the margin. If
-            None, no methods are called equivalent.
-        analyses: analyses to compute after the rounds, as values, as names of `fedloom.analyses.ANALYSES` or as tables
-            with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
-        folder: run directory. The same call with the same folder resumes an interrupted comparison. A search for
-            settings uses the folder ``<folder>-tune`` next to this folder. If None, a temporary directory is used.
-        join: True to share the runs with other processes that make the same call with the same folder, on any machine
+        margin: largest difference that does not matter in practice, in the primary metric's units (0.01 is one
+            percentage point of accuracy). Methods are reported as equivalent if their difference is within the margin.
+            If None, equivalence is not tested.
+        analyses: analyses to compute after the rounds, given as values, as names of `fedloom.analyses.ANALYSES` or as
+            tables with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
+        folder: run directory. Calling the function again with the same folder resumes an interrupted comparison. A
+            search for settings uses the folder ``<folder>-tune`` next to this folder. If None, a temporary directory is
+            used.
+        join: True to share the runs with other processes that make the same call on the same folder, on any machine
             that can access the folder. Every process returns the complete comparison.
-        executor: executor that performs the runs. The executor is an object with a method ``submit(function,
-            *arguments)``, such as Dask's ``Client.get_executor()``, submitit's executors or the executors of
-            `concurrent.futures`. Classes that the call uses must be defined in modules that the workers can import. The
-            data are sent once to each worker. The search for the settings of each method is submitted as a single call.
-        callbacks: functions that are called with an event (`fedloom.lab.experiment.events.Event`: label, seed, round,
-            figures) after every round and at the end of every run. An exception in a callback is reported as a warning.
-            To end runs early, pass ``early_stop``.
-        track: tracker that logs the metrics of every run to ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
-        progress_bar: True to show progress on standard error, as a bar in a terminal and as lines elsewhere.
+        executor: executor that executes the runs. It is an object with a method ``submit(function, *arguments)``, such
+            as Dask's ``Client.get_executor()``, submitit's executors or the executors of `concurrent.futures`. Your
+            classes must be defined in modules that the workers can import. The data are sent to each worker once. Each
+            method's search for settings is submitted as a single call.
+        callbacks: functions called with an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures)
+            after every round and at the end of every run. An exception in a callback is reported as a warning. To stop
+            runs early, pass ``early_stop``.
+        track: tracker that logs every run's metrics to ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
+        progress_bar: True to show progress on standard error: a bar in a terminal, or lines otherwise.
         name: name of the comparison, shown in titles.
         choices: other fields of `fedloom.Setting` that apply to all methods, such as ``rounds=50`` or ``local={"lr":
             0.1}``.
 
     Returns:
-        The comparison, with the metrics of every method, their tests, the trained models, and the report.
+        The comparison, with every method's metrics, the tests, the trained models, and the report.
 
     Raises:
-        ConfigError: a value is invalid, or values are incompatible (Refused). In that case, nothing has been run.
+        ConfigError: a value is invalid, or values are incompatible (Refused). Nothing has been run.
         DataError: the data cannot be converted to a data set.
         RunDirError: the folder contains the results of a different comparison.
         RunStopped: the comparison was interrupted (the same call with the same folder resumes it), or no trial of a
@@ -207,7 +209,7 @@ def compare(
 
 
 class _RunListeners(NamedTuple):
-    """Callbacks and tracker that receive the events of every run."""
+    """Callbacks and tracker that receive every run's events."""
 
     callbacks: tuple[Listener, ...]
     track: str | None
@@ -230,7 +232,7 @@ def _run_comparison(
     join: bool = False,
     executor: Executor | None = None,
 ) -> Comparison:
-    """Perform the runs that are missing from a folder, and return the comparison that is stored there."""
+    """Execute the runs that are missing from a folder, and return the comparison stored there."""
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
@@ -246,9 +248,9 @@ def _run_comparison(
         what, flag, _ = str(error).partition(". Choose another --out")
         seed = ". If the code has not changed, call torch.manual_seed before you create the module with random weights"
         drawn = seed if ": model.digest was " in what else ""
-        raise RunDirError(f"{what}{drawn}. Choose another folder, or remove this one" if flag else what) from None
+        raise RunDirError(f"{what}{drawn}. Choose another folder, or delete this one" if flag else what) from None
     if any(one.status == "interrupted" for one in outcomes):
-        raise RunStopped(Stop.INTERRUPTED, "if the call names a folder, the same call resumes from that folder")
+        raise RunStopped(Stop.INTERRUPTED, "if you passed a folder, the same call resumes from it")
     if all(one.result is None for one in outcomes):
         first = outcomes[0]
         raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")
@@ -264,7 +266,7 @@ def _tune_document(
     join: bool,
     executor: Executor | None,
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the experiment document with the settings that a search chose, and these settings by method label."""
+    """Return the experiment document with the settings chosen by a search, and these settings keyed by method label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
     from fedloom.lab.tune.search import note_limits, report_overspending
 

@@ -31,11 +31,11 @@ from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
-"""Keys that identify a mapping as a data set. Any other mapping is interpreted as clients, keyed by name."""
+"""Keys that identify a mapping as a data set. Any other mapping is interpreted as clients keyed by name."""
 
 
 class InMemory(Source):
-    """Data set that was passed as an object in memory."""
+    """Data set passed as an in-memory object."""
 
     held: Any = Field(exclude=True, repr=False, description="the data set")
 
@@ -51,7 +51,7 @@ class InMemory(Source):
 
 
 class Ready(Partition):
-    """Partition into clients that already exist. Every seed uses the same clients."""
+    """Partition with existing clients. Every seed uses the same clients."""
 
     kind: ClassVar[str] = "ready"
     held: Any = Field(exclude=True, repr=False, description="the federation")
@@ -80,19 +80,19 @@ class GivenExperiment:
 
     Args:
         methods: methods keyed by label, or a sequence of methods that are labeled by their names.
-        data: a federation, which is already split into clients. A data set, the name of a data set, or any input of
+        data: a federation, which is already split across clients. A data set, the name of a data set, or any input of
             `Dataset.create` is also accepted.
-        partition: rule that splits a data set among clients.
+        partition: rule that splits a data set across clients.
         seeds: seeds of the runs. Every method is run once with each seed.
-        tune: options for the search of settings.
+        tune: options of the search for settings.
         name: name of the comparison, shown in titles.
         choices: fields of `Setting` that all methods share.
         analyses: analyses as values, names or tables.
         keywords: other keywords that the caller accepts, which are listed in error messages.
-        call: name of the function that the user called, which is named in error messages.
+        call: name of the function that the user called, for error messages.
 
     Attributes:
-        document: content of the equivalent experiment file, with values in place of tables.
+        document: content of the equivalent experiment file, with values instead of tables.
         experiment: experiment that was built from the document.
 
     Raises:
@@ -185,7 +185,7 @@ def _read_data_and_partition(data: object, partition: object, call: str) -> tupl
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
-            f"{call}: the data are not split among clients. Pass a partition, as in "
+            f"{call}: the data are not split across clients. Pass a partition, as in "
             "partition=fl.partitions.dirichlet(clients=10, alpha=0.5), or a federation"
         )
     if isinstance(partition, str) or (
@@ -193,15 +193,14 @@ def _read_data_and_partition(data: object, partition: object, call: str) -> tupl
     ):
         partition = SETTING_TABLES["partition"].read(partition, f"{call}: partition", "partition", Setting.places())
     if isinstance(partition, Federation):
-        raise ConfigError(f"{call}: partition has already split data. Pass the result instead of the data")
+        raise ConfigError(f"{call}: partition contains data that are already split. Pass it as the data")
     if isinstance(partition, type) and issubclass(partition, Partition):
-        raise ConfigError(f"{call}: partition is a class. Call the class with its options")
+        raise ConfigError(f"{call}: partition is a class. Instantiate it with its options")
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
-            f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If the data are "
-            "already split among clients, pass the clients as the data, as a list of (x, y). If you "
-            "have lists of positions, pass (x[list], y[list])"
+            f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If the data are already split across "
+            "clients, pass a list of (x, y) as the data. If you have lists of indices, pass (x[list], y[list])"
         )
     source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))
     return source, partition

@@ -1,7 +1,7 @@
 """Experiments: TOML files, their checked values, runs and run directories.
 
-Each name is imported when it is first used, so that `fedloom list` runs without importing torch and a deployed site
-does not load the code that runs experiments.
+Each name is imported on first use, so that `fedloom list` runs without importing torch and a deployed site does not
+load the code that runs experiments.
 """
 
 from __future__ import annotations

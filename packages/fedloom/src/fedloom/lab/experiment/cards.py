@@ -47,7 +47,7 @@ PART_KINDS: Mapping[str, Mapping[str, type[Value]]] = {
 """Topics that ``fedloom list`` accepts in addition to methods, metrics and recipes."""
 
 COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
-"""Methods that the documentation counts: all methods except references that train on the pooled data of all clients."""
+"""Methods counted in the documentation: all methods except references that train on all clients' pooled data."""
 
 
 def list_parts(what: str) -> list[tuple[str, str]]:
@@ -78,7 +78,7 @@ def card_text(entry: type[Algorithm] | Preset) -> str:
 def method_card(name: str) -> str:
     """Return the card of a method, with the defaults and ranges of its options.
 
-    The name may also be the import path of a class written by the user.
+    The name may also be the import path of a user's class.
 
     Raises:
         ConfigError: there is no method with this name. The message suggests the most similar existing name.
@@ -105,7 +105,7 @@ THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "upload_transform": ("an upload transform", {"channel": CHANNELS["top-k"]()}),
     "attack": ("attackers", {}),
 }
-"""Kinds of parts that a theorem may not cover. Each has a description, and an example for `check_together`."""
+"""Kinds of parts that a theorem may not cover, each with a description and an example for `check_together`."""
 
 
 def theory_lines(name: str) -> list[str]:
@@ -123,7 +123,7 @@ def theory_lines(name: str) -> list[str]:
 
 
 def uncovered_parts(name: str) -> tuple[str, ...]:
-    """Return the kinds of parts that a method accepts, but that its theorem does not cover."""
+    """Return the kinds of parts that a method accepts but its theorem does not cover."""
     algorithm = REGISTRY[name]()
     method = algorithm if isinstance(algorithm, PresetMethod) else PresetMethod(algorithm)
 
@@ -145,7 +145,7 @@ def uncovered_parts(name: str) -> tuple[str, ...]:
 
 
 def _paper_constant_lines(entry: type[Algorithm] | Preset) -> list[str]:
-    """Return lines about the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
+    """Return lines about the values for ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
         if constants:

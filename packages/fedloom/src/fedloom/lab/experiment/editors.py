@@ -52,7 +52,10 @@ def json_schema() -> str:
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
     overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
-    words = {"enum": list(DEFAULT_KINDS), "description": "default constants for options that the file does not set"}
+    words = {
+        "enum": list(DEFAULT_KINDS),
+        "description": "source of default values for options that the file does not set",
+    }
     label = {"type": "string"}
     method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, defaults=words)
     document = {

@@ -16,10 +16,10 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
 EVENT_INTERVAL_SECONDS = 0.2
-"""Minimum time in seconds between two events of a run in another process if there are no new measurements."""
+"""Minimum number of seconds between two events of a run in another process if there are no new measurements."""
 
 ERROR_GRACE_SECONDS = 2.0
-"""Seconds after an error to deliver queued events."""
+"""Number of seconds for delivering queued events after an error."""
 
 Figures = dict[str, float]
 """Metrics of the whole federation, keyed by ``model/part/metric``."""
@@ -35,11 +35,11 @@ class Event(NamedTuple):
         round: number of rounds completed so far.
         figures: metrics measured since the last event, keyed by round. The first event of a run contains all metrics
             that have been measured so far.
-        pace: recent time per round in seconds, including a proportional share of the time for evaluation. None as long
-            as the time is unknown.
-        diverged: sentence that describes the divergence, if this event is the first to detect it. The sentence is empty
-            otherwise. The run continues.
-        status: word for how the run ended, such as "failed". The word is an empty string while the run is in progress.
+        pace: recent time per round in seconds, including a proportional share of the evaluation time. None while the
+            time is unknown.
+        diverged: sentence that describes the divergence, if this event is the first to report it. Empty otherwise. The
+            run continues.
+        status: word that states how the run ended, such as "failed". Empty while the run is in progress.
     """
 
     label: str
@@ -55,13 +55,12 @@ class Event(NamedTuple):
 Listener = Callable[[Event], object]
 """Function that is called with every event.
 
-The return value of the function is ignored. An exception that it raises is reported as a warning and does not end the
-run.
+Its return value is ignored. If it raises an exception, the exception is reported as a warning and does not end the run.
 """
 
 
 class EventEmitter:
-    """Callback for `simulate` that turns the states of a run into events.
+    """Callback for `simulate` that converts a run's states to events.
 
     Args:
         listeners: functions that are called with every event.
@@ -80,7 +79,7 @@ class EventEmitter:
             self._emit(state, "")
 
     def end(self, state: State | None, status: str) -> None:
-        """Send the event at the end of a run. If user code failed, the state is None."""
+        """Send the event at the end of a run. The state is None if user code failed."""
         if state is not None:
             self._emit(state, status)
             return
@@ -114,7 +113,7 @@ class EventQueue:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Deliver all events from a thread during the block, and for `ERROR_GRACE_SECONDS` after an error."""
+        """Deliver all events from a thread during the block, and for up to `ERROR_GRACE_SECONDS` after an error."""
         guard = Guard()
 
         def listen() -> None:
@@ -131,7 +130,7 @@ class EventQueue:
         try:
             yield
         except BaseException:
-            patience = ERROR_GRACE_SECONDS  # a process that was killed may hold the queue, or have sent half an event
+            patience = ERROR_GRACE_SECONDS  # a killed process may hold the queue, or may have sent half an event
             raise
         finally:
             ending = threading.Thread(target=end, daemon=True)

@@ -1,4 +1,4 @@
-"""Run an experiment: perform all missing runs, several at a time if this is faster."""
+"""Run an experiment: execute all missing runs, in parallel if this is faster."""
 
 from __future__ import annotations
 
@@ -69,16 +69,15 @@ class Plan:
 
     Args:
         experiment: the experiment to run.
-        out: run directory, created if it does not exist.
+        out: run directory, which is created if it does not exist.
         data_dir: folder of data sets.
-        force: True to discard the existing results. Existing results are discarded after `run` has locked the
-            directory.
+        force: True to discard the existing results. They are discarded after `run` has locked the directory.
         partly: True to discard only the results of the methods in this experiment. The directory must already belong to
             this experiment.
-        dry: True to inspect the directory without changing it. Nothing is written or discarded in that case.
-        reads: files that the caller reads, such as the experiment file.
-        ranks: distributed processes, which must all make the same calls. Only rank 0 accesses the run directory,
-            except for rows that are stored separately on each machine.
+        dry: True to inspect the directory without writing or discarding anything.
+        reads: files read by the caller, such as the experiment file.
+        ranks: distributed processes, which must all make the same calls. Only rank 0 accesses the run directory, apart
+            from rows stored separately on each machine.
 
     Attributes:
         notes: remarks about each method that are known before its first round, keyed by label.
@@ -87,7 +86,7 @@ class Plan:
         RunDirError: the directory belongs to a different experiment, or is not a run directory.
         DataError: the data cannot be read.
         ConfigError: the experiment is invalid, or the directory lies inside a different run directory or a deployment,
-            or contains a file that the caller reads. If this error is raised, nothing has been written.
+            or contains a file that the caller reads. Nothing has been written.
     """
 
     @default_to_cpu()
@@ -135,9 +134,9 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about the clients with the first seed, and about the methods.
+        """Remarks about the first seed's clients, and about the methods.
 
-        Each remark is listed once, with the labels of the methods concerned.
+        Each remark is listed once, with the labels of the affected methods.
         """
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
@@ -153,7 +152,7 @@ class Plan:
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Number of rounds that each method runs, summed over all seeds and keyed by label."""
+        """Number of rounds of each method, summed over all seeds and keyed by label."""
         return self.experiment.rounds
 
     @cached_property
@@ -165,10 +164,10 @@ class Plan:
     def run(
         self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
     ) -> list[Outcome]:
-        """Perform the missing runs, write all files of the run directory, and return all outcomes.
+        """Execute the missing runs, write all files of the run directory, and return all outcomes.
 
         Args:
-            listeners: functions that are called with an event after every round and at the end of every run.
+            listeners: functions called with an event after every round and at the end of every run.
             page: True to write the HTML report.
             join: True to share the runs with other processes that join the experiment, on any machine that can access
                 the directory.
@@ -176,10 +175,10 @@ class Plan:
                 `units.executors`).
 
         Returns:
-            The outcome of every run, including runs that were already complete.
+            Every run's outcome, including runs that were already complete.
 
         Raises:
-            CheckpointError: the disk is full or refuses a write. Completed work is not lost.
+            CheckpointError: the disk is full or a write fails. Completed work is not lost.
             RunDirError: another process is using the directory, or has started a different experiment in it. This error
                 is also raised if two labels differ only in case and the file system is not case-sensitive.
             ConfigError: ``join`` is combined with ranks or with an option that discards existing results.
@@ -221,7 +220,7 @@ class Plan:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
-        """Let an executor perform the runs that are missing.
+        """Execute the missing runs on an executor.
 
         Return True if the user stopped it, and the failures keyed by run.
         """
@@ -243,7 +242,7 @@ class Plan:
             return interrupted(), failures
 
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
-        """Perform the work of `run` together with other processes and return all outcomes.
+        """Do the work of `run` together with other processes and return all outcomes.
 
         The processes share the runs, the additional runs that analyses need, and the writing of the final files.
         """
@@ -307,10 +306,10 @@ class Plan:
         failures: Mapping[tuple[str, int], str | None] = NO_CHOICES,
         read: Mapping[tuple[str, int], Outcome] = NO_CHOICES,
     ) -> list[Outcome]:
-        """Perform all missing runs and return the outcome of every run.
+        """Execute all missing runs and return every run's outcome.
 
-        Runs in ``ended`` send no events, because listeners have already received these events. Outcomes in ``read`` are
-        used without being read again.
+        Runs in ``ended`` send no events, because listeners have already received them. Outcomes in ``read`` are used
+        without being read again.
 
         Runs in ``failures`` failed in another process and are not repeated.
         """
@@ -341,9 +340,8 @@ class Plan:
     ) -> Outcome:
         """Run one method with one seed and return the outcome.
 
-        If ``workers`` is given, this run is one of several runs at the same time.
-
-        If ``claim`` is given, the run is computed in the folder of the claim.
+        If ``workers`` is given, several runs are executed in parallel. If ``claim`` is given, the run is computed in
+        the claim's folder.
         """
         setting = method.setting.with_(seed=seed)
         if workers is not None:
@@ -364,7 +362,7 @@ class Plan:
         except DamagedCheckpoint as error:
             if self.ranks.size > 1:  # the other ranks wait for the first one
                 raise
-            again = f"the other methods continued. To start it again: --force --method {shlex.quote(method.label)}"
+            again = f"the other methods continued. To restart it: --force --method {shlex.quote(method.label)}"
             outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", is_damaged=True)
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
@@ -376,10 +374,10 @@ class Plan:
         ended: set[tuple[str, int]],
         read: dict[tuple[str, int], Outcome],
     ) -> bool:
-        """Perform the runs in forked processes and return True if the user stopped them.
+        """Execute the runs in forked processes and return True if the user stopped them.
 
-        The forked processes write the checkpoints and the models. Meanwhile, this process reads the outcome of each run
-        as soon as it is complete.
+        The forked processes write the checkpoints and models. Meanwhile, this process reads each run's outcome as soon
+        as it is complete.
         """
         line, seconds = EventQueue(), dict[str, float]()
         seeds = self.experiment.head.seeds
@@ -412,7 +410,7 @@ class Plan:
 
     @property
     def unanswered(self) -> list[str]:
-        """Names of the analyses by sums that have no answer for these data, after all runs have ended."""
+        """Names of the sum-based analyses that have no answer for these data, after all runs have ended."""
         return [
             name_of(analysis)
             for analysis in self.experiment.analyses
@@ -435,7 +433,7 @@ class Plan:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_additional_runs(self, outcomes: Sequence[Outcome]) -> None:
-        """Perform the additional runs that the analyses need for each complete run.
+        """Execute the additional runs that the analyses need for each complete run.
 
         Rows that have already been computed are kept.
         """
@@ -456,7 +454,7 @@ class Plan:
 
 
 def _save_models(result: Result, folder: Path) -> None:
-    """Write the models of a result to a folder, unless intact files already exist."""
+    """Write a result's models to a folder, unless intact files already exist."""
     try:
         for name in result.models.files():
             check_file_digest(folder / f"{name}.safetensors")

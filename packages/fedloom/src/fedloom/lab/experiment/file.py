@@ -57,19 +57,19 @@ def read(
         path: path of the file. The file may be in a run directory. In this case, its table ``resolved`` records the
             versions that the run used.
         values: changes to individual values, such as ``local.lr=0.1``.
-        methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
-        rounds: number of rounds of every method, which replaces the number in the file.
+        methods: labels or algorithms of the methods to keep. If empty, all methods are kept.
+        rounds: number of rounds for every method, which overrides the file.
         trust: True to run code that the file refers to by import path even if another user owns the file.
-        refit: True to train on all samples, with the first seed.
-        recorded: True if an earlier version may have written the file, as in a run directory. The keys in such a file
-            may have their old names.
+        refit: True to train on all samples with the first seed.
+        recorded: True if an earlier version may have written the file, as in a run directory. Such a file may use the
+            old names of keys.
         trains: False if the caller trains nothing, so that the file needs no method.
         document: content of the file, if it has already been read.
-        engine: values for keys in the table [engine]. Values that are not None replace the values in the file.
+        engine: values for keys in the table [engine]. Values other than None override the file.
 
     Raises:
-        ConfigError: the file is missing, is not valid TOML, contains invalid values, or refers to code although a
-            different user owns the file.
+        ConfigError: the file is missing, is not valid TOML, contains invalid values, or refers to code and belongs to a
+            different user.
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
@@ -88,15 +88,15 @@ def parse(
     """Check the content of an experiment file and return its experiment.
 
     Args:
-        document: content of an experiment file. In Python, tables of the document may be replaced by values, and names
-            of algorithms by method objects.
+        document: content of an experiment file. In Python, tables may be replaced by values, and algorithm names by
+            method objects.
         where: name of the file, for error messages.
-        way: keys that are accepted for the origin of the document. If None, the document comes from a file.
-        trains: False if an experiment without methods is accepted.
+        way: keys accepted for the document's origin. If None, the document comes from a file.
+        trains: False to accept an experiment without methods.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the
-            key, the given value, and the values that are allowed.
+            key, the given value, and the allowed values.
         DataError: the path of the data is not a data set.
     """
     document = expand_grid(document, where)
@@ -141,7 +141,7 @@ def parse(
 
 
 def check_fits(experiment: Experiment, where: str) -> None:
-    """Raise an error if a model that an analysis fits cannot be a row of the comparison.
+    """Raise an error if a model fitted by an analysis cannot be a row of the comparison.
 
     Raises:
         ConfigError: a method has the same label, or clients are attacked.
@@ -156,13 +156,13 @@ def check_fits(experiment: Experiment, where: str) -> None:
             )
         if any(setting.attack is not None for setting in settings):
             raise ConfigError(
-                f"{where}: the analysis {fit.algorithm!r} has compare = true, but its sums are not attacked, so a "
-                "comparison with attacked methods would be unfair. Omit compare, or omit attack"
+                f"{where}: the analysis {fit.algorithm!r} has compare = true, but attacks do not affect its sums, so "
+                "a comparison with attacked methods would be unfair. Omit compare, or omit attack"
             )
 
 
 def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
-    """Return the analyses described by a file's [[analysis]] tables, or by values, names and tables in Python.
+    """Return the analyses given by a file's [[analysis]] tables, or by values, names and tables in Python.
 
     Raises:
         ConfigError: a kind or option is unknown, or two analyses have the same kind.
@@ -189,7 +189,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
     """Return the setting, and add groups to it if its aggregation weights compare groups of rows.
 
-    The groups of the first analysis that defines groups are used.
+    The groups are taken from the first analysis that defines groups.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights
@@ -197,7 +197,7 @@ def add_groups(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
 
 
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the table [local] with the changes that the table of a method makes to it.
+    """Return the table [local] with the changes in a method's table.
 
     If the changes set epochs, steps are removed, and vice versa.
     """
@@ -207,7 +207,7 @@ def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> d
 
 
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
-    """Return a message about the first key whose recorded and current values differ, or "" if all values agree.
+    """Return a message about the first key whose recorded and current values differ, or "" if all values match.
 
     Methods and analyses can be added or removed. If an option did not exist when the settings were recorded, its
     default applies.
@@ -225,7 +225,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
     )
     try:
         recorded, complete = parse(recorded).settings(), True
-    except FedloomError:  # an earlier version with other options wrote the settings
+    except FedloomError:  # the settings were written by an earlier version with other options
         complete = False
     both = {m["label"] for m in recorded["method"]} & {m["label"] for m in now["method"]}
 
@@ -260,7 +260,7 @@ def _read_method(
 ) -> Method:
     """Return the method that a table describes.
 
-    The experiment's choice of default constants applies unless the table specifies its own.
+    The experiment's choice of defaults applies unless the table specifies its own.
     """
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"

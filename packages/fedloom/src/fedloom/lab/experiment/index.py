@@ -1,6 +1,6 @@
 """Cache of cards, names and the JSON schema, so that `list`, `describe` and `schema` run without importing torch.
 
-The cache is valid only as long as the source files do not change.
+The cache is valid until the source files change.
 """
 
 from __future__ import annotations

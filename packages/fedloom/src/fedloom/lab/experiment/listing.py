@@ -19,9 +19,8 @@ Row = dict[str, str | int | float | None]
 def list_model_rows(opened: RunDirectory) -> list[Row]:
     """Return a row for each model: method, seed, kind, number of models, primary metric, and file.
 
-    The metric after the last evaluated round is given as the mean over the clients' test parts and as the mean over the
-    worst tenth of the clients. The metric of an adapted model is measured on samples that were held out from the
-    adaptation.
+    The metric after the last evaluated round is averaged over the clients' test sets and over the worst 10 % of
+    clients. An adapted model's metric is measured on samples held out from the adaptation.
     """
     lead = leading(opened.table()["metric"].unique().to_pylist())
     rows = [row for run in opened for row in _model_rows(opened, run, lead)]

@@ -24,7 +24,7 @@ from fedloom.rundir import (
 from fedloom.storage.files import make_folder
 
 WRITE_INTERVAL_SECONDS = 2.0
-"""Minimum time in seconds between two writes of a run's live metrics."""
+"""Minimum number of seconds between two writes of a run's live metrics."""
 
 
 class LiveFigures:
@@ -53,9 +53,9 @@ class LiveFigures:
 
 
 def find_modified_files(out: Path) -> dict[str, int]:
-    """Return the files of a run directory that a report reads, keyed by file name, with their modification times.
+    """Return the modification times of the files that a report reads from a run directory, keyed by file name.
 
-    A change of these times shows that the report is out of date.
+    The report is out of date if these times change.
     """
     names = (SETTINGS_FILE, METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, SUMMARY_FILE)
     paths = [*(out / name for name in names), *_live_files(out)]
@@ -67,9 +67,9 @@ def find_modified_files(out: Path) -> dict[str, int]:
 
 
 def copy_live_run(out: Path, into: Path) -> Path:
-    """Write a copy of a run directory that contains the current metrics, and return its path.
+    """Write a copy of a run directory with the current metrics, and return its path.
 
-    If the run is finished, the path of the directory itself is returned.
+    If the run is finished, return the path of the directory itself.
 
     Args:
         out: the run directory.
@@ -95,6 +95,6 @@ def copy_live_run(out: Path, into: Path) -> Path:
 
 
 def _live_files(out: Path) -> list[Path]:
-    """Return the files of live metrics from this process and from processes with claims, latest attempts last."""
+    """Return the live-metrics files of this process and of processes with claims, latest attempts last."""
     claimed = sorted(out.glob(f"{WORK_FOLDER}/*/*/{LIVE_FOLDER}/*.parquet"), key=lambda path: int(path.parts[-3]))
     return [*sorted((out / LIVE_FOLDER).glob("*.parquet")), *claimed]

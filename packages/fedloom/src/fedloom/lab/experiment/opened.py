@@ -63,10 +63,10 @@ FIGURE_COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric"
 
 
 class RecordedData(Source):
-    """Placeholder for the data of a finished run, which may have been moved."""
+    """Placeholder for a finished run's data, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
-        raise DataError("fedloom does not read the data of a finished run. Read the data from their source")
+        raise DataError("fedloom does not read a finished run's data. Read the data from their source")
 
 
 class RunDirectory:
@@ -77,7 +77,8 @@ class RunDirectory:
     Args:
         path: path of the run directory.
         model: see `open_run`.
-        trust: True to run code that the directory names by import path, although a different user owns the directory.
+        trust: True to run code that the directory refers to by import path, even if a different user owns the
+            directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
@@ -109,9 +110,9 @@ class RunDirectory:
         if model is None:
             return
         if describe_model(model) is None:
-            raise ConfigError(f"open_run: model must be an nn.Module or a function that makes one, got {model!r:.80}")
+            raise ConfigError(f"open_run: model must be an nn.Module or a function that returns one, got {model!r:.80}")
         if not any(_has_unnamed_model(table) for table in (self._document, *self._methods)):
-            raise ConfigError(f"{settings} already names the models of its runs. Omit `model`")
+            raise ConfigError(f"{settings} already specifies the models of its runs. Omit `model`")
 
     def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
@@ -133,7 +134,7 @@ class RunDirectory:
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
     def runs(self, method: str | None = None, seed: int | None = None) -> list[RecordedRun]:
-        """Return the runs of a method, the runs with a seed, the run with both, or all runs.
+        """Return all runs, or only the runs with the given method or seed.
 
         Raises:
             ConfigError: the directory contains no run of this method or seed.
@@ -150,7 +151,7 @@ class RunDirectory:
         return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
-        """Return a table of every metric of every run. The first two columns of the table are ``method`` and ``seed``.
+        """Return a table of all runs' metrics. Its first two columns are ``method`` and ``seed``.
 
         Raises:
             RunDirError: the file with the metrics is missing or damaged.
@@ -164,12 +165,12 @@ class RunDirectory:
         """Settings of the experiment. The data and the clients are not loaded, because the data may have been moved.
 
         Raises:
-            ConfigError: some of the user's code can no longer be imported, or a different user owns the directory.
+            ConfigError: some user code can no longer be imported, or a different user owns the directory.
         """
         return self._experiment(self._methods)
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
-        """Return the settings of the experiment, restricted to the given methods.
+        """Return the experiment's settings, restricted to the given methods.
 
         The other methods are omitted, because their code may no longer exist.
         """
@@ -181,12 +182,12 @@ class RunDirectory:
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
-        """Tables that describe the methods of the experiment."""
+        """Tables that describe the experiment's methods."""
         methods = self._document.get("method")
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings. If the table does not name a model, it gets the user's model."""
+        """Return a table of settings. If it names no model, add the user's model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
@@ -198,8 +199,8 @@ class RunDirectory:
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
-                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import path. In Python, "
-                "the same call of fl.compare with this folder returns its models without rerunning anything"
+                f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import path. In "
+                "Python, repeat the call to fl.compare with this folder to get its models without rerunning anything"
             )
         return self._experiment(tables).methods[0].setting
 
@@ -210,11 +211,11 @@ class RunDirectory:
 
     @cached_property
     def new_data(self) -> NewData:
-        """Options for reading new data with the models of the run."""
+        """Options for reading new data for the run's models."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read labeled new data, specified as in ``[data] source``, and return them as the models need them.
+        """Read labeled new data, specified as in ``[data] source``, and return them in the form that the models need.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -232,24 +233,24 @@ class RunDirectory:
         data_dir: str | Path | None = None,
         id_columns: Sequence[str] = (),
     ) -> Predictions:
-        """Return the predictions for rows without labels.
+        """Return predictions for unlabeled rows.
 
         Args:
             data: file that contains rows (for texts, the lines of a .txt file), or any value that
                 `fedloom.data.new_rows.new_rows` accepts. If a table contains the column that identified the clients in
-                training, this column also selects each row's client here.
+                training, this column also selects each row's client.
             method: label of the method. If None, the method with the best validation result is used (see `best`).
             seed: seed of the run. If None, the first seed is used.
             client: client whose model makes the predictions for all rows. If None, each row uses the model of its site,
                 and rows without a site use the global model.
-            kind: "global", "personal" or "hybrid", or the path of an adapted model, which then makes the predictions
-                for all rows. If None, the best kind for each client is used.
+            kind: "global", "personal" or "hybrid", or the path of an adapted model, which is then used for all rows. If
+                None, each client's best kind is used.
             data_dir: folder of data sets.
-            id_columns: columns of the table that are copied to the table of predictions.
+            id_columns: columns to copy to the table of predictions.
 
         Raises:
             ConfigError: the method, seed, client or model does not exist.
-            DataError: the columns or the shape differ from the training data, or a cell has a value that was not
+            DataError: the columns or the shape differ from the training data, or a cell contains a value that is not
                 accepted in training.
         """
         first = self.runs(method, seed)[0].models
@@ -280,12 +281,10 @@ class RunDirectory:
     ) -> Iterator[ModelEvaluation]:
         """Yield the scores of models on new labeled data. The models are used as in `predict`.
 
-        The arguments and errors are the same as for `predict`.
-
-        If neither a client nor a kind is given, all models of a run are scored, provided that the site of each row is a
-        client of the run. Otherwise, only the global model is scored. If a model for tables would scale its inputs by
-        the clients' average, a second result is yielded, for which the inputs are scaled by the new rows, as for a
-        client that trains on these rows.
+        The arguments and errors are the same as for `predict`. If neither a client nor a kind is given, and each row's
+        site is a client of the run, all models of the run are scored. Otherwise, only the global model is scored. If a
+        tabular model would scale its inputs by the clients' average, a second result is yielded. Its inputs are scaled
+        by the new rows, as for a client that trains on these rows.
         """
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)
@@ -299,7 +298,7 @@ class RunDirectory:
         yield from evaluate_models([run.models for run in runs], data, rows, client, kind)
 
     def load(self, path: Path | str) -> Model:
-        """Load a model that was adapted from one of the runs and return it.
+        """Load and return a model that was adapted from one of the runs.
 
         Raises:
             LayoutError: the file does not contain a model, or its model has a different architecture.
@@ -311,7 +310,7 @@ class RunDirectory:
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
-        """Load a model that was adapted from one of the selected runs and return it.
+        """Load and return a model that was adapted from one of the selected runs.
 
         Raises:
             LayoutError: the file does not contain a model, or its model has a different architecture.
@@ -324,14 +323,11 @@ class RunDirectory:
         return model
 
     def best(self, seed: int | None = None, personal: bool = True, shared: bool = False) -> RecordedRun:
-        """Return the run of the method whose models are best on validation after the last round.
-
-        The metric is averaged over clients and seeds.
+        """Return the run of the method with the best final validation metric, averaged over clients and seeds.
 
         Args:
             seed: seed of the run. If None, the first finished seed of the method is used.
-            personal: True to compare the personal models of methods that have them. False to compare only global
-                models.
+            personal: True to compare personal models if a method has them. False to compare only global models.
             shared: True if the method must produce a global model.
 
         Raises:
@@ -352,17 +348,17 @@ class RunDirectory:
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
                 figures[name] = sum(values) / len(values) * (1 if metric(lead).higher_is_better else -1)
         if not figures:
-            what = "no run is finished" if not done else "no validation result exists that could choose a method"
+            what = "no run is finished" if not done else "there are no validation results for choosing a method"
             raise ConfigError(f"{self.path}: {what}. Choose a method: {', '.join(methods) or 'none'}")
         top = max(figures, key=lambda name: figures[name])
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
     def low_rank(self, method: str) -> bool:
-        """Return True if the server of a method sends a low-rank model."""
+        """Return True if a method's server sends a low-rank model."""
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """Return the table of results as HTML, with one row per method and model. Values are averaged over seeds."""
+        """Return the results table as HTML, with one row per method and model. Values are averaged over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()
@@ -377,7 +373,7 @@ class RunDirectory:
 
 
 def _describe_deployment(path: Path) -> str:
-    """Return the role of a folder in a deployment and the commands to use instead, or "" for any other folder."""
+    """Return a folder's role in a deployment and the commands to use instead, or "" for any other folder."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
     if (path.parent / "site.toml").is_file():
@@ -386,7 +382,7 @@ def _describe_deployment(path: Path) -> str:
             "evaluate and export)"
         )
     if (path / "sites").is_dir() or (path / "server.toml").is_file() or (path.parent / "server.toml").is_file():
-        return "a deployment, whose models are at its sites. There, use 'fedloom deploy predict SITE ROWS'"
+        return "a deployment. Its models are at the sites, so use 'fedloom deploy predict SITE ROWS'"
     return ""
 
 
@@ -397,18 +393,16 @@ def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
 
 
 def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
-    """Open a run directory that `fedloom run` wrote and return it, with its table, runs and models.
+    """Open a run directory written by `fedloom run`, with its table, runs and models.
 
-    Nothing is recomputed.
-
-    The only code that may be executed is code that ``experiment.toml`` refers to by import path, and it is executed
-    only when models are used. Model files never name code.
+    Nothing is recomputed. Only code that ``experiment.toml`` refers to by import path may be executed, and only when
+    models are used. Model files never refer to code.
 
     Args:
         path: path of the run directory.
-        model: module, class or function that was passed to `fedloom.compare` as the model, if the model has no import
-            path. The weights of a module are ignored.
-        trust: True to run the code that ``experiment.toml`` names although a different user owns the directory.
+        model: module, class or function that was passed to `fedloom.compare` as the model, if it has no import path. A
+            module's weights are ignored.
+        trust: True to run the code that ``experiment.toml`` refers to, even if a different user owns the directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.

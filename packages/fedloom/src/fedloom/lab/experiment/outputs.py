@@ -49,10 +49,9 @@ Spent = tuple[Sequence[float], Sequence[float]]
 
 
 class Outcome(NamedTuple):
-    """Outcome of a run in a comparison: its result, or the reason why there is no result.
+    """Outcome of a run in a comparison: its result, or the reason why it has no result.
 
-    is_damaged: True if the checkpoint of the run cannot be read. In that case, its earlier metrics remain in the
-        tables.
+    is_damaged: True if the run's checkpoint cannot be read. Its earlier metrics then remain in the tables.
     """
 
     label: str
@@ -64,12 +63,12 @@ class Outcome(NamedTuple):
 
     @property
     def status(self) -> str:
-        """Word for how the run ended: done, diverged, interrupted or failed."""
+        """Word that states how the run ended: done, diverged, interrupted or failed."""
         return "failed" if self.result is None else self.result.status
 
     @property
     def complete(self) -> bool:
-        """True if the run completed all rounds with finite metrics, even if it had diverged by some round."""
+        """True if the run completed all rounds with finite metrics, even if it was marked as diverged."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
@@ -83,8 +82,8 @@ class Outcome(NamedTuple):
 
 
 _version = cache(version)
-"""Version of a package. The version is cached because every call would otherwise read and parse the package's metadata
-files."""
+"""Version of a package. The version is cached, because every call would otherwise parse the package's metadata files.
+"""
 
 
 def write_settings(out: Path, experiment: Experiment) -> None:
@@ -112,7 +111,7 @@ def write_measured(
 ) -> None:
     """Write metrics and timings of runs, each given as (label, seed, metrics, (seconds per round, one-off seconds)).
 
-    Existing rows of the runs in ``keep`` stay in the files.
+    Existing rows of the runs in ``keep`` are preserved.
     """
     metrics = [label_rows(table, label, seed) for label, seed, table, _ in runs]
     seconds = [label_rows(_timing_figures(*spent), label, seed) for label, seed, _, spent in runs]
@@ -131,7 +130,7 @@ def write_analyses(
         out: the run directory.
         analyses: all analyses of the experiment.
         outcomes: outcomes of all runs. Only complete runs are analyzed.
-        federation: federation of the first seed. Analyses that are computed from sums use its rows.
+        federation: federation of the first seed. Sum-based analyses use its rows.
     """
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
@@ -160,7 +159,7 @@ def write_analyses(
 
 
 def _sum_analysis(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """Return the table of an analysis that is computed from sums, and notes.
+    """Return the table of a sum-based analysis, and notes.
 
     If the analysis cannot be computed, return no table and a note that states the reason.
     """
@@ -189,16 +188,16 @@ def write_further(
 ) -> None:
     """Write the rows of additional runs, keyed by the label and seed of the original run.
 
-    Existing rows of the runs in ``keep`` remain in the file.
+    Existing rows of the runs in ``keep`` are preserved.
     """
     rows = [label_rows(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
     write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
-    """Combine all tables, and the existing rows of the runs in ``keep``, into one table and write it.
+    """Combine all tables and the existing rows of the runs in ``keep``, and write the result.
 
-    If there are no tables, the file is deleted.
+    If there are no tables, delete the file.
     """
     if keep and path.exists():
         tables = [*tables, select_runs(pq.read_table(path), keep)]
@@ -213,7 +212,7 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
 
 
 def select_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
-    """Return the rows of a table that belong to the given runs or, with ``invert``, all other rows."""
+    """Return a table's rows that belong to the given runs or, with ``invert``, all other rows."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
     return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
@@ -227,7 +226,7 @@ def write_summary(
 ) -> None:
     """Write ``summary.json``, which records how every run ended.
 
-    Also write ``partition.parquet``, which records how the data were split.
+    Also write ``partition.parquet``, which records the data split.
     """
     feds = list(federations.values())
     attackers = dict[int, NDArray[np.int64]]()
@@ -303,9 +302,9 @@ def partition_table(
         counts: number of training samples of each client and class, ``[n, C]``. C is 0 for a regression, or if only the
             sizes are known.
         groups: number of each client's planted group, ``[n]``. If None, -1 is written for all clients.
-        attackers: indices of the clients that are attackers.
-        tests: test part of each client. The sizes of the test parts are written, together with one digest of all test
-            parts. None if the test parts are not known.
+        attackers: indices of the attacking clients.
+        tests: test set of each client. The sizes of the test sets are written, with one digest of all test sets. None
+            if the test sets are unknown.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {
@@ -331,7 +330,7 @@ def _timing_figures(seconds: Sequence[float], startup: Sequence[float]) -> pa.Ta
 
 
 def label_rows(table: pa.Table, label: str, seed: int) -> pa.Table:
-    """Return the table after inserting the columns ``method`` and ``seed`` at the front."""
+    """Return the table with the columns ``method`` and ``seed`` inserted at the front."""
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))

@@ -1,4 +1,4 @@
-"""Overrides: changes that the command line makes to the values, methods and rounds of an experiment file."""
+"""Overrides: command-line changes to the values, methods and rounds of an experiment file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.rundir import label_of
 from fedloom.values import FACTOR_PATTERN, check_is_table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
-"""Pattern of text that is accepted without TOML quotes, because a shell would remove the quotes."""
+"""Pattern of text accepted without TOML quotes, because a shell would remove the quotes."""
 KIND_KEYS = ("kind", "source")
 """Keys that determine which other keys a table may have."""
 
@@ -28,25 +28,24 @@ def apply_overrides(
     *,
     refit: bool = False,
 ) -> dict[str, Any]:
-    """Apply the changes of the command line to an experiment document and return the changed document.
+    """Apply command-line changes to an experiment document and return the changed document.
 
-    The result is not checked in this function. `fedloom.lab.experiment.parse` does that.
+    The result is checked later, by `fedloom.lab.experiment.parse`.
 
     Args:
         document: content of an experiment file.
         where: name of the file, for error messages.
         values: changes of the form ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value in
-            TOML syntax. If a change specifies a different ``kind`` or ``source``, the keys of the file are removed from
-            that table first. If a change sets epochs, the file's steps are removed, and vice versa. The order of the
-            changes has no effect, unless several changes set the same key.
-        methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
-        rounds: number of rounds of every method, which replaces the numbers in the file.
-        refit: True to train on all samples with the first seed and without held-out test samples, as is done after a
+            TOML syntax. If a change specifies a different ``kind`` or ``source``, the file's keys are first removed
+            from that table. If a change sets epochs, the file's steps are removed, and vice versa. The order of the
+            changes matters only if several changes set the same key.
+        methods: labels or algorithms of the methods to keep. If empty, all methods are kept.
+        rounds: number of rounds for every method, which overrides the file.
+        refit: True to train on all samples with the first seed and without held-out test samples, as after
             cross-validation.
 
     Raises:
-        ConfigError: a change does not have the required syntax, or it names a method that does not exist. The message
-            names the key.
+        ConfigError: a change has invalid syntax, or names a method that does not exist. The message names the key.
     """
     changed: dict[str, Any] = {**document}
     methods_before = changed.get("method")
@@ -57,7 +56,9 @@ def apply_overrides(
         changed["method"] = entries
     changed_keys = [text.partition("=")[0].strip() for text in values]
     depths = [(key.count("."), key.rpartition(".")[2] not in KIND_KEYS) for key in changed_keys]
-    for _, text in sorted(zip(depths, values, strict=True), key=lambda pair: pair[0]):  # outer tables first, by kind
+    for _, text in sorted(
+        zip(depths, values, strict=True), key=lambda pair: pair[0]
+    ):  # outer tables first, then by kind
         _set_value(changed, text, where, changed_keys)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
@@ -77,10 +78,10 @@ def apply_overrides(
 
 
 def _remove_test_parts(document: dict[str, Any], where: str, explicit: Collection[str]) -> dict[str, Any]:
-    """Return the document after changing it so that no test samples are held out.
+    """Return the document, changed so that no test samples are held out.
 
-    Validation samples are not held out either, unless models are recalibrated on them, early stopping monitors them, or
-    their share is among the ``explicit`` changes of the command line.
+    Validation samples are held out only if models are recalibrated on them, early stopping monitors them, or their
+    fraction is one of the ``explicit`` command-line changes.
 
     Raises:
         ConfigError: an explicit change holds out test samples.
@@ -104,9 +105,9 @@ def _remove_test_parts(document: dict[str, Any], where: str, explicit: Collectio
 
 
 def _needs_test_samples(entry: object) -> bool:
-    """Return True if an analysis needs the test samples of a run, which do not exist after a refit.
+    """Return True if an analysis needs a run's test samples, which do not exist after a refit.
 
-    Analyses that are computed from sums use all rows instead.
+    Sum-based analyses use all rows instead.
     """
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run in a run directory, as described by its `fedloom.engine.result.Result` at the end of the run.
+    """One run in a run directory, as recorded in its `fedloom.engine.result.Result` at the end.
 
     Attributes:
         method: label of the method.
         seed: seed of the run.
-        status: word for how the run ended: done, diverged, interrupted or failed.
+        status: word that states how the run ended: done, diverged, interrupted or failed.
         reason: sentence that states how the run ended.
         rounds: number of completed rounds.
     """
@@ -46,13 +46,13 @@ class RecordedRun:
         return rows_where(self._whole(), method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return, as float64 ``[s]``, the value of a metric for each scored client after the last evaluated round.
+        """Return a metric of each scored client after the last evaluated round, as float64 ``[s]``.
 
         Args:
-            model: kind of model, as in `fedloom.engine.result.Result.final`. If None, the model is the one that a
-                client would use.
-            metric: name of the metric. If None, the metric is accuracy, or the primary metric of the task if accuracy
-                was not measured.
+            model: kind of model, as in `fedloom.engine.result.Result.final`. If None, this is the model that a client
+                would use.
+            metric: name of the metric. If None, this is accuracy, or the task's primary metric if accuracy was not
+                measured.
             part: part of each client's samples, such as "test".
 
         Raises:
@@ -72,7 +72,7 @@ class RecordedRun:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of a metric against the round (see `fedloom.lab.report.notebook.draw_curve`)."""
+        """Return an Altair chart of a metric by round (see `fedloom.lab.report.notebook.draw_curve`)."""
         from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
 
         return display.draw_curve(self.table(), metric, part)
@@ -85,7 +85,7 @@ class RecordedRun:
         )
 
     def measured(self) -> set[tuple[str, str, str]]:
-        """Return the metrics that are recorded for every client, each as (model, part, metric)."""
+        """Return the metrics recorded for every client, each as (model, part, metric)."""
         kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
         return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
 
@@ -97,10 +97,10 @@ class RecordedRun:
 
     @cached_property
     def models(self) -> Models:
-        """Models of the run, which are read when they are first used.
+        """Models of the run, loaded on first use.
 
         Raises:
             RunDirError: the run has no models, for example because it is not finished.
-            LayoutError: the files are damaged, or they contain a different architecture.
+            LayoutError: the files are damaged or contain a different architecture.
         """
         return Models(self._saved())

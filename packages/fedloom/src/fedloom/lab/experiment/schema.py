@@ -36,9 +36,9 @@ class Method:
     Attributes:
         label: name of the method in tables and charts.
         algorithm: name of the method in the file, which is a registered name or the import path of a user's class.
-        options: options given for the method itself.
-        setting: setting of the method's run with the first seed.
-        kind: class or preset of the method, given if no name refers to it.
+        options: options of the method itself.
+        setting: setting of the method's first-seed run.
+        kind: class or preset of the method, if no name refers to it.
     """
 
     label: str
@@ -73,7 +73,7 @@ Title = Annotated[str, AfterValidator(_check_printable)]
 
 
 Constants = Literal["default", "paper", "released"]
-"""Source of default constants for options that are not given: fedloom, the paper, or the paper's released code."""
+"""Source of default values for options that are not given: fedloom, the paper, or the paper's released code."""
 
 
 def _check_no_path(text: str) -> str:
@@ -93,7 +93,7 @@ class Head(Value):
         (0,), min_length=1, description="random seeds. Every method runs once per seed"
     )
     defaults: Constants = Field(
-        "default", description="default values of the methods' options: default, paper or released"
+        "default", description="source of the methods' default values: default, paper or released"
     )
 
     @field_validator("seeds")
@@ -109,14 +109,14 @@ class MethodKeys(Value):
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field(
-        "default", description="default values of this method's options that the file does not set"
+        "default", description="source of this method's default values, for options that the file does not set"
     )
 
 
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 _questions: Any = (
     tuple[str, ...],
-    Field((), description="open questions in a draft. The draft can be run once they are answered and deleted"),
+    Field((), description="open questions in a draft. Answer and delete them before you run the draft"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All top-level keys of an experiment file, except tables."""
@@ -125,16 +125,16 @@ Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[n
 class DataTable(SettingTable):
     """Table [data].
 
-    The key ``source`` is the name of a data set, or a path. The content of the path determines how the data are read.
+    The key ``source`` is the name of a data set, or a path. The path's content determines how the data are read.
     """
 
     def read(self, choice: object, where: str = "", name: str = "", places: KeyPlaces | None = None) -> Any:
         """Return the data source that a table describes.
 
-        If the source is a file or folder, its content determines how it is read.
+        The content of a file or folder determines how it is read.
 
         Raises:
-            ConfigError: the source does not exist, or it does not have one of the given options.
+            ConfigError: the source does not exist, or does not support a given option.
             DataError: the path is not a data set.
         """
         if not isinstance(choice, Mapping):
@@ -151,7 +151,7 @@ class DataTable(SettingTable):
 
 
 def _options_of_path(path: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the options that can be set for reading a file or folder."""
+    """Return the options for reading a file or folder."""
     agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
     try:
         return fields_of(type(source_of(path, **agreement)))
@@ -169,7 +169,7 @@ SETTING_TABLES: dict[str, SettingTable] = {
 
 
 def file_places() -> KeyPlaces:
-    """Return the keys that an experiment file accepts, and the table of each key."""
+    """Return the keys that an experiment file accepts, and each key's table."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
@@ -179,21 +179,21 @@ def file_places() -> KeyPlaces:
 
 
 SHARED_TABLES = ("model", "task", "attack")
-"""Tables that a method inherits from the experiment unless it defines them itself. When settings are written to a file,
-other tables that methods may define appear only in the methods."""
+"""Tables that a method inherits from the experiment unless it defines them itself. In a written file, other tables that
+methods may define appear only in the methods."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Comparison of methods on the same federation, over several seeds.
+    """Comparison of methods on the same federation with several seeds.
 
     Attributes:
         head: name and seeds of the experiment.
         source: source of the data.
         source_options: content of the table [data].
-        partition: rule that splits the data among clients.
+        partition: rule that splits the data across clients.
         model_kind: kind given in the table [model].
-        common: setting that applies to all methods unless a method overrides it.
+        common: setting that applies to all methods unless they override it.
         tune: content of the table [tune].
         methods: methods to compare.
         analyses: analyses to compute after the rounds, at most one of each kind.
@@ -211,7 +211,7 @@ class Experiment:
 
     @property
     def compared(self) -> tuple[Method, ...]:
-        """The methods, followed by the models that analyses with ``compare`` fit by sums."""
+        """The methods, followed by the models that analyses with ``compare`` fit from sums."""
         fits = (value for value in self.analyses if isinstance(value, ModelAnalysis) and value.compare)
         fitted = (
             Method(value.find_name(), name_of(value), {}, Fitted.setting(value, self.common), Fitted) for value in fits
@@ -220,7 +220,7 @@ class Experiment:
 
     @property
     def kept_columns(self) -> list[str]:
-        """Columns of a table, or thresholds on columns, that are kept for analyses or aggregation weights."""
+        """Table columns, or thresholds on columns, that are kept for analyses or aggregation weights."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
@@ -235,7 +235,7 @@ class Experiment:
         return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.compared}
 
     def with_(self, **choices: object) -> Experiment:
-        """Return a copy of the experiment with the given settings changed for every method."""
+        """Return a copy of the experiment in which the given settings are changed for every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)
 

@@ -1,9 +1,9 @@
 """Tracking: log the metrics of a run in progress to TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Only metrics of the federation as a whole are logged. A run that is interrupted and resumed logs the same metrics as an
-uninterrupted run. All trackers write to the folder ``tracking`` in the run directory. If MLFLOW_TRACKING_URI is set,
-MLflow logs to that address instead. W&B works offline unless WANDB_MODE is set to a different mode. The offline files
-can be uploaded with ``wandb sync``.
+Only federation-wide metrics are logged. An interrupted and resumed run logs the same metrics as an uninterrupted run.
+All trackers write to the ``tracking`` folder in the run directory. If MLFLOW_TRACKING_URI is set, MLflow logs to that
+address instead. W&B works offline unless WANDB_MODE is set to a different mode. The offline files can be uploaded with
+``wandb sync``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,13 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""Seconds before a failed tracker is tried again.
-
-An unreachable server delays a run by up to `HTTP_SECONDS` and one retry, so the run loses only a small part of its
-time.
-"""
+"""Seconds before a failed tracker is retried. An unreachable server delays a run by up to `HTTP_SECONDS` and one retry,
+which is only a small part of the run time."""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
-"""Timeout in seconds, and number of retries, for MLflow's server, unless other values are set in the environment. With
-MLflow's own defaults of 120 seconds and 7 retries, a run would be delayed by many minutes at every evaluation."""
+"""Timeout in seconds, and number of retries, for MLflow's server, unless the environment sets other values. MLflow's
+defaults of 120 seconds and 7 retries would delay a run by many minutes at every evaluation."""
 MAX_CAUSE_CHARACTERS = 300
-"""Maximum number of characters of a library's error message that are quoted in a warning."""
+"""Maximum number of characters quoted from a library's error message in a warning."""
 MAX_NAME_CHARACTERS = 250
 """Maximum number of characters in the name of an MLflow metric."""
 TRACKING_FOLDER = "tracking"
@@ -52,13 +49,13 @@ MAX_METRICS_PER_CALL = 1000
 
 
 class Writer(Protocol):
-    """Destination of the metrics of one run."""
+    """Destination of one run's metrics."""
 
     last: int
     """Last round whose metrics were written."""
 
     def write(self, round: int, figures: Figures) -> None:
-        """Write the metrics of a round that follows all rounds written so far."""
+        """Write the metrics of a round later than all rounds written so far."""
         ...
 
     def close(self, status: str) -> None:
@@ -70,9 +67,8 @@ class Tracker:
     """Listener that passes the metrics of each run of an experiment to a writer for that run.
 
     If the tracker fails, for example because its server cannot be reached, a warning is issued and the run continues.
-    Metrics are kept until the tracker works again. After a failure, the tracker is retried after `RETRY_SECONDS`, and
-    again at the end of the run. If the experiment is run again with the same tracker, metrics that are still missing
-    are written.
+    Metrics are kept until the tracker works again. A failed tracker is retried after `RETRY_SECONDS`, and again at the
+    end of the run. If the experiment is run again with the same tracker, missing metrics are written.
 
     Args:
         kind: one of `TRACKERS`.
@@ -80,10 +76,10 @@ class Tracker:
         out: run directory of the experiment.
 
     Attributes:
-        view: shell command that shows the tracked metrics.
+        view: shell command for viewing the tracked metrics.
 
     Raises:
-        ConfigError: the kind is unknown, or the packages that it needs are missing.
+        ConfigError: the kind is unknown, or required packages are missing.
     """
 
     def __init__(self, kind: str, experiment: Experiment, out: Path) -> None:
@@ -129,15 +125,12 @@ class Tracker:
             cause = f"{sentence_of(error)}".splitlines()[0][:MAX_CAUSE_CHARACTERS]
             self._guard.warn(
                 f"--track {self._kind}: {cause}{lost}. The run continues. Run the same command again "
-                f"with --track {self._kind} to track the missing values"
+                f"with --track {self._kind} to log the missing values"
             )
 
 
 class TensorBoard:
-    """Writer of a run's TensorBoard event files.
-
-    When a run is resumed, the files are rewritten from the first round.
-    """
+    """Writer of a run's TensorBoard event files. When a run resumes, the files are rewritten from the first round."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -159,9 +152,9 @@ class TensorBoard:
 
 
 class MLflow:
-    """Writer of a run to MLflow.
+    """Writer of a run's metrics to MLflow.
 
-    When a run is resumed, its existing MLflow run is found, and logging continues after its last round.
+    When a run resumes, logging continues in its existing MLflow run after the last logged round.
     """
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
@@ -221,7 +214,7 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
 def _mlflow_name(name: str) -> str:
     """Return a name that consists of letters, digits and ``_-. :/``. All other characters are replaced.
 
-    No component of the name is empty, "." or "..", so the name is a safe relative path.
+    Because no component is empty, "." or "..", the name is a safe relative path.
     """
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
@@ -229,9 +222,9 @@ def _mlflow_name(name: str) -> str:
 
 
 class WandB:
-    """Writer of a run's metrics to W&B, in offline mode by default.
+    """Writer of a run's metrics to W&B, offline by default.
 
-    When a run is resumed, its files are rewritten from the first round.
+    When a run resumes, its files are rewritten from the first round.
     """
 
     def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, object]) -> None:
@@ -260,14 +253,14 @@ class WandB:
 
 
 Make = Callable[[str, int], Writer]
-"""Function that opens the writer for the run of a label and a seed."""
+"""Function that opens the writer for the run with a label and a seed."""
 
 
 def check_tracker(kind: str | None) -> None:
     """Raise an error before any work starts if a tracker cannot be used.
 
     Raises:
-        ConfigError: the kind is unknown, or the packages that it needs are missing.
+        ConfigError: the kind is unknown, or required packages are missing.
     """
     if kind is None:
         return
@@ -297,7 +290,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
 
     @cache
     def open_client() -> tuple[MlflowClient, str]:
-        """Return the MLflow client and the id of the experiment.
+        """Return the MLflow client and the experiment's ID.
 
         The tracking folder is not created until a run starts.
         """
@@ -344,7 +337,7 @@ TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
 }
 """Trackers that ``fedloom run --track`` accepts."""
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
-"""Packages that each tracker needs. The last two packages of MLflow are needed for its database."""
+"""Packages required by each tracker. MLflow's last two packages are required for its database."""
 
 
 def _flatten_settings(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Table [tune] of an experiment file, which defines how the settings of its methods are chosen on validation data."""
+"""Table [tune] of an experiment file, which defines how its methods' settings are chosen on validation data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Scalar = bool | int | float | str
 
 
 class Range(Value):
-    """An interval of numbers. Only integers are drawn if both ends are integers."""
+    """An interval of numbers. If both ends are integers, only integers are sampled."""
 
     low: int | float = Field(description="smallest value")
     high: int | float = Field(description="largest value")
-    log: bool = Field(False, description="whether values are drawn uniformly on a log scale")
+    log: bool = Field(False, description="true to sample values uniformly on a log scale")
 
     @model_validator(mode="after")
     def _check_order(self) -> Range:
@@ -36,33 +36,34 @@ class Tune(Value):
     """Search for hyperparameters with the same number of trials and the same compute budget for every method."""
 
     trials: int = Field(
-        20, ge=1, description="number of trials per method. If a list has fewer settings, all of them are tried"
+        20,
+        ge=1,
+        description="number of trials per method. If a space of lists contains fewer settings, all of them are tried",
     )
     rounds: int | None = Field(
         None,
         ge=1,
-        description="compute budget of a trial, as a number of rounds of plain local training (default: the "
-        "experiment's number of rounds)",
+        description="compute budget of a trial, in rounds of plain local training (default: the experiment's number "
+        "of rounds)",
     )
     seeds: tuple[NonNegativeInt, ...] = Field(
         (),
-        description="seeds that every trial uses. A trial's score is the mean over these seeds (default: only "
-        "the experiment's first seed)",
+        description="seeds of every trial. A trial's score is averaged over these seeds (default: only the "
+        "experiment's first seed)",
     )
     metric: str | None = Field(
         None,
         pattern="^[^/]+(/mean|/weighted)?$",
         description=(
-            "validation metric: the mean over clients, or, with the suffix /weighted, the mean weighted by samples, as "
-            "in accuracy/weighted (default: the task's metric, such as AUROC for two classes)"
+            "validation metric, averaged over clients. With the suffix /weighted, as in accuracy/weighted, clients "
+            "are weighted by their samples (default: the task's metric, such as AUROC for two classes)"
         ),
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "best-on-validation"] = Field(
         "auto",
         description=(
-            "model to score: auto (the personal model, if the method has one), mean (the mean of the "
-            "global and the personal model's scores, if both models exist), best-on-validation (the "
-            "hybrid of the two models, if both exist)"
+            "model to score: auto (the personal model, if the method has one), mean (the mean score of the global and "
+            "the personal model, if both exist), best-on-validation (the hybrid of the two models, if both exist)"
         ),
     )
     prune: bool = Field(
@@ -72,13 +73,15 @@ class Tune(Value):
         5, ge=1, description="number of trials that must be completed before any trial is stopped early"
     )
     simulated_seconds: float | None = Field(
-        None, gt=0, description="simulated time limit of a trial. The trial is then scored, even if rounds remain"
+        None,
+        gt=0,
+        description="time limit of a trial, in simulated time. The trial is then scored even if rounds remain",
     )
     equal_work: bool = Field(
         True,
         description=(
-            "true: each trial, and each method in the tuned file, gets as many rounds as cost the same as `rounds` "
-            "plain rounds. false: each gets `rounds` rounds, or the method's own number"
+            "true: the number of rounds of each trial, and of each method in the tuned file, is chosen so that they "
+            "cost as much as `rounds` plain rounds. false: each gets `rounds` rounds, or the method's own number"
         ),
     )
     seed: NonNegativeInt = Field(0, description="seed of the search")
@@ -86,7 +89,7 @@ class Tune(Value):
     space: dict[str, dict[str, Dimension]] = Field(
         {},
         description=(
-            "search space for each method (by label or algorithm, or under all for every method): "
-            "setting = [choices] or {low, high, log}"
+            "search space of each method (by label or algorithm, or under all for every method): setting = [choices] "
+            "or {low, high, log}"
         ),
     )

@@ -1,6 +1,6 @@
 """Reports of recorded runs: a single offline HTML page, tables as Arrow, CSV and LaTeX, and charts as SVG.
 
-The reports are computed only from the recorded files.
+Reports are computed from the recorded files alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing of CSV files: all cells are converted to text, and formulas are made harmless to spreadsheets."""
+"""Writing of CSV files: all cells are converted to text, and spreadsheet formulas are neutralized."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def neutralize_formula(cell: T) -> T | str:
-    """Return the value that is to be written into a CSV cell.
+    """Return the value to write to a CSV cell.
 
-    If a spreadsheet would evaluate a text as a formula, the text is preceded by an apostrophe, as OWASP recommends.
+    A text that a spreadsheet would evaluate as a formula is prefixed with an apostrophe, as OWASP recommends.
 
     Floating-point numbers are written with at most 12 significant digits.
 
@@ -34,7 +34,7 @@ def neutralize_formula(cell: T) -> T | str:
 
 
 def render_csv(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
-    """Return a header and rows as CSV, with formulas made harmless. Missing values are left empty."""
+    """Return a header and rows as CSV, with formulas neutralized. Missing values are left empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(map(neutralize_formula, columns))
@@ -45,10 +45,7 @@ def render_csv(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping
 
 
 def render_table_csv(table: pa.Table) -> bytes:
-    """Return an Arrow table as CSV, with formulas in names and texts made harmless.
-
-    Numbers keep all their digits.
-    """
+    """Return an Arrow table as CSV, with formulas in names and texts neutralized. Numbers keep all their digits."""
     names = [str(neutralize_formula(name)) for name in table.column_names]
     columns = [
         pa.array(map(neutralize_formula, column.to_pylist()), pa.string())

@@ -1,4 +1,4 @@
-"""Report page: assemble the sections, the data of the charts, and the scripts that draw them into one HTML text."""
+"""Report page: assemble the sections, the chart data, and the chart scripts into one HTML text."""
 
 from __future__ import annotations
 
@@ -37,73 +37,75 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy of the page. This policy allows the scripts that are embedded in the page, and blocks all
-network requests."""
+"""Content security policy of the page, which allows the embedded scripts and blocks all network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
 """End of a report's title. It identifies reports, because no other page has it."""
 SCRIPTS_FILE = "vega.js"
 """Name of the cache file for the scripts."""
 SECTION_ORDER = {
     "patients": ("Calibrated", IN_USE),
-    "importance": ("Important columns", "The columns that the model uses, site by site."),
+    "importance": ("Important columns", "The columns that matter to the model at each site."),
     "groups": ("Groups of patients", GROUPED),
-    "curves": ("Learning curves", "Results over rounds, traffic, gradients of samples and time."),
-    "clients": ("Clients", "The results of every client. A mean hides clients that lose."),
-    "devices": ("Classes of devices", DEVICES),
+    "curves": ("Learning curves", "Results by round, traffic, sample gradients and time."),
+    "clients": ("Clients", "Every client's results. A mean hides clients that lose."),
+    "devices": ("Device classes", DEVICES),
     "fairness": ("Fairness", "The best method has a good mean and a good result for the worst clients."),
     "attacks": ("Robustness", "Results with different fractions of attacking clients."),
     "clusters": (
         "Clusters",
-        "The groups of similar clients that the methods found, and their agreement with the true groups.",
+        "The groups of similar clients found by the methods, and their agreement with the true groups.",
     ),
-    "structure": ("Sparsity and rank", "The size of the models, and the accuracy that a smaller size costs."),
-    "costs": ("Work and traffic", "Gradients, traffic and time of every method."),
+    "structure": ("Sparsity and rank", "The size of the models, and the loss of accuracy at smaller sizes."),
+    "costs": ("Work and traffic", "Every method's gradients, traffic and time."),
     "privacy": (
         "Privacy",
-        "Epsilon after each round, for the client with the most rounds, without privacy amplification.",
+        "Epsilon after each round for the client with the most rounds, without privacy amplification.",
     ),
-    "convergence": ("Convergence", "The distance of every method from a solution of its problem."),
-    "others": ("More results", "Other metrics of the whole federation."),
-    "partition": ("Data", "The distribution of the samples among the clients."),
+    "convergence": ("Convergence", "Every method's distance from a solution of its problem."),
+    "others": ("More results", "Other federation-wide metrics."),
+    "partition": ("Data", "The distribution of samples across clients."),
 }
 """Sections of the page in order, keyed by the group of charts, with their title and text."""
 
 FIRST_GROUPS = ("patients", "importance")
 """Sections before those that packages add for analyses."""
 PAIRS_TEXT = (
-    "Every method is compared with the baseline. The interval of the difference decides the verdict: better or "
-    "worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive. Holm's correction "
+    "Every method is compared with the baseline. The interval of the difference decides the verdict: better or worse "
+    "if it excludes 0, equivalent if it is within a stated margin, and otherwise inconclusive. Holm's correction "
     "covers all comparisons."
 )
 READING_TEXTS = {
-    "Result": "Every client's model is scored on the client's test data after the last round. The table shows the mean "
-    "over clients, then over seeds. ± is half the width of the 95 % t interval over seeds.",
+    "Result": "Every client's model is scored on the client's test data after the last round. The table shows the "
+    "mean over clients and then over seeds. ± shows the half-width of the 95 % t interval over seeds.",
     "At the best validation round": "The same test mean, at the round with the best mean on validation data. "
     "No round is ever chosen on test data.",
-    "Worst 10 %": "Mean over the tenth of the clients with the worst results (at least one client).",
-    "Variance of losses": "Variance of the clients' test losses. 0 is perfectly fair.",
+    "Worst 10 %": "Mean over the worst 10 % of clients (at least one client).",
+    "Loss variance": "Variance of the clients' test losses. 0 is perfectly fair.",
     "Models": "Global: one model for all clients. Personal: each client's own model. FedAvg-FT, FedBABU and similar "
-    "methods fine-tune it from the global model before each evaluation, in round 0 too. Hybrid: for each client, the "
-    "better of its global and personal model on its validation data. Methods are compared by the hybrid model, or by "
+    "methods fine-tune it from the global model before each evaluation, including round 0. Hybrid: for each client, "
+    "whichever of its global and personal model is better on its validation data. Methods are compared by the hybrid "
+    "model, or by "
     "their only model. The option compare_model selects personal models instead. Hybrid models must beat the row "
     "'local or fedavg': for each client, the better of local training and FedAvg.",
-    "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
+    "Work and traffic": "Totals over all clients up to the last round. One MB is 10⁶ bytes of sent messages.",
     "Better, inconclusive, not tested": "The leader is compared with every other method, seed by seed (paired t test, "
-    "Holm's correction, level 5 %). The interval of a lead decides its verdict: it excludes 0 exactly if the leader is "
-    "better. Work, traffic and variances are compared by their ratios. At least five common seeds are needed for a "
+    "Holm's correction, level 5 %). The interval of a lead decides its verdict: it excludes 0 if and only if the "
+    "leader is better. Work, traffic and variances are compared by their ratios. At least five common seeds are "
+    "needed for a "
     "test. Seeds with identical runs count once. Runs with different data, partitions or attacks are not compared.",
-    "These samples, new samples": "If every seed splits the same samples anew, the results of the seeds depend on each "
-    "other. The variance of a difference then includes the correction of Nadeau and Bengio (2003), and a verdict "
-    "applies to new samples from the same source. If seeds share their test data, a verdict applies to these samples.",
+    "These samples, new samples": "If every seed splits the same samples anew, the seeds' results are not "
+    "independent. The variance of a difference then includes the correction of Nadeau and Bengio (2003), and the "
+    "verdict applies to new samples from the same source. If seeds share their test data, the verdict applies to "
+    "these samples.",
     "Attacks": "Results describe the benign clients only. Work and traffic include all clients.",
 }
 
 
 @cache
 def _chart_scripts() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script that can be placed inside a script element.
+    """Return Vega, Vega-Lite and Vega-Embed as one script for use inside a script element.
 
-    The script is cached, because building it takes several seconds.
+    It is cached, because building it takes several seconds.
     """
     key = version("vl-convert-python") if can_draw() else ""
     kept = read_cached_text(SCRIPTS_FILE, key)
@@ -191,7 +193,7 @@ def _runs_scope_sentence(runs: list[Run]) -> str:
 
 
 def _rows_without_method(runs: list[Run], rows: list[Row]) -> list[Row]:
-    """Return the compared rows that belong to none of the methods."""
+    """Return the compared rows that do not belong to a method."""
     return [row for row in select_contenders(runs, rows) if row not in rows]
 
 

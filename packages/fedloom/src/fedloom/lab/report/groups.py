@@ -21,10 +21,10 @@ from fedloom.rundir import FEDERATION_CLIENT, GROUPS_FILE, SAMPLES_FIGURE
 
 GROUP_COLUMNS = ("method", "seed", "client", "model", "subgroup", "metric", "value")
 GROUPS_TEXT = (
-    "Results on the test samples of every group of patients, for all sites together and site by "
-    "site, with the best method: mean over seeds, number of test samples in brackets. A dash means "
-    "that a group is too small to be scored, or, at real sites, that the metric compares samples of "
-    "several sites, such as AUROC. groups.csv contains every method and metric."
+    "The best method's results on the test samples of every group of patients, for all sites together and site by "
+    "site: mean over seeds, with the number of test samples in parentheses. A dash means that a group is too small to "
+    "be scored or, at real sites, that the metric compares samples of different sites, such as AUROC. groups.csv "
+    "contains every method and metric."
 )
 
 
@@ -43,9 +43,9 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
-    """Return the column titles and lines of the table of groups for one model, and the metric that it shows.
+    """Return the titles and lines of one model's table of groups, and the metric that it shows.
 
-    If no groups were scored, the result is None.
+    Return None if no groups were scored.
 
     The metric is the primary one among those that were scored. Metrics that rank samples cannot be computed from secure
     sums, and are therefore not included.
@@ -88,7 +88,7 @@ def _group_cell(means: dict[tuple[object, ...], float], client: int, group: str,
 
 
 def groups_csv(runs: list[Run]) -> str:
-    """Return the metrics of each group as CSV, as means over seeds that are not scaled.
+    """Return the metrics of each group as CSV, as unscaled means over seeds.
 
     In rows for all clients together, the client column is empty.
     """

@@ -1,7 +1,4 @@
-"""HTML of a report, created from templates that escape all texts.
-
-Names in the records are therefore never interpreted as markup.
-"""
+"""HTML of a report, from templates that escape all texts. Recorded names are never interpreted as markup."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ def render_page(**values: object) -> str:
 def render_scrolling_table(
     label: str, heads: Sequence[str], lines: Sequence[Sequence[object]], text: Sequence[int] = (), title: str = ""
 ) -> str:
-    """Render an HTML table that can be scrolled sideways.
-
-    The first cell of each line is marked up as the heading of the line.
+    """Render an HTML table that scrolls horizontally. The first cell of each line is its heading.
 
     Args:
         label: description of the table for screen readers.

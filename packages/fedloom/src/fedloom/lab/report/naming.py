@@ -30,8 +30,8 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page that show metrics of the whole federation, keyed by metric. All other metrics of the
-federation are shown in the section "others"."""
+"""Sections of the page that show federation-wide metrics, keyed by metric. All other federation-wide metrics are shown
+in the section "others"."""
 
 
 def describe_figure(name: str) -> Metric:
@@ -50,9 +50,7 @@ def describe_figure(name: str) -> Metric:
         case "":
             return shown
         case "variance":
-            return Metric(
-                "Variance of losses" if base == "loss" else f"Variance of {shown.title}", higher_is_better=False
-            )
+            return Metric("Loss variance" if base == "loss" else f"Variance of {shown.title}", higher_is_better=False)
         case "sigma":
             return shown._replace(title="Spread around the global", higher_is_better=False)
         case "jain":
@@ -71,7 +69,7 @@ STATISTIC_TITLES = {
 
 
 def is_ratio(name: str) -> bool:
-    """Return True if a metric is compared by ratios on a logarithmic scale, like costs and variances over clients.
+    """Return True if a metric is compared by ratios on a logarithmic scale, as costs and variances over clients are.
 
     >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
     (True, True, False)
@@ -84,7 +82,7 @@ PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
 
 
 def lowercase_title(title: str) -> str:
-    """Return a title as it is written inside a sentence: in lower case, except names, symbols and abbreviations.
+    """Return a title as written inside a sentence: in lower case, except names, symbols and abbreviations.
 
     >>> [lowercase_title(title) for title in ("Macro F1", "AUROC", "C-index", "Brier score")]
     ['macro F1', 'AUROC', 'C-index', 'Brier score']

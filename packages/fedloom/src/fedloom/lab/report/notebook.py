@@ -24,17 +24,16 @@ if TYPE_CHECKING:
     from fedloom.lab.report.charts.kit import Spec
 
 MEAN_NAMES = ("mean", "weighted")
-"""Means of a metric over clients, and means over samples. Tables from secure sums contain only the second of these
-means."""
+"""Means of a metric over clients, and means over samples. Tables from secure sums contain only means over samples."""
 
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
-    """Draw the mean of a metric over clients by round, with one line per kind of model.
+    """Plot a metric's mean over clients by round, with one line per kind of model.
 
     Args:
         table: table with the columns round, client, model, part, metric and value (see
             `fedloom.engine.result.Result.table`).
-        name: name of the metric. If None, the default metric of the task is used, such as accuracy or AUROC.
+        name: name of the metric. If None, this is the task's default metric, such as accuracy or AUROC.
         part: part of the clients' samples, such as "test".
 
     Raises:
@@ -80,7 +79,7 @@ def draw_svg(chart: LayerChart) -> str:
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
-    """Draw the mean of each method with its 95 % interval over seeds, and a dot for each seed.
+    """Plot each method's mean with its 95 % interval over seeds, and a dot for each seed.
 
     The best method is at the top.
 

@@ -1,9 +1,9 @@
 """Values computed from recorded metrics: curves, results by seed, and intervals over seeds.
 
-Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used
-exactly as it was recorded. If a statistic was not recorded, it is computed from the values of the clients. If a seed's
-run failed, or diverged before its end, the seed has no result. The costs of runs that ended early are not combined with
-the costs of complete runs.
+Every interval is the two-sided 95 % Student t interval for the mean over seeds. A recorded statistic over clients is
+used unchanged. A statistic that was not recorded is computed from the clients' values. If a seed's run failed, or
+diverged before its end, the seed has no result. The costs of runs that ended early are not combined with the costs of
+complete runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs that have no result."""
 UNTESTED_REASON = "trained, but not evaluated because there is no test row"
-"""Status of a method without any metric (not even the loss) on test parts."""
+"""Status of a method without any metric (not even the loss) on test sets."""
 MIN_SEEDS = 5
 """Minimum number of seeds for a test. If there are fewer seeds, charts show the individual seeds instead of an
 interval."""
@@ -151,10 +151,10 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 
 
 def equal_seeds(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
-    """Return the seeds whose runs only repeat the runs of an earlier seed, mapped to this earlier seed.
+    """Return the seeds whose runs only repeat an earlier seed's runs, mapped to this earlier seed.
 
-    All metrics of these runs except costs are equal to the metrics of the earlier run, because nothing random affects
-    them. Seeds whose runs are repetitions count as one result.
+    All their metrics except costs equal the earlier run's metrics, because nothing random affects them. Such seeds
+    count as one result.
     """
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
@@ -179,10 +179,10 @@ def are_close(one: float, other: float) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the results table: one model of a method in a run, over all seeds.
+    """Row of the results table: one model of a method in a run, across all seeds.
 
-    For each metric on the clients' test parts, ``figures`` contains ``metric`` (the mean over clients in the last
-    round) and ``metric/worst10`` and, if they were recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``.
+    For each metric on the clients' test sets, ``figures`` contains ``metric`` (the mean over clients in the last round)
+    and ``metric/worst10`` and, if they were recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``.
     ``figures`` also contains ``loss/variance``, ``metric@validation`` (in the round with the best validation result),
     ``metric@common`` (on the common test set), and the totals of work and traffic.
     """
@@ -234,13 +234,13 @@ class Row:
     def remark(self) -> str:
         """Status of the runs if at least one diverged or failed, or if no client was tested.
 
-        If all runs ended well, the remark is empty.
+        Empty if all runs ended well.
         """
         return UNTESTED_REASON if self.untested else "" if self.sound else self.status
 
     @property
     def untested(self) -> bool:
-        """True if every seed ran to its last round, but all metrics on the clients' test parts are missing."""
+        """True if every seed ran to its last round, but all metrics on the clients' test sets are missing."""
         tested = [e for name, e in self.figures.items() if name not in COUNTED_FIGURES and "@" not in name]
         return self.is_complete and bool(tested) and not any(e.finite for e in tested)
 
@@ -261,7 +261,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Short phrase that describes the status of the runs, e.g. ``diverged by round 7 (seed 2)``."""
+        """Short description of the status of the runs, e.g. ``diverged by round 7 (seed 2)``."""
         seeds: dict[str, list[int]] = {}
         for record in self.records:
             if record.status != "done":
@@ -275,10 +275,7 @@ class Row:
         return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
 
     def _share(self, seeds: list[int]) -> str:
-        """Return text that names the seed, or states the number of seeds if there are several.
-
-        The text is empty if it refers to all seeds.
-        """
+        """Return text that names the seed, or the number of seeds if there are several. Return "" for all seeds."""
         if len(seeds) == 1:
             return f" (seed {seeds[0]})"
         return "" if len(seeds) == len(self.records) else f" ({len(seeds)} of {len(self.records)} seeds)"
@@ -314,7 +311,7 @@ def _recorded_models(run: Run, method: str) -> list[str]:
 
 
 def test_metrics(run: Run, method: str, model: str) -> list[str]:
-    """Return the names of the metrics that were recorded on the clients' test parts."""
+    """Return the names of the metrics recorded on the clients' test sets."""
     about = (method, model, "test")
     names = {key.metric for key in run.series if (key.method, key.model, key.part) == about}
     totals = {key.metric for key in run.totals if (key.method, key.model, key.part) == about}
@@ -390,9 +387,9 @@ def _row_figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
 
 
 def _test_value_at_best(validation: Curve, test: Curve, name: str) -> float:
-    """Return the test value in the round with the best validation value (in case of a tie, the earliest such round).
+    """Return the test value in the round with the best validation value (the earliest, in case of a tie).
 
-    If there are no validation values, the result is NaN.
+    Return NaN if there are no validation values.
     """
     finite = np.isfinite(validation.value)
     if not finite.any():

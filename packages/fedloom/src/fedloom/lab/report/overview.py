@@ -1,4 +1,4 @@
-"""Top of the report page as HTML: key facts, notes, a card for each criterion, and the table of results.
+"""Top of the report page as HTML: key facts, notes, a card for each criterion, and the results table.
 
 All text from the records is escaped.
 """
@@ -28,8 +28,8 @@ from fedloom.lab.report.tables import columns_of, render_cell
 MAX_OPEN_NOTES = 4
 """Number of notes that are always visible. If there are more notes, the others are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
-"""Methods do equal work if their work is at most this multiple of the smallest amount, as in `fedloom tune`.
-A note lists the methods whose work exceeds the work of FedAvg by a larger ratio than this."""
+"""Methods do equal work if their work is at most this multiple of the smallest amount, as in `fedloom tune`. A note
+lists the methods whose work exceeds FedAvg's by a larger ratio."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
 """Work and traffic, whose columns come after the primary metric."""
 MAX_COLUMNS = 6
@@ -76,7 +76,7 @@ def render_facts(runs: list[Run], rows: list[Row]) -> str:
 
 
 def render_cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
-    """Render a card for each criterion, which shows the best method, its value and how certain its lead is.
+    """Render a card for each criterion, which shows the best method, its value and the certainty of its lead.
 
     Runs with different data or attacks are shown in separate groups of cards.
 
@@ -97,7 +97,7 @@ def render_cards(runs: list[Run], rows: list[Row], models: Models = "best-on-val
 def _render_card(winner: Winner, rows: list[Row]) -> dict[str, str]:
     criterion = winner.criterion
     if winner.row is None:
-        why = "Every method with this result diverged or failed with some seed."
+        why = "Every method with this metric diverged or failed with some seed."
         return {"what": criterion.title, "who": UNKNOWN_DASH, "value": "", "sure": why}
     best, row = criterion.values[winner.row], rows[winner.row]
     if criterion.figure in COST_AXES:
@@ -117,7 +117,7 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
         alone = "No other method reaches this target in every seed."
-        rest = "No other method has this result from finished runs." if not same else same.strip()
+        rest = "No other method has this metric from finished runs." if not same else same.strip()
         return alone if criterion.figure in COST_AXES else rest
     other = rows[winner.runner_up]
     name = f"{other.name} {other.model}".strip()
@@ -294,7 +294,7 @@ def _diverged_notes(run_rows: list[Row]) -> str:
     if not odd:
         return ""
     lost = any(row.lost_seeds for row in run_rows)
-    end = "Seeds that failed, or diverged before their end, have no result" if lost else "Metrics so far are shown"
+    end = "Seeds that failed, or diverged before their end, have no result" if lost else "Interim metrics are shown"
     return f"Some runs did not finish: {', '.join(odd)}. {end}."
 
 
@@ -306,7 +306,7 @@ def _attack_notes(run: Run) -> str:
     tables = [run.options, *run.options.get("method", [])]
     kinds = dict.fromkeys(table["attack"]["kind"] for table in tables if "attack" in table)
     share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({', '.join(kinds)})"
-    return f"{share}. All results describe the other, benign clients."
+    return f"{share}. All results are for the other, benign clients."
 
 
 def _work_notes(run_rows: list[Row]) -> str:
@@ -323,7 +323,7 @@ def _work_notes(run_rows: list[Row]) -> str:
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
         f"The methods did unequal work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
-        f"sample gradients{named}. Compare them at equal sample gradients, too."
+        f"sample gradients{named}. Also compare them at equal numbers of sample gradients."
     )
 
 
@@ -361,12 +361,12 @@ def _clients_without_value(run: Run, row: Row, name: str) -> list[frozenset[int]
 
 def _dropped_notes(run: Run) -> str:
     dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
-    return f"{write_total(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
+    return f"{write_total(dropped)} uploads were dropped (non-finite, out of bounds, late or lost)." if dropped else ""
 
 
 def _seed_notes(run: Run) -> str:
     one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
-    return "Only one seed, so there are no intervals, and the tests cannot decide." if one else ""
+    return "There is only one seed, so there are no intervals and no tests." if one else ""
 
 
 def _repeat_notes(run: Run, run_rows: list[Row]) -> str:
@@ -375,8 +375,8 @@ def _repeat_notes(run: Run, run_rows: list[Row]) -> str:
         return ""
     who = "every method" if len(methods) == len(run.methods) else ", ".join(methods)
     return (
-        f"With {who}, runs with other seeds are equal to the last digit, because their seeds change "
-        "nothing. A test of two such methods counts them once."
+        f"With {who}, runs with other seeds are identical to the last digit, because the seeds have no effect. A test "
+        "of two such methods counts them once."
     )
 
 

@@ -37,8 +37,8 @@ from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_dire
 from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
 
 HEADER_CHECK_BYTES = 4096
-"""Number of bytes at the start of a page that always contain its title. The name of an experiment is expected to be
-much shorter than this."""
+"""Number of bytes at the start of a page that always contain its title. An experiment's name is expected to be much
+shorter."""
 
 
 def write_report(
@@ -49,9 +49,9 @@ def write_report(
     """Write a report on one or more run directories and return its path.
 
     ``out`` is the path of a self-contained page. Readers can save every chart as SVG and its data as CSV. The files
-    ``results.csv`` and ``results.tex`` are written to a folder that has the same name as the page, but without its file
-    extension. If at least one method can serve as the baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If
-    there are only a few clients and the clients have names, ``sites.csv`` and ``sites.tex`` are also written.
+    ``results.csv`` and ``results.tex`` are written to a folder with the page's name, without the file extension. If
+    there is a baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If there are only a few, named clients,
+    ``sites.csv`` and ``sites.tex`` are also written.
 
     Args:
         run_dirs: paths of the run directories. If there are several paths, the runs are compared.
@@ -59,24 +59,24 @@ def write_report(
         columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. If None, up to six
             metrics that suit the task are chosen.
         charts: True to also write each chart as SVG, and its data as CSV, to the folder.
-        baseline: label of the method that all other methods are compared with. If None, the baseline is local
-            training or, if it was not run, FedAvg. If neither was run, there is no baseline.
-        compare_model: which of a method's models are included in ``results.tex`` and in the comparison: the model that
+        baseline: label of the method to which all others are compared. If None, the baseline is local training or, if
+            it was not run, FedAvg. If neither was run, there is no baseline.
+        compare_model: which models of each method are included in ``results.tex`` and in the comparison: the model that
             a client would use, the personal model, or all models.
-        margin: largest difference in the primary metric that does not matter in practice, in the units of the metric.
-            If None, no methods are called equivalent.
+        margin: largest difference in the primary metric that does not matter in practice, in the metric's units. If
+            None, equivalence is not tested.
         force: True to replace files that were not written by a report.
 
     Returns:
         ``out``.
 
     Raises:
-        RunDirError: a folder is not a run directory, or one of its files is damaged, or ``out`` would lie inside a
-            file. In that case, nothing has been written.
+        RunDirError: a folder is not a run directory, or one of its files is damaged, or ``out`` would be inside a file.
+            Nothing has been written.
         ConfigError: ``out`` does not end in ``.html``, or lies inside a run directory (other than ``RUN/NAME.html``),
             or exists but is not a report, or its folder contains files that do not belong to a report. This error is
             also raised if a column or method does not exist, or if the margin is not a number above 0.
-        CheckpointError: the disk is full or refuses the files. The recorded runs are not changed.
+        CheckpointError: the disk is full or a write fails. The recorded runs are not changed.
     """
     beside = check_report(run_dirs, out, force=force)
     with _recorded_data_error(run_dirs):
@@ -115,7 +115,7 @@ def write_report(
 
 @contextmanager
 def _recorded_data_error(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Raise `RunDirError` if the recorded files contradict each other even though each of them can be read."""
+    """Raise `RunDirError` if the recorded files are readable but inconsistent."""
     try:
         yield
     except FedloomError:
@@ -131,7 +131,7 @@ def _recorded_data_error(run_dirs: Sequence[Path]) -> Iterator[None]:
     ) as error:
         where = ", ".join(map(str, run_dirs))
         raise RunDirError(
-            f"{where}: the recorded files contradict each other ({type(error).__name__}: "
+            f"{where}: the recorded files are inconsistent ({type(error).__name__}: "
             f"{error!s:.200}). Run the experiment again to rewrite these files"
         ) from error
 
@@ -139,7 +139,7 @@ def _recorded_data_error(run_dirs: Sequence[Path]) -> Iterator[None]:
 def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best-on-validation") -> list[Figure]:
     """Build all charts whose metrics were recorded.
 
-    Colors represent kinds of models, unless the caption of a chart states otherwise.
+    Colors represent kinds of models unless a chart's caption states otherwise.
     """
     lead = leading_metric(runs)
     charts = [
@@ -171,13 +171,13 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
         ConfigError: the page must not be written to this path (see `write_report`).
     """
     if not out.name:
-        raise ConfigError(f"a report is one HTML file, got {out}. Use the name of a file")
+        raise ConfigError(f"a report is one HTML file, got {out}. Use a file name")
     beside = out.with_suffix("")
     if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}. Use a name such as {out.with_suffix('.html')}")
     if beside.is_symlink():
         raise ConfigError(
-            f"{beside} is a link, and a report would overwrite the files that it points to. Remove the link"
+            f"{beside} is a link, and the report would overwrite the files that it points to. Remove the link"
         )
     check_folder(beside)
 
@@ -200,7 +200,7 @@ def _is_report(path: Path) -> bool:
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
-    """Raise an error if the folder of a report contains files that no report wrote and that would be replaced.
+    """Raise an error if a report's folder contains files that would be replaced but were not written by a report.
 
     Files are assumed to have been written by a report if the report exists (which `check_report` has checked), or if
     the folder lies in a run directory. If one of the files is a symbolic link, the link itself is replaced, not the
@@ -221,7 +221,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write text to a temporary file that then replaces the file, so that readers never see a partially written file.
 
     Raises:
-        CheckpointError: the disk is full or refuses the file.
+        CheckpointError: the disk is full or the write fails.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_report_errors(path):
@@ -237,5 +237,5 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def explain_report_errors(path: Path) -> AbstractContextManager[None]:
-    """Return a context manager that turns errors of writing a report into a sentence for the user."""
+    """Return a context manager that converts errors in writing a report to a sentence for the user."""
     return explain_os_error(path, "The results of the run are intact", "write the report with 'fedloom report'")

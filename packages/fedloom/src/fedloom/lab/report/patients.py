@@ -37,7 +37,7 @@ class StoredPredictions(NamedTuple):
     subject: NDArray[Any] | None = None
 
     def select_client(self, client: int | None) -> StoredPredictions:
-        """Return the predictions for one client. If ``client`` is None, all predictions are returned."""
+        """Return the predictions for one client, or all predictions if ``client`` is None."""
         if client is None:
             return self
         here = self.client == client
@@ -62,10 +62,9 @@ class StoredPredictions(NamedTuple):
 
 
 def benign_test_predictions(run: Run, method: str, model: str) -> StoredPredictions | None:
-    """Return a model's predictions for the test samples of benign clients.
+    """Return a model's predictions for the benign clients' test samples.
 
-    The result is None if no predictions were stored, or if a prediction consists of several numbers that are not class
-    probabilities.
+    Return None if no predictions were stored, or if predictions are vectors other than class probabilities.
     """
     path = run.path / PREDICTIONS_FILE
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Reading of run directories. All files are checked, and only numbers from the records are used."""
+"""Reading of run directories. All files are checked, and only recorded values are used."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     """Read run directories, and give each run a unique label.
 
     Raises:
-        RunDirError: the list is empty, a directory is given twice, or a folder is not a run directory or cannot be
-            read.
+        RunDirError: the list is empty, a directory is given twice, or a folder is not a readable run directory.
     """
     paths = [Path(path).resolve() for path in run_dirs]
     if not paths:
@@ -73,7 +72,7 @@ def _read_run(path: Path, label: str) -> Run:
         )
     if not (path / METRICS_FILE).is_file():
         raise RunDirError(
-            f"{path} contains no metrics.parquet yet. Run the experiment until its first method has a result"
+            f"{path} contains no metrics.parquet yet. Continue the run until its first method has a result"
         )
     settings = _read_settings_text(path / SETTINGS_FILE)
     _check_settings(path / SETTINGS_FILE, settings)
@@ -103,10 +102,10 @@ def _read_run(path: Path, label: str) -> Run:
 def _recompute_metrics(
     series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
 ) -> dict[Key, Points]:
-    """Recompute the metrics over clients, excluding the attackers of every method.
+    """Recompute the metrics over clients, excluding every method's attackers.
 
-    In a run's own metrics, only the run's own attackers are excluded. If only one method is attacked, the metrics of
-    the other methods therefore still include the attacking clients.
+    A run's own metrics exclude only its own attackers. If only one method is attacked, the other methods' metrics would
+    otherwise still include the attacking clients.
     """
     recounted: dict[Key, Points] = {}
     for key, points in series.items():
@@ -195,8 +194,7 @@ def _read_partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
         clients = rows_where(table, seed=value).sort_by("client")
         if clients["client"].to_pylist() != list(range(len(clients))):
             raise RunDirError(
-                f"{path}: seed {value}: clients must be numbered from 0 to {len(clients) - 1}, and each "
-                "number must occur once"
+                f"{path}: seed {value}: the clients must be numbered from 0 to {len(clients) - 1} without duplicates"
             )
         flat = clients["counts"].combine_chunks().flatten().to_numpy()
         if len(flat) % len(clients) or (pc.count_distinct(pc.list_value_length(clients["counts"])).as_py() or 1) > 1:
@@ -212,10 +210,10 @@ def _read_partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
-    """Read the named columns of a file, and convert each column to the type that it has in all run directories.
+    """Read the named columns of a file, and convert each column to its standard type.
 
-    If ``coded`` is true, text columns are read with dictionary encoding. ``lacking`` lists the names of additional
-    columns that earlier versions did not write. If at least one of these columns is missing, all of them are skipped.
+    If ``coded`` is true, text columns are read with dictionary encoding. ``lacking`` names additional columns that
+    earlier versions did not write. If any of them is missing, all of them are skipped.
 
     Raises:
         RunDirError: the file is damaged, or does not contain one of the required columns.
@@ -259,7 +257,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
 def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
     """Read the named columns of a file in a run directory.
 
-    If the file does not exist, the result is None (see `read_table`).
+    Return None if the file does not exist (see `read_table`).
     """
     return read_table(path, names) if path.exists() else None
 

@@ -41,15 +41,15 @@ class Points(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPartition:
-    """Split of the samples among clients with one seed.
+    """Split of the samples across clients with one seed.
 
     Attributes:
         counts: number of training samples of each client and class, ``[n, C]``. C is 0 for a regression.
         sizes: number of training samples of each client, ``[n]``.
         groups: planted group of each client, ``[n]``, or -1 if there are no planted groups.
-        attackers: indices of the clients that attack.
+        attackers: indices of the attacking clients.
         tested: number of test samples of each client, ``[n]``. None if these numbers were not recorded.
-        tests: digest of the test parts of all clients. The digest is an empty string if it was not recorded.
+        tests: digest of all clients' test sets. Empty if it was not recorded.
     """
 
     counts: Numbers
@@ -65,7 +65,7 @@ class Run:
     """A run directory that has been read into memory.
 
     Attributes:
-        label: short name of the run that is unique within a report.
+        label: short name of the run, unique within a report.
         settings: content of ``experiment.toml``.
         partitions: split of the samples, keyed by seed.
         names: names of the clients.
@@ -108,17 +108,14 @@ class Run:
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, seed: int) -> frozenset[int]:
-        """Return the clients that attacked with the given seed.
-
-        The scores of such clients do not say anything about a method.
-        """
+        """Return the clients that attacked with the given seed. Their scores are not informative about a method."""
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def ratio(self) -> float:
         """Number of test samples per training sample (see `ratios`).
 
-        The ratio is 0 if the seeds do not split the same samples in new ways.
+        The ratio is 0 unless every seed splits the same samples anew.
         """
         ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
         return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0
@@ -127,7 +124,7 @@ class Run:
     def ratios(self) -> Numbers | None:
         """Number of test samples per training sample for each client, ``[n]``, averaged over seeds.
 
-        None if all seeds use the same test parts, if there is only one seed, or if the test parts were not recorded.
+        None if all seeds use the same test sets, if there is only one seed, or if the test sets were not recorded.
         """
         parts = [*self.partitions.values()]
         if len({part.tests for part in parts}) < 2:
@@ -142,7 +139,7 @@ class Run:
         return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:
-        """Return a series without the clients that attack, or None if the series was not recorded."""
+        """Return a series without the attacking clients, or None if the series was not recorded."""
         points = self.series.get(key)
         attackers = self.attackers(key.seed)
         if points is None or not attackers:
@@ -154,5 +151,5 @@ class Run:
         return self.names[id] if id < len(self.names) else str(id)
 
     def titled_client(self, id: int) -> str:
-        """Return the name of a client as it is used as the title of a panel."""
+        """Return a client's name as used in panel titles."""
         return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)

@@ -20,8 +20,7 @@ from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_diges
 GROUP_NAME = "fedloom.sections"
 """Entry points of functions ``(runs, rows, lead) -> Section | None``. Each has the name of a kind of analysis."""
 MAX_LINES = 200
-"""Maximum number of lines of a plain table that are shown on the page. The CSV file always contains all lines of the
-table."""
+"""Maximum number of lines of a plain table shown on the page. The CSV file always contains all lines."""
 
 
 class Section(NamedTuple):
@@ -30,8 +29,8 @@ class Section(NamedTuple):
     Attributes:
         title: heading of the section.
         lead: sentence below the heading.
-        body: content of the section as HTML. If the analysis did not record anything, the body is empty.
-        files: CSV files to write next to the page, keyed by name without file extension.
+        body: content of the section as HTML. Empty if the analysis did not record anything.
+        files: CSV files to write next to the page, keyed by name without the file extension.
     """
 
     title: str
@@ -63,9 +62,9 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
 
 
 def plain_section(runs: list[Run], name: str) -> Section:
-    """Return a section that shows the recorded table of an analysis, with rounded cells.
+    """Return a section that shows an analysis's recorded table with rounded cells.
 
-    The section's CSV file contains the values without rounding.
+    Its CSV file contains the unrounded values.
 
     Args:
         runs: runs that the report covers.
@@ -84,7 +83,7 @@ def plain_section(runs: list[Run], name: str) -> Section:
         shown = [head.replace("_", " ") for head in heads]
         body += render_scrolling_table(label, shown, cells, title=label if len(runs) > 1 else "")
         if len(table) > MAX_LINES:
-            body += f"<p>The first {MAX_LINES} of {len(table)} lines. The CSV file contains all.</p>"
+            body += f"<p>The first {MAX_LINES} of {len(table)} lines are shown. The CSV file contains all lines.</p>"
         columns |= dict.fromkeys(table[0])
         lines += [{"run": run.label, **row} for row in table]
     return Section(title, "", body, {Path(name).stem: render_csv([*columns], lines)} if lines else {})

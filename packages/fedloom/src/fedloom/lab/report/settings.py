@@ -10,10 +10,10 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import compared_tables
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
-"""Titles of tables in the experiment file that differ from the names of the tables."""
+"""Titles of experiment-file tables that differ from the tables' names."""
 UNREPORTED_TABLES = ("engine", "resolved", "tune")
-"""Tables that have no effect on the values in the report. The full text of the file at the end of the section still
-contains these tables."""
+"""Tables that do not affect the values in the report. They still appear in the full text of the file at the end of the
+section."""
 IGNORED_KEYS = ("algorithm", "label")
 """Keys of a method that are not compared with the keys of other methods."""
 
@@ -50,9 +50,9 @@ def _run_end_text(run: Run) -> dict[str, str]:
 
 
 def _settings_text(value: object) -> str:
-    """Render nested settings as a single line of text, e.g. ``mixed: clients 10, alpha 0.5``.
+    """Render nested settings as a single line of text, e.g.
 
-    Settings that are turned off or empty are omitted.
+    ``mixed: clients 10, alpha 0.5``. Disabled and empty settings are omitted.
     """
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")

@@ -1,6 +1,6 @@
-"""Sites of a deployment: the rounds that each site joined or missed, and the reasons why its replies were rejected.
+"""Sites of a deployment: the rounds that each site joined or missed, and the reasons for rejected replies.
 
-An additional table shows how much privacy was spent.
+A second table shows the privacy budget spent.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
 
 MAX_ROUND_LINES = 25
-"""Maximum number of lines in a table over rounds. If there are more rounds, an evenly spaced selection is shown, which
-includes the first and the last round."""
+"""Maximum number of lines in a table by round. If there are more rounds, an evenly spaced selection is shown, including
+the first and the last round."""
 
-SITES_TEXT = "Course of the run at the sites. A round counts for a site after its upload was accepted."
+SITES_TEXT = "The run's progress at the sites. A round counts for a site once its upload is accepted."
 
 
 def site_tables(runs: list[Run]) -> str:
@@ -29,7 +29,7 @@ def site_tables(runs: list[Run]) -> str:
         if lines:
             title = run.label if len(runs) > 1 else ""
             heads: tuple[str, ...] = (
-                "Site", "Rounds", "Share", "Missed", "Last reply", "Rejected", "Reason, by step of the check",
+                "Site", "Rounds", "Share", "Missed", "Last reply", "Rejected", "Reason, by check",
             )  # fmt: skip
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")

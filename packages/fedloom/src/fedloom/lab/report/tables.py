@@ -1,7 +1,4 @@
-"""Tables of results as Arrow, CSV and LaTeX (booktabs).
-
-The numbers in the HTML tables are also formatted here.
-"""
+"""Results tables as Arrow, CSV and LaTeX (booktabs), and the formatting of numbers in HTML tables."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from fedloom.metrics import leading
 T = TypeVar("T")
 
 HIDDEN_FIGURES = set(WORK_FIGURES) - set(COST_FIGURES)
-"""Metrics that are in the CSV file but not in the HTML table."""
+"""Metrics in the CSV file that are not in the HTML table."""
 MAX_LATEX_COLUMNS = 6
 """Maximum number of columns in the LaTeX table if the caller does not choose the columns."""
 BOOKTABS_LINE = "% \\usepackage{booktabs}"
@@ -35,12 +32,12 @@ TERMINAL_FIGURES = ("steps", "bytes_down")
 
 
 def result_table(run_dir: Path) -> pa.Table:
-    """Return a table with one row for each method and model in a run. The numbers are neither rounded nor scaled.
+    """Return a table with one row for each method and model in a run. The numbers are unrounded and unscaled.
 
-    The first columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. Three columns follow for
-    each metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the
+    The first columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. For each metric, three
+    columns follow: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the
     number of seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients' test
-    parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round with the best validation
+    sets in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round with the best validation
     result), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and seconds.
 
     Raises:
@@ -80,7 +77,7 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Return the table that `make_arrow_table` returns as CSV text. Unknown values are left empty."""
+    """Return the table from `make_arrow_table` as CSV. Unknown values are left empty."""
     table = make_arrow_table(rows)
     return render_csv(table.column_names, table.to_pylist())
 
@@ -120,16 +117,14 @@ def latex_columns(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[
     unknown = [name for name in chosen if name not in name_of_column]
     if unknown or not chosen:
         got = f"got {unknown[0]!r}" if unknown else "got none"
-        raise ConfigError(f"--columns: {got}. The columns of these runs are {', '.join(name_of_column)}")
+        raise ConfigError(f"--columns: unknown columns: {got}. These runs have the columns {', '.join(name_of_column)}")
     return {name_of_column[name]: titled(describe_figure(name_of_column[name])) for name in chosen}
 
 
 def render_cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
-    """Format the mean of a metric and the half-width of its interval.
+    """Format a metric's mean and its interval's half-width, both rounded to two significant digits of the half-width.
 
-    Both numbers are rounded to two significant digits of the half-width.
-
-    If there is no value, the result is ``(UNKNOWN_DASH, "")``.
+    Without a value, return ``(UNKNOWN_DASH, "")``.
 
     >>> render_cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
     ('91.0', '12.7')
@@ -168,7 +163,7 @@ def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def decimals_of_metric(name: str) -> tuple[int, int]:
-    """Return the minimum and maximum number of displayed decimal places of a metric."""
+    """Return a metric's minimum and maximum number of displayed decimal places."""
     return PERCENT_DECIMALS if describe_figure(name).scale == 100 else PLAIN_DECIMALS
 
 

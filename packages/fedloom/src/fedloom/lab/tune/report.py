@@ -55,13 +55,13 @@ def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchRes
         "",
         f"Every method had {tune.trials} trials{_exhausted_note(findings)}. {_length_note(goal, findings)} It is "
         f"scored by the validation {titled(shown)} after its last round, "
-        f"{_goal_statistic_text(goal)}{', and over the models of the table' if tune.model == 'mean' else ''}. The "
-        "test data were not read.",
+        f"{_goal_statistic_text(goal)}{', and over the models of the table' if tune.model == 'mean' else ''}. Test "
+        "data were not read.",
         "",
-        "Trial 0 is the setting of the experiment file, if the search space contains it. "
+        "Trial 0 uses the experiment file's setting if it is in the search space. "
         + (
-            f"After {tune.startup} trials, a trial stops if it is below the median of the complete "
-            "trials at the same point."
+            f"After {tune.startup} trials, a trial is stopped if it is below the median of the complete trials at the "
+            "same point."
             if tune.prune
             else "No trial was stopped early."
         ),
@@ -88,7 +88,7 @@ def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchRes
         )
     lines += [line for sentence in report_overspending(findings) for line in ("", f"**{sentence}**")]
     lines += [line for sentence in note_limits(findings) for line in ("", sentence)]
-    lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
+    lines += ["", "## Search spaces", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in findings:
         for key, dimension in f.study.space.items():
             source = _space_source_text(f.study.method.algorithm, f.study.method.label, key, tune)
@@ -98,13 +98,13 @@ def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchRes
 
 
 def _exhausted_note(findings: Sequence[SearchResult]) -> str:
-    """Return a sentence about search spaces that were searched completely, or "" if there are none."""
+    """Return a sentence about search spaces that were searched exhaustively, or "" if there are none."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.is_exhaustive]
     if not spaces:
         return ""
     return (
-        ". A space of lists with no more settings than that was searched completely, every setting "
-        f"once, by Optuna's GridSampler: {', '.join(spaces)}"
+        f". Spaces of lists with no more settings than trials were searched exhaustively by Optuna's GridSampler: "
+        f"{', '.join(spaces)}"
     )
 
 
@@ -114,12 +114,13 @@ def _length_note(goal: Goal, findings: Sequence[SearchResult]) -> str:
     if goal.samples is not None:
         return (
             f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed ({goal.samples:,} "
-            f"sample gradients over seeds {seeds}), in as many of its own rounds as come closest to this work."
+            f"sample gradients over seeds {seeds}). Its number of rounds is chosen to match this work as closely as "
+            "possible."
         )
     budgets = [
         f", of {f.study.method.label} {f.study.goal.rounds}" for f in findings if f.study.goal.rounds != goal.rounds
     ]
-    return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever their cost."
+    return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever the cost."
 
 
 def _search_chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
@@ -134,15 +135,13 @@ def _search_chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
     value_axis = number("value", f"Validation {shown.title.lower()}")
     points = mark("point", {"x": number("trial", "Trial"), "y": value_axis, "color": state, "shape": state})
     chart = panels(parts(points), "method", [row["method"] for row in rows], None)
-    caption = (
-        "Score of every trial after its last round. Stopped trials show their score at the point where they stopped."
-    )
+    caption = "Every trial's score after its last round. Stopped trials are shown with their score when they stopped."
     return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
 
 
 def _goal_statistic_text(goal: Goal) -> str:
     weighted = goal.statistic == "weighted"
-    return "mean over clients weighted by their samples, and over seeds" if weighted else "mean over clients and seeds"
+    return "mean over clients, weighted by their samples, and over seeds" if weighted else "mean over clients and seeds"
 
 
 def _trial_value_text(trial: Trial, goal: Goal) -> str:

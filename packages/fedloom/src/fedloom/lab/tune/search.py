@@ -1,10 +1,9 @@
 """Search space of a method, and the choice of the setting to try next.
 
 The search space of a method consists of the defaults in `spaces.toml` and the changes in the experiment. Each
-suggestion depends only on the finished trials and on (seed, method, trial number). A search that was interrupted
-therefore resumes with the same trials. If a space consists of lists and contains no more settings than there are
-trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested based on the results of past trials
-(TPESampler).
+suggestion depends only on the finished trials and on (seed, method, trial number). An interrupted search therefore
+resumes with the same trials. If a space consists of lists and contains no more settings than there are trials, every
+setting is tried (GridSampler). Otherwise, the next trial is suggested based on the results of past trials (TPESampler).
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""Function that converts a document to an experiment. The function also receives the document's name, for error
-messages. The function raises ConfigError if the document is invalid."""
+"""Function that converts a document to an experiment. It also receives the document's name for error messages, and
+raises ConfigError if the document is invalid."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""Value that a derived option has if it keeps its derived default."""
+"""Value of a derived option that keeps its derived default."""
 
 
 @cache
 def read_default_spaces() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
-    """Return the default search space of each method, and a sentence about the source of each space."""
+    """Return each method's default search space, and a sentence about its source."""
     tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
     sources = {name: str(table.pop("source")) for name, table in tables.items()}
     return Tune(space=tables).space, sources
@@ -89,8 +88,7 @@ def check_values(
     """Raise an error if a search space contains a value that the method does not accept.
 
     Raises:
-        ConfigError: one of the values is not accepted. The message contains the method's own error message about the
-            value.
+        ConfigError: a value is not accepted. The message contains the method's own error message.
     """
     alone = {**document, "method": [document["method"][place]]}  # the other methods need not be parsed again
     for key, dimension in space.items():
@@ -105,10 +103,7 @@ def check_values(
 
 
 def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: object) -> dict[str, Any]:
-    """Return a copy of a document with the given settings of method number ``place`` replaced.
-
-    Everything else remains the same.
-    """
+    """Return a copy of a document in which only the given settings of method number ``place`` are replaced."""
     method = {**document["method"][place], **more}
     for key, value in params.items():
         table, _, name = key.rpartition(".")
@@ -147,7 +142,7 @@ def _contains_value(dimension: Dimension, value: object) -> bool:
 
 
 class Search:
-    """Search over the settings of one method: it chooses the next trial and determines when the search ends.
+    """Search over one method's settings, which chooses the next trial and determines when the search ends.
 
     Args:
         space: range or choices for every setting.
@@ -199,7 +194,7 @@ class Search:
         return max(scored)[2] if scored else None
 
     def _next_setting(self, trials: Sequence[Trial]) -> Params | None:
-        """Return the next setting if it does not depend on results, or None if Optuna is to suggest the setting."""
+        """Return the next setting if it does not depend on results, or None if Optuna suggests it."""
         if self._grid is None:
             return None if trials else self._first
         tried = [t.params for t in trials]
@@ -228,12 +223,12 @@ class Study(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Names, in words, of the models that are scored."""
+        """Names of the scored models, in words."""
         return " and ".join(self.goal.models)
 
 
 class SearchResult(NamedTuple):
-    """Trials of a method, including the best one. If no trial was completed, ``best`` is None."""
+    """Trials of a method, including the best one. ``best`` is None if no trial was completed."""
 
     study: Study
     trials: Sequence[Trial]
@@ -252,7 +247,7 @@ class SearchResult(NamedTuple):
 def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
     """Return a sentence about each method whose best trial exceeded its compute budget (`MAX_BUDGET_RATIO`)."""
     return [
-        f"{f.study.method.label} did a different amount of work: in its own {f.best.rounds} rounds, it computed "
+        f"{f.study.method.label} did a different amount of work: in its {f.best.rounds} rounds, it computed "
         f"{percent(f.share)} of the gradients of {f.study.goal.rounds} plain rounds."
         for f in findings
         if f.best is not None and f.share is not None and f.share > MAX_BUDGET_RATIO
@@ -268,10 +263,7 @@ def note_limits(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def _fewer_rounds_warning(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a warning if trials have fewer rounds than the runs.
-
-    The best setting in such trials may diverge in longer runs.
-    """
+    """Return a warning if trials are shorter than the runs, because the best setting may diverge in longer runs."""
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
         f"Trials did the work of {tried} rounds, but the runs do the work of {rounds}, and a chosen setting may "
@@ -291,9 +283,9 @@ def _privacy_cost_warning(findings: Sequence[SearchResult]) -> list[str]:
     if not sum(counts):
         return []
     return [
-        f"{write_singular(f'settings were chosen by {sum(counts)} trials')} on the same data. The epsilon of a run "
-        "does not include the choice among trials. Add the epsilon of each trial (basic composition), or "
-        "choose on public data."
+        f"{write_singular(f'settings were chosen by {sum(counts)} trials')} on the same data. A run's epsilon does "
+        "not include the choice among trials. Add each trial's epsilon (basic composition), or choose settings on "
+        "public data."
     ]
 
 

@@ -1,4 +1,4 @@
-"""One trial of a search: a setting is trained within the budget, scored on validation data and saved in a journal."""
+"""One trial of a search: train a setting within the budget, score it on validation data and save it in a journal."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 Params = Mapping[str, Any]
 """Values of settings, keyed by name, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
-"""Number of comparisons with earlier trials during a trial. Each comparison requires an evaluation. With
-this number, a hopeless trial can be stopped after a fifth of its rounds."""
+"""Number of comparisons with earlier trials during a trial. Each comparison requires an evaluation. A hopeless trial
+can be stopped after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 
@@ -58,7 +58,7 @@ class Trial(Value):
         value: validation metric over clients, averaged over seeds. The value is None unless the trial is complete.
         marks: intermediate values of the metric, keyed by comparison point.
         rounds: number of rounds trained per seed.
-        samples_backward: number of samples whose gradients were computed, over all clients, rounds and seeds.
+        samples_backward: number of sample gradients computed over all clients, rounds and seeds.
         reason: reason why the trial was not completed.
     """
 
@@ -97,17 +97,17 @@ def setting_text(params: Params) -> str:
 class TrialJournal:
     """Journal of a method's finished trials, which is stored in a file in Optuna's journal format.
 
-    Each trial is one line of the file. Even if the process crashes, the file therefore contains either the whole line
-    or no part of it. Because the directory is locked, other processes cannot write to the file.
+    Each trial is one line of the file. Even after a crash, the file therefore contains either the whole line or no part
+    of it. Because the directory is locked, other processes cannot write to the file.
 
     Args:
-        path: path of the file, created if it does not exist. A line that was cut off by a crash is removed.
+        path: path of the file, which is created if it does not exist. A line truncated by a crash is removed.
         label: label of the method, which is also the name of the Optuna study.
         higher: True if higher values of the metric are better.
 
     Raises:
         RunDirError: the file is damaged.
-        CheckpointError: (any method) the disk is full or refuses a write. Earlier trials remain intact.
+        CheckpointError: (all methods) the disk is full or a write fails. Earlier trials remain intact.
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
@@ -136,7 +136,7 @@ class TrialJournal:
 
 
 class _JournalFile(JournalFileBackend):
-    """Journal file of Optuna that is written in the same way as all other files of a run directory."""
+    """Optuna journal file, written in the same way as all other files of a run directory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -159,10 +159,10 @@ class Interrupted(Exception):
 
 
 def remove_test(fed: Federation) -> Federation:
-    """Return the federation without test data, so that it has neither test parts nor a common test set."""
+    """Return the federation without test data, so that it has neither clients' test sets nor a common test set."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
-    partition = fed.partition and {**fed.partition, "test": 0.0}  # the test part is empty on purpose
+    partition = fed.partition and {**fed.partition, "test": 0.0}  # the test set is empty on purpose
     return replace(fed, parts=parts, test=none, partition=partition)
 
 
@@ -178,7 +178,7 @@ def make_scored_setting(setting: Setting, seed: int, every: int = 5) -> Setting:
 def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
-    """Return the models and the metric that decide between trials, and whether higher values of the metric are better.
+    """Return the models and the metric that decide between trials, and True if higher values of the metric are better.
 
     Raises:
         ConfigError: the method does not have the model, the task does not have the metric, or the setting is invalid.
@@ -202,9 +202,9 @@ def scored_models(
 
 
 def _defined_metrics(problem: JobFacts) -> set[str]:
-    """Return the metrics that are defined on the validation data of at least one client.
+    """Return the metrics that are defined on at least one client's validation data.
 
-    For example, both classes are needed for the AUROC.
+    The AUROC, for example, requires both classes.
     """
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)
@@ -226,8 +226,8 @@ def run_trial(
         method: method with the setting to try.
         federations: federations without test data, keyed by seed.
         goal: compute budget and scoring metric of the trial.
-        trial: trial that Optuna suggested.
-        folder: folder for the checkpoints of the trial. An interrupted trial is resumed from these checkpoints.
+        trial: trial suggested by Optuna.
+        folder: folder for the trial's checkpoints, from which an interrupted trial resumes.
         emitter: function that returns the callback for a run, given the run's name and setting. The callback is called
             after every round.
 
@@ -301,7 +301,7 @@ class _PrunedTrial(BaseException):
 def _make_pruning_callback(
     marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
 ) -> Callable[[State], None]:
-    """Return a callback that records the metric at the comparison points and stops a trial that has no chance."""
+    """Return a callback that records the metric at the comparison points and stops hopeless trials."""
 
     def note(state: State) -> None:
         measured: dict[int, list[float]] = {}
@@ -337,7 +337,7 @@ def _gradient_samples(state: State) -> int:
 
 
 def _add_run_cost(trial: Trial, state: State) -> Trial:
-    """Return the trial after adding the cost of one more run."""
+    """Return the trial with the cost of one more run added."""
     samples = trial.samples_backward + _gradient_samples(state)
     further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
     return further

@@ -79,7 +79,7 @@ TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
-"""Names of the files and folders that a search creates in its directory. The first entries are its folders."""
+"""Names of the files and folders that a search creates in its directory, folders first."""
 
 OnTrial = Callable[[str, Trial], None]
 """Function that is called with (label, trial) after each trial."""
@@ -91,7 +91,7 @@ class Tuning:
     Args:
         document: content of the experiment file.
         where: name of the file, for error messages.
-        out: directory of the search, created if it does not exist.
+        out: directory of the search, which is created if it does not exist.
         data_dir: folder of data sets.
         force: True to discard the existing trials.
         read: function that converts a document to an experiment.
@@ -101,8 +101,8 @@ class Tuning:
     Raises:
         ConfigError: the experiment is invalid, has no validation data, has an invalid search space, or is run on
             several ranks of torchrun. This error is also raised if the directory lies inside a run directory or
-            contains a file that the search reads. In that case, nothing is written.
-        RunDirError: the directory belongs to a different search, or is not the directory of a search.
+            contains a file that the search reads. Nothing is written.
+        RunDirError: the directory belongs to a different search, or is not a search directory.
         DataError: the data cannot be read.
     """
 
@@ -190,21 +190,20 @@ class Tuning:
         """Run the missing trials, write all files of the search, and return the result for every method.
 
         Args:
-            on_trial: function that is called with the label and the trial after each trial.
+            on_trial: function called with the label and the trial after each trial.
             listeners: functions that are called with an event after each round of a trial.
-            tuned: True if ``tuned.toml`` is also to be written. Every method must then have a complete trial.
+            tuned: True to also write ``tuned.toml``. Every method must then have a complete trial.
             join: True to divide the methods among all processes that join the search, on any machine that can access
-                the directory. The trials of one method always run one after another, because each trial depends on the
-                previous ones.
-            executor: executor with a method ``submit(function, *arguments)`` that performs the searches of the methods.
+                the directory. One method's trials always run sequentially, because each trial depends on the previous
+                ones.
+            executor: executor with a method ``submit(function, *arguments)`` that executes the methods' searches.
 
         Returns:
             The result of the search for each method, in the order of the experiment.
 
         Raises:
-            RunStopped: the search was interrupted, or no trial of some method was completed. In both
-                cases, finished trials are kept.
-            CheckpointError: the disk is full or refuses a write. Finished trials are kept.
+            RunStopped: the search was interrupted, or no trial of some method was completed. Finished trials are kept.
+            CheckpointError: the disk is full or a write fails. Finished trials are kept.
         """
         self._stopped = False
         if executor is not None:
@@ -240,9 +239,9 @@ class Tuning:
             return self._write_findings(tuned=tuned)
 
     def _run_on_executor(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
-        """Perform the work of `run` with an executor that computes the search for each method as one unit.
+        """Do the work of `run` on an executor that computes each method's search as one unit.
 
-        If the search for a method is interrupted, it starts again from its first trial.
+        An interrupted search restarts from its first trial.
         """
         check_executor(executor)
         if join:
@@ -291,7 +290,7 @@ class Tuning:
     def _run_joined(
         self, search: Callable[[int, Path], None], share: ProcessShare, *, tuned: bool
     ) -> list[SearchResult]:
-        """Perform the work of `run` together with other processes and return the result for every method.
+        """Do the work of `run` together with other processes and return the result for every method.
 
         Each method is searched by a single process.
         """
@@ -303,7 +302,7 @@ class Tuning:
         session = JoinedWork(self.out)
         if session.is_begun and tomllib.loads((self.out / SEARCH_FILE).read_text()) != self._recorded_identity():
             raise RunDirError(
-                f"{self.out}: processes of a different search are using this folder. To join them, "
+                f"{self.out}: another search's processes are using this folder. To join them, "
                 "use the same file. To change the file, wait until all processes have ended. If no "
                 f"process is left, delete {self.out / WORK_FOLDER}"
             )
@@ -383,7 +382,7 @@ class Tuning:
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
-            head += "# In its rounds, each method does about as much work as in `rounds` rounds of local training.\n"
+            head += "# Each method's rounds are chosen so that it does about as much work as `rounds` local rounds.\n"
             head += "".join(f"# {sentence}\n" for sentence in report_overspending(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
         content = document if self._read is parse else experiment.settings()  # TOML cannot represent objects
@@ -447,7 +446,7 @@ class Tuning:
             )
 
     def _claim(self) -> None:
-        """Make the directory belong to this search. Existing results are deleted if ``force`` was set."""
+        """Claim the directory for this search. Existing results are deleted if ``force`` is set."""
         self._check_directory()
         if self._force:
             for name in SEARCH_FOLDERS:

@@ -1,9 +1,9 @@
-"""Equal work: find the number of rounds that makes a method compute as many gradients as local training.
+"""Equal work: find the number of rounds in which a method computes as many gradients as local training.
 
 The work of a run is the number of sample gradients that its rounds compute, plus the number that its personal models
 need after the last round. Rounds may differ in cost, for example the second round of FedALA, or rounds in which a rule
-stops local training early. The plan is therefore made for the sum over rounds, and is compared with the actual cost of
-a run.
+stops local training early. The plan is therefore based on the sum over rounds, and is compared with a run's actual
+cost.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RoundPlan(NamedTuple):
 
     Attributes:
         rounds: number of rounds that the run should have.
-        spent: number of samples whose gradients were computed to create this plan.
-        personal: number of sample gradients that are needed for the personal models after a round.
+        spent: number of sample gradients computed to create this plan.
+        personal: number of sample gradients needed for the personal models after a round.
     """
 
     rounds: int
@@ -48,8 +48,8 @@ class Budget(NamedTuple):
     """Number of sample gradients that one run (with one seed) may compute.
 
     Attributes:
-        plain: for each round of local training without federation, the number of sample gradients that it computes.
-        spent: number of samples whose gradients were computed to determine ``plain``.
+        plain: number of sample gradients computed in each round of local training without federation.
+        spent: number of sample gradients computed to determine ``plain``.
     """
 
     plain: tuple[int, ...]
@@ -61,11 +61,11 @@ class Budget(NamedTuple):
         return sum(self.plain)
 
     def missed(self, samples: float) -> bool:
-        """Return True if the actual cost of a run is so far from the budget that the run must be planned again."""
+        """Return True if a run's actual cost is so far from the budget that the run must be planned again."""
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
-        """Return the number of rounds in the plan that `plan` creates."""
+        """Return the number of rounds from `plan`."""
         return self.plan(setting, fed, whole=whole).rounds
 
     def plan(self, setting: Setting, fed: Federation, *, whole: bool = False) -> RoundPlan:
@@ -104,14 +104,14 @@ class Budget(NamedTuple):
     def _cost(self, round: int) -> float:
         """Return the number of sample gradients that a given round of plain local training computes.
 
-        For rounds after the last one, the mean over all rounds is returned.
+        For rounds beyond the measured ones, return the mean over all measured rounds.
         """
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
     def _closest_rounds(self, totals: list[float], after: int) -> int:
         """Return the number of rounds measured so far, or one less if that comes closer to the budget.
 
-        In case of a tie, the smaller number is returned.
+        Ties go to the smaller number.
         """
         *_, before, last = totals
         return max(1, len(totals) - 1 - (last + after - self.samples >= self.samples - before - after))
@@ -162,9 +162,9 @@ class Goal(NamedTuple):
         rounds: length of a trial. If compute budgets are equal, it is given in rounds of local training without
             federation, or else in rounds of the method.
         budget: budget of a trial with one seed. If None, the method's own number of rounds applies.
-        metric: name of the validation metric that scores a trial.
-        seeds: seeds to average the score of a trial over.
-        models: kinds of models to average the score over.
+        metric: name of the validation metric used to score a trial.
+        seeds: seeds over which a trial's score is averaged.
+        models: kinds of models over which the score is averaged.
         higher_is_better: True if higher values of the metric are better.
         statistic: type of mean over the clients: "mean", or "weighted" by their numbers of samples.
         time: virtual time limit of a trial with one seed, in seconds. If None, the trial runs all of its rounds.

@@ -27,10 +27,10 @@ from fedloom.processes.pool import WorkerPool, Workers, usable_cores
 from fedloom.values import choose
 
 START_TIMEOUT_SECONDS = 60.0
-"""Time in seconds that a process waits for the other processes before a round."""
+"""Number of seconds that a process waits for the other processes before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Number of clients in the federation for measuring the cost per client, and maximum size of their rows in bytes."""
+"""Number of clients in the federation used to measure the cost per client, and maximum size of their rows in bytes."""
 
 
 class ComputeWay(NamedTuple):
@@ -45,10 +45,10 @@ class ComputeWay(NamedTuple):
 
 
 class MeasuredSpeed(NamedTuple):
-    """Measured speed of a method for an oracle and a number of workers.
+    """Measured speed of a method with an oracle and a number of workers.
 
     Attributes:
-        seconds: median time per round in seconds, without the first round.
+        seconds: median time per round in seconds, excluding the first round.
         samples: number of sample gradients computed per second, excluding the first round.
         other_cores: number of cores that other processes used during the measurement.
     """
@@ -66,16 +66,16 @@ class MeasuredSpeed(NamedTuple):
 
 
 class Bench:
-    """Speed measurements of an experiment, on the federation of its first seed.
+    """Speed measurements of an experiment on the federation of its first seed.
 
     Args:
         experiment: experiment to measure.
         data_dir: folder of data sets.
-        rounds: number of rounds to measure. One additional round is run first, and it is not measured.
-        oracles: names of the oracles to measure in addition to the one that the experiment would use. If no oracles are
-            named, all oracles that support the model are measured.
-        workers: numbers of workers to measure in addition to the one that the experiment would use, or ``auto``. If no
-            numbers are given, one worker and one worker per core are measured.
+        rounds: number of rounds to measure, after one unmeasured round.
+        oracles: names of the oracles to measure in addition to the experiment's own. If empty, all oracles that support
+            the model are measured.
+        workers: numbers of workers to measure in addition to the experiment's own, or ``auto``. If empty, one worker
+            and one worker per core are measured.
 
     Raises:
         DataError: the data cannot be read.
@@ -101,7 +101,7 @@ class Bench:
         self.ways = {m.label: self._supported_ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[MeasuredSpeed]:
-        """Measure each method in each of the ways, and yield the speeds.
+        """Measure each method with each oracle and number of workers, and yield the speeds.
 
         Before each measurement, wait for up to ``patience`` seconds until the machine is idle.
         """
@@ -117,7 +117,7 @@ class Bench:
                 yield MeasuredSpeed(method.label, way, statistics.median(times), samples, other_processes.cores)
 
     def minutes(self, speeds: Sequence[MeasuredSpeed]) -> float:
-        """Estimate the time of the whole experiment in minutes, without evaluation, from the ``picked`` speeds."""
+        """Estimate the whole experiment's time in minutes, excluding evaluation, from the ``picked`` speeds."""
         return (
             sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.is_chosen) / self.share.runs / 60
         )
@@ -154,10 +154,7 @@ class Bench:
 
 
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
-    """Measure the cost constants of a setting with one worker, in this process.
-
-    One additional round is run first, and it is not measured.
-    """
+    """Measure a setting's cost constants with one worker in this process, after one unmeasured round."""
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
@@ -180,7 +177,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
 
 
 def _busy_seconds_per_client(setting: Setting, fed: Federation, rounds: int) -> float:
-    """Return the time in seconds of local work per client while every core computes the same rounds at once.
+    """Return the seconds of local work per client when all cores compute the same rounds simultaneously.
 
     In each round, the time of the slowest process is used.
     """
@@ -201,11 +198,10 @@ def _busy_seconds_per_client(setting: Setting, fed: Federation, rounds: int) -> 
 def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
-    """Measure several rounds.
+    """Measure several rounds, excluding the first.
 
-    Return the time of each round that was spent outside chunks, and the measurements of the workers.
-
-    The first round is not included, and ``before`` is called at the start of every round.
+    Return each round's time outside chunks, and the workers' measurements. ``before`` is called at the start of every
+    round.
     """
     by_worker: list[MeasuredWorkers] = []
 
@@ -225,7 +221,7 @@ def _cost_seconds(cost: RoundCost) -> float:
 
 
 def _seconds_per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
-    """Return the time in seconds that each client of a federation adds to a round, even outside the cohort.
+    """Return the number of seconds that each client of a federation adds to a round, even outside the cohort.
 
     This time is the slope between two federations of different sizes in which each client has one sample.
     """
@@ -241,7 +237,7 @@ def _seconds_per_client(setting: Setting, fed: Federation, rounds: int, cohort: 
 
 
 def _single_sample_clients(fed: Federation, n: int) -> Federation:
-    """Return ``n`` clients with one training sample each. The samples are taken from all training samples in turn."""
+    """Return ``n`` clients with one training sample each, cycling through all training samples."""
     index = fed.parts["train"].index
     train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
     none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
@@ -249,7 +245,7 @@ def _single_sample_clients(fed: Federation, n: int) -> Federation:
 
 
 def estimate_costs(plan: Plan) -> Iterator[tuple[str, RunCost]]:
-    """Yield the label and the estimated cost of every method, on the federation of the first seed.
+    """Yield every method's label and its estimated cost on the federation of the first seed.
 
     Nothing is written to the run directory.
 
@@ -267,7 +263,7 @@ def estimate_costs(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 def total_minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
     """Estimate the time in minutes of all runs of a plan, given the cost of one run of each method.
 
-    The result is None if the time per round of any method is unknown.
+    Return None if any method's time per round is unknown.
     """
     seconds = {label: cost.seconds for label, cost in costs.items()}
     if any(whole is None for whole in seconds.values()):

@@ -1,4 +1,4 @@
-"""Measure the cost of a run: the time, gradients and bytes of a few rounds that are run in memory.
+"""Measure the cost of a run: the time, gradients and bytes of a few in-memory rounds.
 
 Every estimate is based on a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the equal compute budgets of
 `fedloom tune`, and the estimates of the studies.
@@ -26,7 +26,7 @@ from fedloom.processes.clients import CLIENT_COUNTS, Clients
 from fedloom.processes.pool import Workers
 
 ESTIMATE_ROUNDS = 3
-"""Number of rounds that are run, with evaluation, to make an estimate."""
+"""Number of rounds, with evaluation, that are run for an estimate."""
 
 
 class RoundCost(NamedTuple):
@@ -39,7 +39,7 @@ class RoundCost(NamedTuple):
         samples: number of samples whose gradients are computed.
         bytes_up: number of bytes uploaded.
         bytes_down: number of bytes downloaded.
-        simulated: duration of the round in virtual time, in seconds. None if no devices are simulated.
+        simulated: duration of the round in virtual seconds. None if no devices are simulated.
     """
 
     seconds: float | None
@@ -66,7 +66,7 @@ class RoundCost(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRound:
-    """A round that was run in memory.
+    """A round run in memory.
 
     Attributes:
         cost: cost of this round.
@@ -82,11 +82,11 @@ class MeasuredRound:
 
     @property
     def samples(self) -> int:
-        """Number of samples whose gradients were computed in all rounds so far."""
+        """Number of sample gradients computed in all rounds so far."""
         return int(self.state.totals[CLIENT_COUNTS.index("samples_backward")])
 
     def personal_samples(self) -> int:
-        """Return the number of sample gradients that are needed to train the personal models after this round."""
+        """Return the number of sample gradients needed to train the personal models after this round."""
         cost = scores_of(self.job, self.clients, self.state).get(WORK_KEY, {})
         if not cost:
             return 0
@@ -94,7 +94,7 @@ class MeasuredRound:
 
 
 class MeasuredRounds(NamedTuple):
-    """Costs of rounds run in memory without evaluation, and the oracle and number of workers that were used."""
+    """Costs of rounds run in memory without evaluation, and the oracle and number of workers used."""
 
     rounds: list[RoundCost]
     oracle: str
@@ -106,8 +106,8 @@ class OtherCost(NamedTuple):
 
     Attributes:
         samples: number of samples whose gradients are computed.
-        bytes_up: number of bytes of activations that clients upload.
-        bytes_down: number of bytes of the models that clients download to describe themselves.
+        bytes_up: number of bytes of uploaded activations.
+        bytes_down: number of bytes of the models that clients download to compute the activations.
     """
 
     samples: float = 0.0
@@ -121,8 +121,8 @@ class RunCost(NamedTuple):
     Attributes:
         rounds: number of rounds of the run.
         round: cost of a round, including a proportional share of the evaluation.
-        parameters: number of parameters of the model.
-        other: cost of the run that is not part of any round.
+        parameters: number of model parameters.
+        other: cost of the run outside its rounds.
     """
 
     rounds: int
@@ -149,14 +149,14 @@ def play_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Generator[MeasuredRound]:
-    """Run a setting in memory, without evaluation. Each time the caller asks for a round, yield one.
+    """Run a setting in memory without evaluation, and yield its rounds one at a time.
 
     Args:
         setting: setting of the run.
         fed: the clients and their data.
         clock: function that returns the time in seconds.
-        through: function that is called with the workers before every round. The function returns the workers that
-            compute the round. The returned workers may wrap the workers that were passed.
+        through: function that is called with the workers before every round and returns the workers that compute the
+            round. The returned workers may wrap the given workers.
 
     Raises:
         ConfigError: a value is invalid, or values are incompatible (Refused).
@@ -194,7 +194,7 @@ def measure_rounds(
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:
-    """Return the number of sample gradients that the first round computes, summed over its cohort."""
+    """Return the number of sample gradients computed in the first round, summed over its cohort."""
     return round(measure_rounds(setting, fed).rounds[0].samples)
 
 

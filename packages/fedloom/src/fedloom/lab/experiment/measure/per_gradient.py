@@ -1,4 +1,4 @@
-"""Measure the cost of a gradient at clients and at the server for each method, relative to FedAvg in the same run."""
+"""Measure each method's cost per gradient at clients and at the server, relative to FedAvg in the same run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ rounds."""
 
 
 class GradientCost(NamedTuple):
-    """Processor time of a method per sample gradient, excluding the first round and evaluation.
+    """Processor time per sample gradient of a method, excluding the first round and evaluation.
 
     Attributes:
         method: label of the method.
         seconds: processor time in seconds per gradient.
         clients: time spent at the clients, in units of FedAvg's time per gradient.
         server: all other time (for the server's step, messages, and the stored rows of the clients), in the same units.
-        forward: number of samples per gradient that are used only in forward passes.
+        forward: number of samples per gradient used only in forward passes.
         oracle: name of the oracle that computed the gradients. PyTorch is used for terms that the compiled kernels do
             not support.
-        reason: reason why the measurements are missing. If the measurements exist, the reason is empty.
+        reason: reason why the measurements are missing. Empty if they exist.
     """
 
     method: str
@@ -62,7 +62,7 @@ class TimedWorkers:
     seconds: float = field(default=0.0, init=False)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Compute tasks in the same way as `fedloom.processes.pool.Workers.map`, and add their processor time."""
+        """Compute tasks like `fedloom.processes.pool.Workers.map`, and add their processor time."""
         results = iter(self.workers.map(handler, shared, tasks))
         while True:
             start = time.process_time()
@@ -75,7 +75,7 @@ class TimedWorkers:
             yield result
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Call a function in the same way as `fedloom.processes.pool.Workers.call_once`."""
+        """Call a function like `fedloom.processes.pool.Workers.call_once`."""
         return self.workers.call_once(ids, call)
 
 
@@ -102,11 +102,11 @@ def measure_per_gradient(
         settings: labels and settings of the methods.
         fed: the clients and their data.
         fedavg: setting of FedAvg, the reference for all methods.
-        rounds: number of measured rounds per block, after one round that is not measured.
+        rounds: number of measured rounds per block, after one unmeasured round.
 
     Returns:
-        One row per method, from the pair of blocks with the median ratio. The two blocks of a pair are measured
-        directly one after the other, so that a slow phase of the machine affects both.
+        One row per method, from the pair of blocks with the median ratio. The two blocks of a pair are measured back to
+        back, so that a slow phase of the machine affects both.
     """
     pairs: dict[str, list[tuple[_CostBlock, _CostBlock]]] = {label: [] for label, _ in settings}
     reasons = dict[str, str]()
@@ -137,9 +137,9 @@ def measure_per_gradient(
 
 
 def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _CostBlock | None:
-    """Run one round without measuring it, then measure several more rounds, and return their mean cost per gradient.
+    """Run one unmeasured round, then measure several more rounds, and return their mean cost per gradient.
 
-    The result is None if these rounds do not compute any gradients.
+    Return None if these rounds compute no gradients.
     """
     timed: list[TimedWorkers] = []
 

@@ -1,1 +1,1 @@
-"""Units of work in an experiment: how many run in parallel, and how they are divided among processes and machines."""
+"""Units of work in an experiment: how many run in parallel, and how they are divided across processes and machines."""

@@ -1,4 +1,4 @@
-"""State of a run directory before its runs start, and the experiment of this directory."""
+"""State of a run directory before its runs start, and its experiment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ExperimentDirectory:
     Args:
         experiment: experiment of the directory.
         out: path of the directory.
-        force: True if `prepare` is to discard existing results.
+        force: True to discard existing results in `prepare`.
         partly: True to discard only the results of the methods in this experiment. The directory must already belong to
             this experiment.
     """
@@ -74,8 +74,7 @@ class ExperimentDirectory:
             )
         if not is_run_directory(self.out):
             raise RunDirError(
-                f"{settings} was not written by a run, but a run would replace this file. Choose "
-                "another --out, or move the file"
+                f"{settings} was not written by a run, but would be overwritten. Choose another --out, or move the file"
             )
         refuse_links(self.out, RESULT_FOLDERS)
         if self.force and not self._partly:
@@ -96,7 +95,7 @@ class ExperimentDirectory:
             difference = self._describe_other_methods(before)
         if difference and joins:
             raise RunDirError(
-                f"{self.out}: processes of a different experiment are using this folder: {difference}. "
+                f"{self.out}: another experiment's processes are using this folder: {difference}. "
                 "To join them, use the same settings. To change settings, wait until all processes have "
                 f"ended. If no process is left, delete {self.out / WORK_FOLDER}"
             )
@@ -113,11 +112,10 @@ class ExperimentDirectory:
     def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
         """Prepare the directory for the runs of this experiment.
 
-        If ``claims`` is set, unfinished runs are released so that any process can claim them.
+        If ``claims`` is True, unfinished runs are released so that any process can claim them.
 
         Raises:
-            RunDirError: the directory belongs to a different experiment, or its runs cannot be continued for more
-                rounds.
+            RunDirError: the directory belongs to a different experiment, or its runs cannot be extended to more rounds.
         """
         check_case(self.out, [method.label for method in self.experiment.compared])
         self.check()
@@ -150,14 +148,14 @@ class ExperimentDirectory:
             if planned < setting.rounds:
                 run_setting(setting, federations[seed], folder=folder, advance=False)
                 longer.append(self.folder(MODELS_FOLDER, method, seed))
-        for models in longer:  # models that were trained for fewer rounds
+        for models in longer:  # these models were trained for fewer rounds
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
             if analysis.runs_further:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _discard_other_fits(self) -> None:
-        """Delete models that an analysis fitted with other options, so that they are fitted again."""
+        """Delete models that an analysis fitted with different options, so that they are refitted."""
         for method, seed in self.runs:
             algorithm, before = method.setting.algorithm, Checkpoints(self.folder(CHECKPOINTS_FOLDER, method, seed))
             now = algorithm.analysis if isinstance(algorithm, Fitted) else None
@@ -168,7 +166,7 @@ class ExperimentDirectory:
     def _take_over_results(self, claims: Claims) -> None:
         """Take over the results of processes that joined the experiment and have since ended.
 
-        Raise an error if at least one of these processes may still be working.
+        Raise an error if one of these processes may still be working.
         """
         claims.check_ended()
         for method, seed in self.runs:
@@ -196,7 +194,7 @@ class ExperimentDirectory:
 
 
 def is_whole(folder: Path, rounds: int) -> bool:
-    """Return True if a folder contains the checkpoint of a finished run with this number of rounds."""
+    """Return True if a folder contains a finished run's checkpoint with this number of rounds."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
     return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

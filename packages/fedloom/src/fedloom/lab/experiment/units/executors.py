@@ -13,9 +13,9 @@ from fedloom.hints import unknown
 from fedloom.lab.experiment.units.travel import PackedExperiment, UnitReply, compute_unit
 
 POLL_SECONDS = 0.05
-"""Time in seconds between two checks whether calls have ended."""
+"""Number of seconds between checks for finished calls."""
 MAX_TRIES = 3
-"""Maximum number of times that a unit is submitted if workers die while they compute it."""
+"""Maximum number of times that a unit is submitted if workers die while computing it."""
 
 
 class Future(Protocol):
@@ -26,7 +26,7 @@ class Future(Protocol):
         ...
 
     def result(self) -> Any:
-        """Return the result of a call that has ended. If the call raised an error, the same error is raised here."""
+        """Return the result of a finished call, or raise the error that the call raised."""
         ...
 
 
@@ -43,7 +43,7 @@ def _process_executor(count: str) -> Any:
     from multiprocessing import get_context
 
     pool = ProcessPoolExecutor(_parse_number(count, "processes"), mp_context=get_context("spawn"))
-    atexit.register(pool.shutdown)  # the pool uses modules that the interpreter unloads later
+    atexit.register(pool.shutdown)  # the pool uses modules that the interpreter would otherwise unload first
     return pool
 
 
@@ -74,13 +74,13 @@ EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
 
 
 def open_executor(name: str) -> Executor:
-    """Open the executor that a text describes, and return it.
+    """Open and return the executor that a text describes.
 
     Args:
         name: ``processes:N``, ``loky:N``, ``dask:ADDRESS``, or ``slurm:KEY=VALUE,...`` with submitit's parameters.
 
     Raises:
-        ConfigError: the name is unknown, or the library that it needs is not installed.
+        ConfigError: the name is unknown, or a required library is not installed.
     """
     kind, _, text = name.partition(":")
     if kind not in EXECUTOR_KINDS:
@@ -89,10 +89,10 @@ def open_executor(name: str) -> Executor:
 
 
 def check_executor(executor: object) -> None:
-    """Raise an error if an object has no method for submitting calls.
+    """Raise an error if an object has no ``submit`` method.
 
     Raises:
-        ConfigError: the object has no method ``submit``. The message explains what an executor is.
+        ConfigError: the object has no ``submit`` method. The message explains what an executor is.
     """
     if not callable(getattr(executor, "submit", None)):
         raise ConfigError(
@@ -108,19 +108,19 @@ def compute_units(
     interrupted: Callable[[], bool],
     compute: Callable[..., bytes] = compute_unit,
 ) -> Iterator[tuple[int, UnitReply]]:
-    """Compute units of work with an executor, and yield the replies.
+    """Compute units of work on an executor, and yield the replies.
 
     Args:
-        executor: engine that computes the units.
+        executor: executor that computes the units.
         luggage: the packed experiment.
-        units: a text for each unit that identifies it.
+        units: a text that identifies each unit.
         interrupted: function that is called repeatedly to check whether the user has stopped the work. After it has
             returned True, no more replies are collected.
-        compute: function that the executor calls with (text of the experiment, unit[, data]). The function returns the
-            bytes of a `UnitReply`. The function must be public.
+        compute: function that the executor calls with (text of the experiment, unit[, data]). It returns the bytes of a
+            `UnitReply` and must be public.
 
     Yields:
-        Yield the index and the reply of each unit as soon as the unit ends.
+        The index and the reply of each unit as soon as the unit ends.
 
     Raises:
         FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
@@ -156,10 +156,7 @@ def compute_units(
 
 
 class _WorkersWithoutData:
-    """Record of the workers that do not have the data.
-
-    The number of units that are sent with the data equals the number of such workers.
-    """
+    """Record of the workers that do not have the data. One unit is sent with the data for each such worker."""
 
     def __init__(self) -> None:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0
@@ -173,7 +170,7 @@ class _WorkersWithoutData:
         return sends
 
     def record_reply(self, worker: str) -> None:
-        """Record that a worker returned a unit that was sent with its data, or that the unit was lost."""
+        """Record that a unit sent with its data was returned by a worker or lost."""
         self._having.add(worker)
         self._lacking -= self._having
         self._under_way -= 1
@@ -193,7 +190,7 @@ def _submit_unit(
 def _lost_unit_error(unit: str, error: Exception) -> FedloomError:
     what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return FedloomError(
-        f"the executor lost {unit:.120}: {what}. Finished runs are saved, and the same command resumes the rest"
+        f"the executor lost {unit:.120}: {what}. Finished runs are saved. Run the same command again to continue"
     )
 
 
@@ -211,7 +208,7 @@ def _parse_number(text: str, kind: str) -> int:
 
 
 def _parse_options(text: str) -> dict[str, int | str]:
-    """Return options of the form ``key=value,key=value`` as a dictionary, and convert integers."""
+    """Parse options of the form ``key=value,key=value``, converting integers, and return a dictionary."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ConfigError(f"--executor slurm needs KEY=VALUE,..., for example slurm:timeout_min=60, got {wrong[0]!r}")

@@ -1,4 +1,4 @@
-"""Additional runs that some analyses train after an experiment, organized as units that any process can compute."""
+"""Additional runs that some analyses train after an experiment, split into units that any process can compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
 from fedloom.storage.files import make_folder
 
 ROWS_FILE = "rows.parquet"
-"""File that contains the rows that one unit adds to the table of an analysis."""
+"""File with the rows that one unit adds to an analysis table."""
 
 
 class AnalysisRun(NamedTuple):
@@ -37,7 +37,7 @@ class AnalysisRun(NamedTuple):
 
 
 class FurtherRuns:
-    """Additional runs of an experiment that have not been performed yet.
+    """Additional runs of an experiment that have not yet been executed.
 
     Args:
         experiment: experiment with its analyses.
@@ -45,7 +45,7 @@ class FurtherRuns:
         out: the run directory.
         runs: method and seed of every run of the experiment.
         outcomes: outcome of every run, in the same order.
-        train: function that performs a run, such as `simulate`.
+        train: function that executes a run, such as `simulate`.
 
     Attributes:
         units: additional runs that are still missing. Units of the same analysis and the same run are adjacent.
@@ -76,9 +76,9 @@ class FurtherRuns:
                 self.methods += [experiment.compared.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
-        """Perform the run of a unit with the given number of processes, and return the rows that the run adds.
+        """Execute a unit's run with the given number of processes, and return the added rows.
 
-        If the user stopped the run, the result is None.
+        Return None if the user stopped the run.
         """
         run = self.units[k].run
         result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
@@ -101,7 +101,7 @@ class FurtherRuns:
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
     def write(self, rows_by_unit: Sequence[pa.Table]) -> None:
-        """Write the files of all analyses: the rows of the first units, and the rows that already existed."""
+        """Write the files of all analyses: the rows of the first units and the existing rows."""
         for analysis, before in zip(self._analyses, self._before, strict=True):
             tables = dict[tuple[str, int], list[pa.Table]]()
             for unit, rows in zip(self.units, rows_by_unit, strict=False):
@@ -110,5 +110,5 @@ class FurtherRuns:
             write_further(self._out, analysis, tables, before)
 
     def write_published(self) -> None:
-        """Write the files of all analyses, from the rows that the processes published."""
+        """Write the files of all analyses from the rows published by the processes."""
         self.write([pq.read_table(self.place(k).target / ROWS_FILE) for k in range(len(self.units))])

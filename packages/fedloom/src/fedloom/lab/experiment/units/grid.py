@@ -1,4 +1,4 @@
-"""Grid: replace each method of an experiment file by one method per combination of the values in its table [grid]."""
+"""Grid: replace each method of an experiment file with one method per combination of values in its table [grid]."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ MAX_METHODS = 10_000
 
 
 def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return a document in which each method is replaced by one method per combination of the values in ``[grid]``.
+    """Return a document in which each method is replaced with one method per combination of values in ``[grid]``.
 
     Keys have the same form as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method
     may define, such as ``local.lr``. A key that starts with ``method.LABEL.`` applies only to the method with this
-    label. If a method does not have the option, the method remains unchanged.
+    label. Methods without the option remain unchanged.
 
     Args:
         document: content of an experiment file.
         where: name of the file, for error messages.
 
     Raises:
-        ConfigError: no method accepts a key, a key applies to the whole experiment and not to individual methods, or
-            the values are not a list.
+        ConfigError: no method accepts a key, a key applies to the whole experiment, or the values are not a list.
     """
     changed = {key: value for key, value in document.items() if key != "grid"}
     methods = document.get("method")
@@ -57,7 +56,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
 
 
 def _grid_dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield each dotted key of the grid with the list of its values."""
+    """Yield each dotted key of the grid with its list of values."""
     for name, choices in values.items():
         key = f"{prefix}{name}"
         if isinstance(choices, Mapping):
@@ -100,7 +99,7 @@ def _check_grid_key(key: str, names: Mapping[str, list[str]], where: str) -> Non
 def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
     """Return the values that apply to a method, keyed by option.
 
-    Values given for this method replace values given for all methods.
+    Values for this method override values for all methods.
     """
     shared = {
         key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)

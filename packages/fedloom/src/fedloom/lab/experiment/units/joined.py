@@ -18,7 +18,7 @@ from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
-"""Time in seconds between two searches for an unclaimed unit."""
+"""Number of seconds between searches for an unclaimed unit."""
 BEGIN_STAGE, FINISH_STAGE = "begin", "finish"
 BEGUN_FILE, FAILED_FILE = "begun", "failed"
 
@@ -37,18 +37,19 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""Function that computes a unit and has the arguments (number of the unit, claim). The function returns the reason why
-the unit has no result, or None once its state is complete. If the user interrupts this function, it raises an error."""
+"""Function that computes a unit and takes the arguments (number of the unit, claim). The function returns the reason
+why the unit has no result, or None once its state is complete. If the user interrupts this function, it raises an
+error."""
 
 
 class JoinedWork:
-    """Work that is shared by processes in a run directory, from the first process that joins to the last.
+    """Work shared by processes in a run directory, from the first process that joins to the last.
 
     Args:
         out: the run directory.
 
     Raises:
-        RunStopped: (any method) the user interrupted this process. The other processes continue.
+        RunStopped: (all methods) the user interrupted this process. The other processes continue.
     """
 
     def __init__(self, out: Path) -> None:
@@ -76,12 +77,12 @@ class JoinedWork:
             self._token = token
 
     def work(self, units: Sequence[WorkUnit], do: Work, share: ProcessShare) -> None:
-        """Compute units until every unit has been completed or has failed, in this or another process.
+        """Compute units until every unit has completed or failed, in this or another process.
 
         Args:
             units: all units of work.
             do: function that computes a unit.
-            share: number of units that this process computes at the same time, and number of processes per unit.
+            share: number of units that this process computes in parallel, and number of processes per unit.
         """
 
         def handle(_shared: None, _k: int) -> bool:
@@ -115,7 +116,7 @@ class JoinedWork:
     def failure(self, unit: WorkUnit) -> str | None:
         """Return the reason why a unit has no result.
 
-        The result is None if the unit already has a result, or if it has not been computed yet.
+        Return None if the unit has a result or has not yet been computed.
         """
         with suppress(OSError):
             return self._failed(unit).read_text(encoding="utf-8")
@@ -148,10 +149,7 @@ class JoinedWork:
         return None
 
     def _compute_claimed(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
-        """Compute a claimed unit and return True if it was completed.
-
-        If the user stopped the work, the result is False.
-        """
+        """Compute a claimed unit and return True, or False if the user stopped the work."""
         try:
             if not self._is_done(unit):
                 failure = do(k, claim)
@@ -183,7 +181,7 @@ class JoinedWork:
         return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_in_progress(self) -> bool:
-        """Return True if the shared work that this process joined is still in progress."""
+        """Return True if the shared work is still in progress."""
         return self._read_token() == self._token
 
     def _read_token(self) -> bytes | None:

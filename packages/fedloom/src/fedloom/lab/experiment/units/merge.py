@@ -46,25 +46,23 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
     """Merge run directories of the same experiment into a new directory, and return the runs that are still missing.
 
     Args:
-        folders: paths of two or more run directories. If several directories contain the same run, it is taken from the
-            first of them.
+        folders: paths of two or more run directories. If several directories contain the same run, the first one is
+            used.
         out: path of the new run directory.
 
     Returns:
-        The label and seed of each run of the merged experiment that is missing from all directories. The new directory
-        does not contain these runs.
+        The label and seed of each run of the merged experiment that is missing from all directories, and thus from the
+        new one.
 
     Raises:
         RunDirError: a folder is given twice or is not a finished run directory, the experiments differ, the metrics of
             a run differ between directories, or ``out`` is in use.
     """
     if not is_unused(out):
-        raise RunDirError(f"{out} is not empty. Name a new folder for the merged runs")
+        raise RunDirError(f"{out} is not empty. Pass a new folder for the merged runs")
     whole_paths = [folder.resolve() for folder in folders]
     if twice := next((f for k, f in enumerate(folders) if whole_paths[k] in whole_paths[:k]), None):
-        raise RunDirError(
-            f"{twice} is the same directory as another argument of the call. Name every directory only once"
-        )
+        raise RunDirError(f"{twice} is passed more than once. Pass each directory only once")
     documents = {folder: _read_settings(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():
@@ -109,7 +107,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     """
     for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
-            raise RunDirError(f"{folder} contains no {name}. Name directories of finished runs of 'fedloom run'")
+            raise RunDirError(f"{folder} contains no {name}. Pass directories of finished 'fedloom run' commands")
     content = check_regular_file(folder / SETTINGS_FILE).read_bytes()
     check_digest(folder / SETTINGS_FILE, content)
     try:
@@ -139,7 +137,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
 def _merge_tables(
     name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
 ) -> list[pa.Table]:
-    """Return the rows of a file in the order of the runs or, for a table of clients, in the order of the seeds."""
+    """Return a file's rows in the order of the runs or, for a table of clients, of the seeds."""
     tables = {folder: _read_parquet(folder / name) for folder in folders if (folder / name).exists()}
     if not tables:
         return []
@@ -161,10 +159,7 @@ def _merge_tables(
 
 
 def _read_parquet(path: Path) -> pa.Table:
-    """Return a table with the original types of its columns.
-
-    Parquet files change the names of list elements.
-    """
+    """Return a table with its original column types. Parquet files change the names of list elements."""
     table = pq.read_table(path)
     fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields))

@@ -1,4 +1,4 @@
-"""Payloads: in-memory data that are encoded as bytes so that they can be sent to another machine.
+"""Payloads: in-memory data encoded as bytes, to be sent to another machine.
 
 Tensors are stored as safetensors, and everything else is stored as JSON, never as code.
 """
@@ -22,10 +22,10 @@ KIND_KEY, FORM_KEY = "kind of value", "form"
 
 
 def encode(value: object) -> bytes:
-    """Encode a data set or a federation as bytes. Equal values result in equal bytes.
+    """Encode a data set or a federation as bytes. Equal values produce equal bytes.
 
     Raises:
-        ConfigError: some part of the value cannot be encoded.
+        ConfigError: part of the value cannot be encoded.
     """
     tensors = dict[str, Tensor]()
     form = json.dumps(_encode_form(value, tensors, "data"), sort_keys=True)
@@ -40,7 +40,7 @@ def decode(content: bytes) -> Any:
 
 
 def _encode_form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value as JSON with names in place of tensors, and store the tensors under these names in ``tensors``."""
+    """Return a value as JSON with tensors replaced by names, and store the tensors under these names in ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -20,20 +20,20 @@ from fedloom.processes.costs import MeasuredWorkers
 from fedloom.processes.pool import Workers, usable_cores, useful_processes
 
 TRIED_CLIENTS = 8
-"""Number of clients in each of the two rounds that are used to measure the cost of a run."""
+"""Number of clients in each of the two rounds used to measure a run's cost."""
 SYNCHRONY_COST = 1.1
-"""Slowdown factor of a run with several processes, compared with a perfect division of its work. The processes wait
-for each other at the end of every round."""
+"""Slowdown factor of a run with several processes, relative to ideal scaling. The processes wait for each other at the
+end of every round."""
 
 
 class RunLoad(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
-        undivided_seconds: time in seconds of the work that cannot be divided into chunks. This time does not depend on
-            the number of processes.
-        divided_seconds: time in seconds of the local work that can be divided into chunks.
-        chunks: number of chunks into which a cohort is divided. Any processes beyond this number would be idle.
+        undivided_seconds: seconds of work that cannot be divided into chunks. This time does not depend on the number
+            of processes.
+        divided_seconds: seconds of local work that can be divided into chunks.
+        chunks: number of chunks into which a cohort is divided. Additional processes would be idle.
     """
 
     undivided_seconds: float
@@ -41,7 +41,7 @@ class RunLoad(NamedTuple):
     chunks: int
 
     def seconds(self, workers: int) -> float:
-        """Return the duration of the run in seconds if the given number of processes is used."""
+        """Return the run's duration in seconds with the given number of processes."""
         if workers == 1:
             return self.undivided_seconds + self.divided_seconds
         turns = math.ceil(self.chunks / min(workers, self.chunks))
@@ -56,14 +56,14 @@ class ProcessShare(NamedTuple):
 
 
 def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = None) -> ProcessShare:
-    """Return the division of the processes that finishes a queue of runs first.
+    """Return the division of processes that finishes a queue of runs first.
 
-    In case of a tie, return the one with the largest number of runs.
+    Ties go to the largest number of simultaneous runs.
 
     Args:
-        loads: costs of the runs, in the order in which the runs start.
-        processes: number of processes that may compute simultaneously, at least 1.
-        most: maximum number of simultaneous runs that fit into memory. If None, there is no limit.
+        loads: costs of the runs, in starting order.
+        processes: number of processes that may run simultaneously, at least 1.
+        most: maximum number of simultaneous runs that fit in memory. If None, there is no limit.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
     shares = [ProcessShare(runs, processes // runs) for runs in sizes]
@@ -74,7 +74,7 @@ def choose_share(loads: Sequence[RunLoad], processes: int, most: int | None = No
 
 
 def _last_end_seconds(seconds: Sequence[float], places: int) -> float:
-    """Return the end time of the last run, if each run starts as soon as a slot becomes free."""
+    """Return the end time of the last run if each run starts as soon as a slot is free."""
     free = [0.0] * places
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -84,7 +84,7 @@ def _last_end_seconds(seconds: Sequence[float], places: int) -> float:
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> ProcessShare:
-    """Divide the processes of an experiment among its runs.
+    """Divide an experiment's processes among its runs.
 
     If every cohort is a single chunk, each run uses only one process. If cohorts have several chunks, rounds with a few
     clients are measured, and the division with the shortest estimated total time is chosen.
@@ -92,7 +92,7 @@ def decide_share(
     Args:
         experiment: experiment to run, with the requested number of processes in ``engine.workers``.
         federations: federations, keyed by seed.
-        units: index of the method of every remaining run. If None, all methods are run with all seeds.
+        units: method index of every remaining run. If None, all methods are run with all seeds.
 
     Returns:
         Number of simultaneous runs, and number of processes per run. On an accelerator, runs are computed one at a time
@@ -115,7 +115,7 @@ def decide_share(
 
 
 def _chunks_and_state_bytes(setting: Setting, fed: Federation) -> tuple[int, int]:
-    """Return the number of chunks in a cohort, and the size in bytes of the client rows that are kept in memory."""
+    """Return the number of chunks in a cohort, and the size in bytes of the in-memory client rows."""
     problem, start = make_problem(setting, fed, finds=False)
     cohort = problem.setting.sampler.smallest(problem.n) or problem.n
     rows = problem.n * sum(t.numel() * t.element_size() for fields in start.templates.values() for t in fields)
@@ -123,7 +123,7 @@ def _chunks_and_state_bytes(setting: Setting, fed: Federation) -> tuple[int, int
 
 
 def _estimate_load(setting: Setting, fed: Federation, chunks: int) -> RunLoad:
-    """Estimate the cost of a run from its second round. If this round cannot be run, a nominal cost is returned."""
+    """Estimate a run's cost from its second round. If this round cannot be run, return a nominal cost."""
     by_round: list[MeasuredWorkers] = []
 
     def record_workers(workers: Workers) -> Workers:
@@ -144,5 +144,5 @@ def _estimate_load(setting: Setting, fed: Federation, chunks: int) -> RunLoad:
 
 
 def _usable_memory_bytes() -> int:
-    """Return the number of bytes that all runs together may use, which is half of the machine's memory."""
+    """Return the number of bytes that all runs together may use: half of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

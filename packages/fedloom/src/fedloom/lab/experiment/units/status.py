@@ -54,7 +54,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
 
 
 def _unfinished_run_state(folder: Path, claims: Claims) -> tuple[str, str]:
-    """Return the state of a run whose end is not recorded in the summary, with details."""
+    """Return the state, with details, of a run whose end is not recorded in the summary."""
     failed = claims.folder / folder.name / FAILED_FILE
     with suppress(OSError):
         return "failed", failed.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Travel: send a unit of work to a worker of an external executor as text that refers to the data by digest.
+"""Travel: send a unit of work to an external executor's worker as text that refers to the data by digest.
 
-The worker's reply contains the files of the run.
+The worker's reply contains the run's files.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from fedloom.local.oracles.precision import isolate_torch_settings
 MEMORY_SOURCE = "memory"
 """Name of a source that represents in-memory data, which have no file."""
 PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
-"""Placeholder for in-memory data in the text of an experiment."""
+"""Placeholder for in-memory data in an experiment's text."""
 _UNIT_LOCK = threading.Lock()
-"""Lock that makes a process compute its units one at a time, because torch's settings apply to the whole process."""
+"""Lock that forces a process to compute its units one at a time, because torch's settings apply to the whole process.
+"""
 _held = dict[str, bytes]()
 """In-memory data received by this process, keyed by digest."""
 
 
 class PackedExperiment(NamedTuple):
-    """Experiment as it is sent to workers.
+    """Experiment as sent to workers.
 
     Attributes:
         text: the experiment as a TOML document.
@@ -58,10 +59,10 @@ class UnitReply(NamedTuple):
     """Result of a unit of work, sent back by a worker.
 
     Attributes:
-        files: contents of the files in the run's checkpoint, keyed by file name.
-        failure: reason why the run has no result. If the run has a result, the reason is empty.
+        files: contents of the run's checkpoint files, keyed by file name.
+        failure: reason why the run has no result. Empty if it has one.
         interrupted: True if the worker was asked to stop.
-        wants_data: True if the worker does not have the data and the unit was sent without the data.
+        wants_data: True if the worker does not have the data and the unit was sent without them.
         worker: name of the process that sent the reply.
     """
 
@@ -100,7 +101,7 @@ class UnitReply(NamedTuple):
                     files[member.name] = stream.read()
             return cls(files, **json.loads(head))
         except (ValueError, TypeError, tarfile.TarError) as error:
-            raise ConfigError(f"the executor returned something other than the reply of a worker: {error}") from None
+            raise ConfigError(f"the executor did not return a worker's reply: {error}") from None
 
 
 def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> PackedExperiment:
@@ -112,7 +113,7 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
         tables: additional tables to add to the document, such as ``tune``.
 
     Raises:
-        ConfigError: some part of the experiment cannot be represented as text, or its data cannot be encoded as bytes.
+        ConfigError: part of the experiment cannot be represented as text, or its data cannot be encoded as bytes.
     """
     settings, data = experiment.settings(), None
     if experiment.source_options.get("source") == MEMORY_SOURCE:
@@ -128,7 +129,7 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
     except FedloomError as error:
         raise ConfigError(
             f"the experiment cannot be sent to a worker: {error}. Put your classes and functions into "
-            "a module that the workers can import, and name them by their import path"
+            "a module that the workers can import, and refer to them by import path"
         ) from None
     if not same:
         raise ConfigError(
@@ -179,9 +180,7 @@ def worker_name() -> str:
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Store any data that came with a unit, and return True if the experiment's data are now available.
-
-    The result is also True if the experiment does not need data to be sent.
+    """Store any data sent with a unit, and return True if the experiment's data are now available, or need not be sent.
 
     Raises:
         DataError: the data belong to a different experiment.
@@ -189,7 +188,7 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
     digest = tomllib.loads(experiment)["travel"]["data"]
     if data is not None:
         if sha256(data).hexdigest() != digest:
-            raise DataError("the data that came with a unit of work differ from the data of the unit's experiment")
+            raise DataError("the data sent with a unit of work differ from its experiment's data")
         _held[digest] = data
     return not digest or digest in _held
 
@@ -208,7 +207,7 @@ def read_document(experiment: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def read_federation(experiment: str, seed: int) -> Federation:
-    """Check that the data equal the sender's data, and return the clients of an experiment for a seed.
+    """Check that the data match the sender's data, and return an experiment's clients for a seed.
 
     Raises:
         DataError: the data on this worker are different.
@@ -218,8 +217,8 @@ def read_federation(experiment: str, seed: int) -> Federation:
         source = keep_group_columns(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
-                f"the data {plan.source_options['source']} of this worker differ from the data of the experiment. Put "
-                "the same files on the worker, at the same place or in the folder that FEDLOOM_DATA names"
+                f"the data {plan.source_options['source']} on this worker differ from the experiment's data. Copy the "
+                "same files to the worker, to the same path or to the FEDLOOM_DATA folder"
             )
         return plan.partition(source, seed)
     held = decode(_held[travel["data"]])
@@ -227,7 +226,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
 
 
 def _localize_data_path(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the data's path on this worker: the same path, or a path in the folder FEDLOOM_DATA."""
+    """Return the document with the data's path on this worker: the same path, or a path in the FEDLOOM_DATA folder."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():

@@ -1,4 +1,4 @@
-"""Charts and tables on the usefulness of predicted probabilities: calibration, thresholds and net benefit.
+"""Charts and tables of the usefulness of predicted probabilities: calibration, thresholds and net benefit.
 
 References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15. A. J. Vickers and E. B. Elkin,
 "Decision Curve Analysis", Medical Decision Making 2006. Confidence intervals of proportions: E. B. Wilson, JASA 1927.
@@ -26,20 +26,19 @@ MAX_CALIBRATION_BINS, PER_BIN = 10, 10
 """Maximum number of bins in a calibration curve, followed by the minimum number of samples per bin."""
 DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
-"""Probability thresholds in the table, and thresholds of the points on the curves."""
+"""Probability thresholds in the table and on the curves."""
 NORMAL_QUANTILE = 1.959963984540054
 CALIBRATION_TEXT = (
-    "Patients above a threshold of the predicted probability are flagged, on all test samples of a site. Sensitivity: "
-    "fraction of events that are flagged. Specificity: fraction of the others that are not. Net benefit counts flagged "
-    "events minus false alarms, weighted by the odds of the threshold. A threshold is useful if its net benefit is "
+    "Patients whose predicted probability reaches a threshold are flagged, based on all test samples of a site. "
+    "Sensitivity: fraction of patients with an event who are flagged. Specificity: fraction of the other patients who "
+    "are not flagged. Net benefit: flagged events minus false alarms, weighted by the odds of the threshold. A "
+    "threshold is useful if its net benefit is "
     "above 0 and above the net benefit of treating everyone."
 )
 
 
 class OperatingPoint(NamedTuple):
-    """Result of flagging the samples whose predicted probability reaches a threshold.
-
-    Samples whose probability is at least ``threshold`` are flagged.
+    """Result of flagging the samples whose predicted probability is at least ``threshold``.
 
     Attributes:
         threshold: threshold on the probability.
@@ -61,7 +60,7 @@ class OperatingPoint(NamedTuple):
 
 
 def operating_point(samples: StoredPredictions, threshold: float) -> OperatingPoint:
-    """Compute the operating point that belongs to a threshold. The proportion among zero samples is NaN."""
+    """Compute the operating point at a threshold. The proportion of zero samples is NaN."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -90,7 +89,7 @@ def wilson_interval(share: float, size: int) -> tuple[float, float]:
 def calibration_curve(samples: StoredPredictions) -> list[tuple[float, float, int]]:
     """Return the mean probability, the proportion of events and the number of samples for each bin.
 
-    The samples are sorted by probability and divided into bins of equal size.
+    The samples are sorted by probability and divided into equal-sized bins.
     """
     order = np.argsort(samples.prediction, kind="stable")
     bins = np.array_split(order, max(1, min(MAX_CALIBRATION_BINS, len(order) // PER_BIN)))
@@ -100,7 +99,7 @@ def calibration_curve(samples: StoredPredictions) -> list[tuple[float, float, in
 def _binary_run_choices(
     runs: list[Run], rows: list[Row], lead: str
 ) -> list[tuple[Run, Row, list[tuple[str, StoredPredictions]]]]:
-    """Return each binary run with stored predictions, its best federated method, and the samples of its sites."""
+    """Return each binary run with stored predictions, its best federated method, and its sites' samples."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)
@@ -117,7 +116,7 @@ def _binary_run_choices(
 
 
 def draw_calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw calibration curves and decision curves for each run of a binary task with stored predictions."""
+    """Plot calibration curves and decision curves for each binary run with stored predictions."""
     figures = []
     for place, (run, best, sites) in enumerate(_binary_run_choices(runs, rows, lead), start=1):
         words = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
@@ -135,7 +134,7 @@ def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, ma
             data.append({"client": name, **{k: rounded(v) for k, v in numbers.items()}, "samples": size})
     most = max(max(row["predicted"], row["high"]) for row in data)
     ideal: Rows = [{"predicted": end, "observed": end} for end in (0.0, most)]
-    place = {"x": kit.number("predicted"), "y": kit.number("observed", "Observed share")}
+    place = {"x": kit.number("predicted"), "y": kit.number("observed", "Observed fraction")}
     ends = {"x": place["x"], "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
     hints = kit.tooltip(
         ("client", "Site"), ("predicted", "Predicted", ".3f"), ("observed", "Observed", ".3f"), ("samples", "Samples")
@@ -147,8 +146,8 @@ def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, ma
         kit.mark("point", {**place, "tooltip": hints}),
     )
     caption = (
-        "Fraction of events against the mean predicted probability, in bins of equal size of each site's test samples, "
-        f"with Wilson's 95 % intervals. The dashed line shows perfect calibration ({words})."
+        "Fraction of events by mean predicted probability, in equal-sized bins of each site's test samples, with 95 % "
+        f"Wilson intervals. The dashed line shows perfect calibration ({words})."
     )
     spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
     return Figure(
@@ -177,12 +176,12 @@ def _draw_decision_curves(sites: list[tuple[str, StoredPredictions]], words: str
         "x": kit.number("threshold"), "y": kit.number("benefit", "Net benefit"), "color": tint, "tooltip": hints,
     }  # fmt: skip
     caption = (
-        "Net benefit per patient against the threshold probability for treatment, for the model, for "
-        f"treating everyone and for treating nobody, on each site's test samples ({words})."
+        "Net benefit per patient by threshold probability, for the model, for treating everyone and for treating "
+        f"nobody, on each site's test samples ({words})."
     )
     spec = kit.panels(
         kit.layer_chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
-        "Threshold of the probability", high=200, scale={"y": "independent"},
+        "Threshold probability", high=200, scale={"y": "independent"},
     )  # fmt: skip
     return Figure(
         f"net-benefit{mark}", "patients", "Net benefit", "Net benefit by site", caption, spec, {"rows": data}, "square"
@@ -190,7 +189,7 @@ def _draw_decision_curves(sites: list[tuple[str, StoredPredictions]], words: str
 
 
 def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render one HTML table per run with the operating points at `DECISION_THRESHOLDS` for every site."""
+    """Render one HTML table per run with every site's operating points at `DECISION_THRESHOLDS`."""
     heads = ("Site", "Patients tested", "Events", "Threshold", "Flagged", "Sensitivity", "Specificity",
              "Predictive value", "Net benefit", "Treating all")  # fmt: skip
     text = ""
@@ -212,7 +211,7 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render the operating points as CSV, without rounding."""
+    """Render the unrounded operating points as CSV."""
     lines = [
         (run.label, best.method, best.model, name, len(samples.target), int(samples.target.sum()),
          *(None if math.isnan(value) else value for value in operating_point(samples, threshold)))

@@ -1,4 +1,4 @@
-"""Draw the results of individual clients, as a table of the clients and as curves over rounds."""
+"""Plot individual clients' results, as a heat map and as curves over rounds."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_LABELED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
-"""Maximum number of clients that are all shown individually, and number of worst clients shown if there are more."""
+"""Maximum number of clients that are shown individually, and number of worst clients shown if there are more."""
 MAX_NUMBERED_CLIENTS = 8
 """Maximum number of clients in a heat map with printed values."""
 MAX_CLIENT_PANELS = 16
-"""Maximum number of clients whose results are drawn over rounds."""
+"""Maximum number of clients whose results are plotted over rounds."""
 MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
-"""Maximum total number of points drawn over rounds, and minimum number of points per line after thinning."""
+"""Maximum total number of plotted points, and minimum number of points per line after thinning."""
 
 
 def draw_clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Return the charts of this module. If a chart has no data, it is None."""
+    """Return this module's charts. A chart without data is None."""
     last = [
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
         for row in rows
@@ -63,16 +63,15 @@ def draw_clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | N
 
 
 def _client_means(seeds: Seeds) -> tuple[Integers, Numbers]:
-    """Return the ids of all clients, and each client's mean over seeds."""
+    """Return the IDs of all clients, and each client's mean over seeds."""
     clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
     return clients, np.bincount(place, pool_seed_values(seeds)) / np.bincount(place)
 
 
 def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
-    """Draw a heat map of methods and clients that shows means over seeds.
+    """Plot a heat map of the means over seeds for each method and client.
 
-    If there are many clients, only the clients with the worst results under the best method are shown. Return None if
-    there are no data.
+    If there are many clients, show only the best method's worst clients. Return None if there are no data.
     """
     many = max(run.clients for run in runs) > MAX_LABELED_CLIENTS
     wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
@@ -101,14 +100,14 @@ def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: In
         kit.shade("value", title, reverse=not higher, domain=domain),
         kit.tooltip(
             *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
-            *(("half", "95 % interval, half width", ".3~g"), ("seeds", "Seeds")),
+            *(("half", "half-width of the 95 % interval", ".3~g"), ("seeds", "Seeds")),
         ),
         "label" if few else "",
         f"datum.value {'>' if higher else '<'} {sum(domain) / 2!r}",
     )
     selection = f"the {WORST_CLIENTS_SHOWN} clients with the worst results of {best.title}" if many else "every client"
     caption = (
-        f"{shown.title} of {selection} with every method on its own test part at the last round, mean over seeds"
+        f"{shown.title} of {selection} on its own test set in the last round, for every method, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
         + f". Darker is better (in dark mode: lighter).{kit.axis_note(off)}{attackers_sentence(runs)}"
     )
@@ -150,11 +149,9 @@ def _client_cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Row
 def _draw_client_panels(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """Draw a panel for each client, with one line per method and model, averaged over seeds.
+    """Plot a panel for each client, with one line per method and model, averaged over seeds.
 
-    Return None if there are no data.
-
-    The lines of the best methods are thick.
+    Return None if there are no data. The best methods have thick lines.
     """
     if len(order) > MAX_CLIENT_PANELS:
         clients = order[np.linspace(0, len(order) - 1, MAX_CLIENT_PANELS).round().astype(int)]
@@ -179,10 +176,10 @@ def _draw_client_panels(
         return None
     some = f" {len(clients)} of {len(order)} clients, from the worst to the best with {first.title}."
     titles = [row.title for row in leaders]
-    apart = " of runs with the same data and attack" if len(leaders) > 1 else ""
+    apart = " among runs with the same data and attack" if len(leaders) > 1 else ""
     thick = f" Thick: {' and '.join(titles)}, the best mean over all clients{apart}." if leaders else ""
     caption = (
-        f"{metric(lead).title} of each client on its own test part, one line per method and model, mean over "
+        f"{metric(lead).title} of each client on its own test set, with one line per method and model, mean over "
         f"seeds.{thick}{some if len(order) > MAX_CLIENT_PANELS else ''}{kit.axis_note(off)}{attackers_sentence(runs)}"
     )
     title = titled(metric(lead))

@@ -1,4 +1,4 @@
-"""Curves of results over rounds, traffic, work, time and the fraction of attackers, and curves of other metrics."""
+"""Curves of results by round, traffic, work, time and fraction of attackers, and curves of other metrics."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from fedloom.lab.report.numbers import (
 from fedloom.lab.report.run import Key, Run
 
 POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
-"""Number of points per line, followed by the number of points per line in a chart with many lines. Curves with more
-points than this are thinned."""
+"""Maximum number of points per line, followed by the maximum in a chart with many lines. Longer curves are thinned."""
 MIN_CROPPED_POINTS = 60
-"""With at least this number of points, the worst 5 % of the points may be outside the range of the axis."""
+"""Minimum number of points for leaving the worst 5 % of them outside the axis range."""
 MIN_LOG_RATIO = 100.0
-"""Minimum ratio of the largest to the smallest value for drawing a residual on a logarithmic axis."""
+"""Minimum ratio of the largest to the smallest value for plotting a residual on a logarithmic axis."""
 
 CURVE_AXES = {
     "round": ("by round", "Round", 1.0),
-    "bytes": ("by traffic", "Traffic, both ways, all clients (MB)", 1 / MEGABYTE_BYTES),
-    "samples_backward": ("by sample gradients", "Gradients of samples, all clients", 1.0),
+    "bytes": ("by traffic", "Two-way traffic of all clients (MB)", 1 / MEGABYTE_BYTES),
+    "samples_backward": ("by sample gradients", "Sample gradients of all clients", 1.0),
     "seconds": ("by time", "Seconds", 1.0),
     "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
 FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "tune")
-"""Settings that may differ between runs that are shown in one chart of attacks."""
+"""Settings that may differ between the runs in one chart of attacks."""
 
 
 def draw_curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw learning curves of the primary metric and the loss, and curves of other federation metrics over rounds."""
+    """Plot learning curves of the primary metric and the loss, and curves of other federation metrics by round."""
     wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
     totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
     figures = [_draw_learning_curves(runs, rows, name, axis) for name, axis in wanted]
@@ -66,8 +65,8 @@ def _draw_learning_curves(runs: list[Run], rows: list[Row], name: str, axis: str
         else:
             data += points
     title, label = metric(name).title, CURVE_AXES[axis][0]
-    nothing = f" Not drawn, because they spent nothing: {', '.join(dict.fromkeys(idle))}." if idle else ""
-    caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
+    nothing = f" Not shown because they spent nothing: {', '.join(dict.fromkeys(idle))}." if idle else ""
+    caption = f"{title}, mean over the clients' test sets, {label}.{nothing}"
     tab = title if axis == "round" else label.removeprefix("by ").capitalize()
     return _draw_method_panels(
         rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption)
@@ -75,7 +74,7 @@ def _draw_learning_curves(runs: list[Run], rows: list[Row], name: str, axis: str
 
 
 def draw_points(run: Run, row: Row, name: str, axis: str, *, crowded: bool = False) -> Rows:
-    """Return the learning curve of a row: the mean over the clients' test parts along an axis of `CURVE_AXES`."""
+    """Return a row's learning curve: the mean over the clients' test sets along an axis of `CURVE_AXES`."""
     seeds = seeds_of(run, row.method)
     results = {seed: benign_curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
     costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
@@ -103,9 +102,9 @@ def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure 
 
 
 def _recorded_curve(run: Run, key: Key) -> Curve:
-    """Return the curve of one of the federation's metrics.
+    """Return the curve of a federation metric.
 
-    A metric that does not belong to a model is drawn with the first kind of model of the method.
+    A metric that does not belong to a model is plotted with the method's first kind of model.
     """
     of_model = [key, key._replace(part="")]
     models = [model for model in MODEL_KINDS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
@@ -139,9 +138,9 @@ def _curve_points(
 def _draw_method_panels(
     rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """Draw one panel per method, or return None if there are no data.
+    """Plot one panel per method, or return None if there are no data.
 
-    ``words`` contains the id, group, tab, title and caption of the chart.
+    ``words`` contains the chart's ID, group, tab, title and caption.
     """
     means = [point for point in data if point["seed"] is None]
     lines = {(point["method"], point["model"]) for point in means}
@@ -182,17 +181,17 @@ def _panel_title(panels: int, means: Rows) -> str:
     """Return the sentence that explains the lines of a panel."""
     seeds = max(point["seeds"] for point in means)
     ghosts = "One panel per method, with the other methods in gray" if panels > 1 else ""
-    band = "the band shows the 95 % interval over seeds, cut off at the edge of the panel"
-    thin = "thick line: mean over seeds, thin lines: single seeds"
+    band = "the band shows the 95 % interval over seeds, clipped to the panel"
+    thin = "the thick line shows the mean over seeds, and thin lines show individual seeds"
     text = "; ".join(part for part in (ghosts, "" if seeds < 2 else thin if seeds < MIN_SEEDS else band) if part)
     return f" {text[:1].upper()}{text[1:]}." if text else ""
 
 
 def draw_robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the results of the benign clients against the fraction of attackers.
+    """Plot the benign clients' results by the fraction of attackers.
 
-    For each kind of attack with at least two different fractions, one chart shows the mean result and another chart
-    shows the worst tenth of the clients.
+    For each kind of attack with at least two fractions, one chart shows the mean result and another shows the worst 10
+    % of clients.
     """
     figures: list[Figure | None] = []
     for i, (kind, members) in enumerate(_attack_families(runs)):
@@ -203,7 +202,7 @@ def draw_robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure 
 
 
 def decide_share(run: Run) -> float:
-    """Return the fraction of clients that attack, as recorded or, if it was not recorded, as set in the experiment."""
+    """Return the recorded fraction of attacking clients or, if it was not recorded, the experiment's setting."""
     if run.attacked:
         return sum(len(part.attackers) for part in run.partitions.values()) / (len(run.partitions) * run.clients)
     attack: dict[str, Any] = run.options.get("attack", {})
@@ -211,7 +210,7 @@ def decide_share(run: Run) -> float:
 
 
 def _attack_families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Group runs that have the same kind of attack and differ only in the fraction of attackers.
+    """Group runs with the same kind of attack that differ only in the fraction of attackers.
 
     Runs without attackers belong to every group.
     """
@@ -249,7 +248,7 @@ def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str
     y = kit.number(
         "value", titled(shown), scale={"domain": kit.axis_domain(near), "nice": False}, axis={"tickCount": 4}
     )
-    hints = kit.tooltip(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
+    hints = kit.tooltip(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Fraction of attackers", ".0%"))
     below = "Fraction of attacking clients"
     spec = kit.line_panels(
         data, x, y, kit.model_color_channel(rows), hints + kit.interval_tips(titled(shown)), below, dots=1
@@ -260,8 +259,6 @@ def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str
         if base == name
         else f"{shown.title} of the benign clients, {lowercase_title(metric(base).title)}"
     )
-    caption = (
-        f"{title} against the fraction of attackers ({kind}), benign clients only.{_panel_title(len(order), means)}"
-    )
+    caption = f"{title} by fraction of attackers ({kind}), benign clients only.{_panel_title(len(order), means)}"
     words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.axis_note(off))
     return Figure(*words, spec, {"rows": data}, "facet")

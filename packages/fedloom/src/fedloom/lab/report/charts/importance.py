@@ -1,4 +1,4 @@
-"""Draw the importance of each column for the predictions at each site."""
+"""Plot each column's importance for the predictions at each site."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import IMPORTANCE_FILE
 
 MAX_DRAWN_COLUMNS = 30
-"""Maximum number of columns to draw. The same maximum applies to the number of sites."""
+"""Maximum number of columns to plot, and maximum number of sites."""
 IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
 
 
 def draw_importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw a heat map of the best federated method for each run with measured column importance."""
+    """Plot a heat map of the best federated method for each run with measured column importance."""
     figures = []
     for place, run in enumerate(runs, start=1):
         best = leader_of(run, runs, rows, lead)
@@ -63,11 +63,11 @@ def _importance_figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
         f"datum.value > {top / 2}",
     )  # fmt: skip
     caption = (
-        f"Deterioration of {lead} on a site's test samples when the values of a column are permuted, mean over "
-        f"permutations and seeds ({words}). Correlated columns share their importance, and importance "
-        "is not an effect of a column on patients."
+        f"Deterioration of {lead} on a site's test samples when a column's values are permuted, mean over "
+        f"permutations and seeds ({words}). Correlated columns share their importance. Importance does not measure a "
+        "column's effect on patients."
     )
-    title = "Importance of columns" + (f" ({run.label})" if place else "")
+    title = "Column importance" + (f" ({run.label})" if place else "")
     id = f"importance-{place}" if place else "importance"
     return Figure(
         id, "importance", title, title, caption, {**inner, "width": 560, "height": {"step": 22}}, {"rows": data}, "wide"

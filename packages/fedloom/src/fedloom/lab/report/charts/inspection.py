@@ -1,6 +1,6 @@
-"""Charts of how models behave at individual clients: confusion matrices, and projections of representations.
+"""Charts of model behavior at individual clients: confusion matrices, and projections of representations.
 
-In a projection of representations, color and shape show the class.
+In a projection, color and shape show the class.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Key, Run
 
 MAX_CONFUSION_PANELS = 12
-"""Maximum number of clients that are drawn."""
+"""Maximum number of clients to plot."""
 MAX_NUMBERED_CLASSES = 6
 """Maximum number of classes in a chart with printed counts."""
 POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 
 def draw_inspections(runs: list[Run]) -> list[Figure | None]:
-    """Return the charts of this module. If a chart has no data, it is None."""
+    """Return this module's charts. A chart without data is None."""
     several = len(runs) > 1
     figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
@@ -34,10 +34,7 @@ def draw_inspections(runs: list[Run]) -> list[Figure | None]:
 
 
 def _choose_drawn_model(run: Run, table: Any) -> tuple[str, int, str]:
-    """Return the method, the seed and the model that are to be drawn.
-
-    The method and model are those with the best test accuracy, and the seed is the first one.
-    """
+    """Return the method and model with the best test accuracy, and the first seed, for plotting."""
     keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
     recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)
 
@@ -51,9 +48,9 @@ def _choose_drawn_model(run: Run, table: Any) -> tuple[str, int, str]:
 
 
 def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
-    """Return the rows to draw for the first benign clients, with a text about them. Return None if there are no rows.
+    """Return the first benign clients' rows and a text that names the method, model and seed.
 
-    The text names the method, model and seed.
+    Return None if there are no rows.
     """
     import pyarrow.compute as pc  # slow to import
 
@@ -104,18 +101,18 @@ def _draw_confusion(run: Run, place: int) -> Figure | None:
     inner = kit.heat_map(
         kit.nominal_channel("predicted", classes, **more),
         kit.nominal_channel("true", classes, "True", **more),
-        kit.shade("share", "Fraction of the true class", form="%", domain=[0, 1]),
+        kit.shade("share", "Fraction of true class", form="%", domain=[0, 1]),
         hints,
         "count" if len(classes) <= MAX_NUMBERED_CLASSES else "",
         "datum.share > 0.5",
         cornerRadius=0,
     )
     caption = (
-        "Predicted class by true class on every client's own test part after the last round. Each row shows the "
-        f"fractions of a true class, and the diagonal is correct ({words}).{attackers_sentence([run])}"
+        "Predicted class by true class on every client's own test set after the last round. Each row shows the "
+        f"fractions of a true class, and the diagonal shows correct predictions ({words}).{attackers_sentence([run])}"
     )
     return _inspection_figure(
-        run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted"
+        run, place, "confusion", ("Confusion", "Confusion by client"), caption, inner, data, "Predicted"
     )
 
 
@@ -146,12 +143,12 @@ def _draw_representations(run: Run, place: int) -> Figure | None:
         encoding["color"] = {**of_class, "scale": {"domain": classes}}
         encoding["shape"] = {**of_class, "scale": {"domain": classes, "range": shapes}}
     caption = (
-        "t-SNE of the last layer's inputs for every client's test samples. Each client has its own "
-        "plane, and the axes have no meaning. Samples of a class are close together if the "
-        f"representation separates the class ({words}).{attackers_sentence([run])}"
+        "t-SNE of the last layer's inputs for every client's test samples. Each client has a separate projection, and "
+        "the axes have no meaning. Samples of a class cluster together if the representation separates the class "
+        f"({words}).{attackers_sentence([run])}"
     )
     inner = kit.layer_chart(kit.mark("point", encoding, size=26, opacity=0.75))
-    titles = ("Representations", "Representations per client")
+    titles = ("Representations", "Representations by client")
     figure = _inspection_figure(run, place, "tsne", titles, caption, inner, data, None)
     figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}
     return figure

@@ -18,15 +18,15 @@ TICK_FORMAT = (
 )
 """Expression that formats axis ticks, as in 0.5, 20, 1.5k, 3M and 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""A result is excluded from the range of the axis if it exceeds the better results by at least this factor."""
+"""A result is excluded from the axis range if it exceeds the better results by at least this factor."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 INTERVAL_FILTER = {"filter": "isValid(datum.low)"}
 """Filters on the rows of a chart: means over seeds, individual seeds, and means with a confidence interval. If there
-are only a few seeds, they are shown individually, and no interval is shown."""
+are only a few seeds, they are shown individually, without an interval."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
-"""Columns of chart data that are used only for drawing."""
+"""Columns of chart data used only for plotting."""
 
 
 Rows = list[dict[str, Any]]
@@ -38,15 +38,15 @@ class Figure:
     """Chart with its data and texts.
 
     Attributes:
-        id: identifier that is unique within a report. The files of the chart also have this name.
-        tab: title of the tab that contains the chart, if several charts have the same ``group``.
-        chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
+        id: identifier that is unique within a report. It is also the name of the chart's files.
+        tab: title of the chart's tab, if several charts have the same ``group``.
+        chart: Vega-Lite specification that refers to named data sets and takes its colors from a theme.
         data: data sets, keyed by name. The main data set is called ``rows``.
-        layout: adaptation of the chart to the available width. ``facet`` changes the number of columns.
-            ``square`` does the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside``
-            changes the width of the first of two charts.
-        canvas: True if the page draws the chart as a bitmap because it contains a very large number of marks.
-        table: name of the chart's most detailed data set, which readers can view and download.
+        layout: how the chart adapts to the available width. ``facet`` changes the number of columns. ``square`` does
+            the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width
+            of the first of two charts.
+        canvas: True to draw the chart as a bitmap because it contains very many marks.
+        table: name of the chart's most detailed data set, for viewing and downloading.
     """
 
     id: str
@@ -97,7 +97,7 @@ def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: ob
 def number(field: str, title: str | None = None, **more: Any) -> Spec:
     """Build a quantitative channel for a field.
 
-    The axis of the channel does not have to start at 0, and its ticks are formatted as on all other axes.
+    The axis need not start at 0, and its ticks have the same format as on all other axes.
     """
     scale = {"zero": False, **more.pop("scale", {})}
     axis = {"tickCount": 5, "labelExpr": TICK_FORMAT, "labelOverlap": True, **more.pop("axis", {})}
@@ -111,10 +111,7 @@ def nominal_channel(field: str, order: Iterable[str], title: str | None = None, 
 
 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
-    """Build a nominal channel that breaks long names into several lines.
-
-    Also return the largest number of lines of any name.
-    """
+    """Build a nominal channel that breaks long names into several lines. Also return the maximum number of lines."""
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)
     split = f"{json.dumps(lines)}[datum.value]"
@@ -136,7 +133,7 @@ def tooltip(*parts: tuple[str, ...]) -> list[Spec]:
 
 
 def interval_tips(title: str) -> list[Spec]:
-    """Build a tooltip that shows a mean with its confidence interval."""
+    """Build a tooltip with a mean and its confidence interval."""
     ends = (("low", "95 % interval from"), ("high", "to"))
     return tooltip(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
 
@@ -147,7 +144,7 @@ def intervals(
     """Build layers that draw a line from ``low`` to ``high`` and a dot at the mean ``value``.
 
     Args:
-        place: channels for the position, and any other channels that the lines and dots share.
+        place: channels for the position, and other channels shared by the lines and dots.
         x: channel for the mean.
         tint: color of the dots and lines.
         tooltip: tooltip of the dots.
@@ -165,8 +162,7 @@ def intervals(
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
     """Build a heat map.
 
-    If ``text`` is given, it names the field that is printed in the cells. The text is highlighted wherever the
-    expression ``strong`` is true.
+    If given, ``text`` is the field printed in the cells, highlighted where the expression ``strong`` is true.
     """
     place = {"x": x, "y": y, "tooltip": tooltip}
     words = [
@@ -189,7 +185,7 @@ def panels(
 ) -> Spec:
     """Build small multiples with one panel for each value of a field.
 
-    Each panel has its own horizontal axis, and there is a single title for all panels below them.
+    Each panel has its own horizontal axis. All panels share a single title below them.
     """
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}
@@ -213,9 +209,9 @@ def select_filters(rows: Rows) -> list[Spec]:
 
 
 def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], below: str, dots: float = 0) -> Spec:
-    """Build one panel per method that shows means with intervals, or individual seeds.
+    """Build one panel per method with means and intervals, or with individual seeds.
 
-    The other methods are drawn in gray in the background.
+    The other methods appear in gray in the background.
     """
     order = list(dict.fromkeys(row["method"] for row in data))
     place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
@@ -246,7 +242,7 @@ def model_color_channel(rows: list[Row]) -> Spec:
 def find_off_axis_names(largest: dict[str, float]) -> set[str]:
     """Return the series whose largest value exceeds the better values by more than a factor of `AXIS_OUTLIER_RATIO`.
 
-    If they were included in the axis, all other values would appear flat.
+    On an axis that includes them, all other values would appear flat.
     """
     sizes = sorted(abs(value) for value in largest.values() if value)
     near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0
@@ -254,7 +250,7 @@ def find_off_axis_names(largest: dict[str, float]) -> set[str]:
 
 
 def axis_note(off: Iterable[str]) -> str:
-    """Return a sentence that lists the names that `find_off_axis_names` returned, or "" if there are none."""
+    """Return a sentence that lists the names from `find_off_axis_names`, or "" if there are none."""
     listed = ", ".join(dict.fromkeys(off))
     return f" Far outside the axis: {listed}." if listed else ""
 
@@ -268,7 +264,7 @@ def axis_domain(values: Iterable[float | None], air: float = 0.06) -> list[float
 
 
 def slug(name: str) -> str:
-    """Convert a name to a safe file name and HTML id.
+    """Convert a name to a safe file name and HTML ID.
 
     >>> slug("../my metric")
     'my-metric'

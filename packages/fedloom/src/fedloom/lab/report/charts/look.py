@@ -16,31 +16,31 @@ Spec = dict[str, Any]
 
 PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
-"""Fonts for charts that are written to files. The width of a text is computed when the chart is rendered, so the first
-font in the list is at least as wide as every other common font."""
+"""Fonts for charts that are written to files. Text widths are computed during rendering, so the first font must be at
+least as wide as every other common font."""
 BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
-"""Colors with a contrast ratio of at least 3 to 1 on both light and dark backgrounds."""
+"""Colors with a contrast ratio of at least 3:1 on both light and dark backgrounds."""
 INK_COLORS = ("#57606a", "#b1bac4")
-"""Text colors for a light and a dark background, each with a contrast ratio of at least 4.5 to 1."""
+"""Text colors for light and dark backgrounds, each with a contrast ratio of at least 4.5:1."""
 _BY_READER = (
     f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
 )
 """Style element that overrides the text color that Vega-Lite writes."""
 _UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
-"""Pattern of SVG attributes that are not needed in an image on a page."""
+"""Pattern of SVG attributes that an image on a page does not need."""
 PHONE_WIDTH = 364
-"""Width in pixels of an image that a phone with a 390-pixel screen shows without shrinking its text."""
+"""Width in pixels of an image that a 390-pixel phone screen shows without shrinking its text."""
 LETTER_WIDTH = 7.0
-"""Mean width in pixels of a letter in a label."""
+"""Mean width in pixels of a character in a label."""
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Pattern of characters that XML 1.0 documents must not contain."""
 
 
 def _replace_invalid_xml(value: object) -> Any:
-    """Return a copy of a value with U+FFFD in place of every character that XML does not allow.
+    """Return a copy of a value with every character that XML does not allow replaced with U+FFFD.
 
-    The rendering library would abort the process if it encountered one of these characters.
+    Such a character would make the rendering library abort the process.
     """
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
@@ -52,8 +52,8 @@ def _replace_invalid_xml(value: object) -> Any:
 def chart_theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
     """Return the Vega-Lite configuration of the light or the dark theme.
 
-    The first three colors of the theme are the blue, vermilion and green of Okabe and Ito's palette. These colors are
-    lighter in the dark theme than in the light theme.
+    The first three colors are the blue, vermilion and green of Okabe and Ito's palette, which are lighter in the dark
+    theme.
     """
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -95,9 +95,9 @@ def render_svg(spec: Spec, *, dark: bool = False) -> str:
 
 
 def svg_for_pages(spec: Spec) -> str:
-    """Render a chart as SVG without a background, so that it can be used on light and dark pages.
+    """Render a chart as SVG without a background, for light and dark pages.
 
-    The color of the chart's text follows the reader's color scheme.
+    The text color follows the reader's color scheme.
     """
     common = chart_theme(dark=False, font=FILE_FONT)
     for part in ("axis", "header", "legend"):
@@ -123,10 +123,10 @@ def svg_for_pages(spec: Spec) -> str:
 
 
 def make_notebook_chart(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
-    """Build an Altair chart for a notebook. Users can modify the chart with Altair.
+    """Build an Altair chart for a notebook.
 
-    If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. If the notebook does not include
-    Vega-Lite, an SVG is shown. In both cases, nothing is downloaded.
+    Users can modify it with Altair. If the notebook includes Vega-Lite, the chart uses the notebook's theme. Otherwise,
+    an SVG is shown. Nothing is downloaded.
     """
     altair = import_charts("altair")
 
@@ -134,7 +134,7 @@ def make_notebook_chart(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetCha
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """Return the chart in all formats that a notebook supports, with the richest format first."""
+        """Return the chart in all formats that a notebook supports, richest format first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": render_svg(drawn), "text/plain": repr(shown)}
 
@@ -155,7 +155,7 @@ def can_draw() -> bool:
 
 
 def import_charts(name: str) -> Any:
-    """Import a package from the ``charts`` extra and return the module. The import is slow.
+    """Import and return a package from the ``charts`` extra. The import is slow.
 
     Raises:
         ConfigError: the ``charts`` extra is not installed.

@@ -1,4 +1,4 @@
-"""Draw how samples are divided among clients: their classes, the skew with each seed, and the recovered clusters."""
+"""Plot how samples are split across clients: their classes, each seed's skew, and the recovered clusters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedloom.lab.report.numbers import Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 
 MAX_CLASS_CELLS = 4_000
-"""Maximum number of cells (clients times classes) that are drawn."""
+"""Maximum number of cells (clients times classes) to plot."""
 ATTACKER_FLAG = "\N{BLACK FLAG}"
-"""Mark that is added after the name of an attacking client."""
+"""Mark after the name of an attacking client."""
 MAX_LISTED_CLIENTS = 60
-"""Maximum number of clients whose names are shown. If there are more clients, they are sorted by their most frequent
-class and are not named."""
+"""Maximum number of clients whose names are shown. If there are more, clients are sorted by their most frequent class
+and are not named."""
 MAX_DRAWN_PARTITIONS = 10
-"""Maximum number of a run's partitions that are drawn. Fewer partitions are drawn if they are large."""
+"""Maximum number of a run's partitions to plot. Fewer partitions are plotted if they are large."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
 """Maximum number of rounds, and maximum number of clients, in a chart of recovered clusters."""
 SHARE_FIGURE = "share"
@@ -39,15 +39,15 @@ PARTITION_TITLES = {
 
 
 class PartitionSkew(NamedTuple):
-    """Measures of how the clients of one partition differ from each other.
+    """Measures of heterogeneity across a partition's clients.
 
     Each array contains one value per client, which is NaN for a client without samples.
 
     Attributes:
-        label: text that names the runs.
-        values: ``sizes``, the numbers of samples per client. For classes, three additional measures compare each client
-            with the labels of all clients: ``emd`` (sum of absolute differences, in [0, 2]), ``js`` (Jensen-Shannon
-            divergence to base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy).
+        label: label of the runs.
+        values: ``sizes``, the numbers of samples per client. For classes, three additional measures compare each
+            client's labels with all clients' labels: ``emd`` (sum of absolute differences, in [0, 2]), ``js``
+            (Jensen-Shannon divergence to base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy).
     """
 
     run: Run
@@ -57,9 +57,9 @@ class PartitionSkew(NamedTuple):
 
 
 def draw_splits(runs: list[Run]) -> list[Figure | None]:
-    """Draw the partitions of all seeds, with at most `MAX_CLASS_CELLS` cells in total.
+    """Plot the partitions of all seeds, with at most `MAX_CLASS_CELLS` cells in total.
 
-    Runs on the same data are shown in one chart.
+    Runs on the same data share one chart.
     """
     figures: list[Figure | None] = []
     for place, group in enumerate(_group_by_data(runs), start=1):
@@ -73,7 +73,7 @@ def draw_splits(runs: list[Run]) -> list[Figure | None]:
 
 
 def skew_table(runs: list[Run]) -> str:
-    """Render an HTML table with the mean, smallest and largest skew over clients, for each run and seed."""
+    """Render an HTML table with the mean, minimum and maximum skew over clients, for each run and seed."""
     groups = _group_by_data(runs)
     skews = [skew for group in groups for skew in _partition_skews(group)]
     if not skews:
@@ -89,12 +89,12 @@ def skew_table(runs: list[Run]) -> str:
         lines.append(["All", *([""] if several else []), *(_range_text(values) for values in pooled)])
     heads = [*(["Run"] if several else []), "Seed", *(PARTITION_TITLES[name] for name in shown)]
     labels = (
-        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) compare a client's labels with the "
-        "labels of all clients. Effective classes are the exponential of the entropy of its labels."
+        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) compare a client's labels with all "
+        "clients' labels. Effective classes are the exponential of the entropy of its labels."
     )
     return (
-        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, with the smallest and the largest "
-        f"value.{labels if 'emd' in shown else ''}</p>{render_scrolling_table('Skew of every seed', heads, lines)}"
+        "<h3>Skew by seed</h3><p class=lead>Mean over clients, with the minimum and maximum."
+        f"{labels if 'emd' in shown else ''}</p>{render_scrolling_table('Skew by seed', heads, lines)}"
     )
 
 
@@ -107,7 +107,7 @@ def _range_text(values: Numbers | None) -> str:
 
 
 def _group_by_data(runs: list[Run]) -> list[list[Run]]:
-    """Group the runs with the same class counts at each client, for every seed."""
+    """Group runs with the same class counts at each client for every seed."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
         tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
@@ -117,7 +117,7 @@ def _group_by_data(runs: list[Run]) -> list[list[Run]]:
 
 
 def _partition_skews(group: list[Run]) -> list[PartitionSkew]:
-    """Compute the skew of every recorded partition for a group of runs on the same data."""
+    """Compute the skew of every recorded partition in a group of runs on the same data."""
     label = ", ".join(run.label for run in group)
     return [PartitionSkew(group[0], label, seed, _skew_of_part(part)) for seed, part in group[0].partitions.items()]
 
@@ -142,10 +142,7 @@ def _entropy(p: Numbers) -> Numbers:
 
 
 def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
-    """Draw the proportion of each class in each client's data, and the clients' sizes.
-
-    Return None if there are no classes.
-    """
+    """Plot the class proportions and the size of each client's data. Return None if there are no classes."""
     run, part = skew.run, skew.run.partitions[skew.seed]
     counts, size = part.counts, part.sizes
     n, classes = counts.shape
@@ -171,7 +168,7 @@ def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
     ]
     sizes: Rows = [{"place": place, "client": clients[i], "size": int(size[i])} for place, i in enumerate(shown)]
     high = max(120, min(520, 22 * len(shown)))
-    title = "Clients, sorted by their largest class" if many else "Client"
+    title = "Clients, sorted by their most frequent class" if many else "Client"
     y = kit.nominal_channel("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {
         "sort": None
     }
@@ -190,11 +187,10 @@ def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
         f"{PARTITION_TITLES[n] if n == 'js' else PARTITION_TITLES[n].lower()} {significant(mean, 3)}"
         for n, mean in means.items()
     )
-    some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
-    attack = f" {ATTACKER_FLAG}: client that attacks." if part.attackers else ""
+    some = f" {len(shown)} of {n} clients are shown." if len(shown) < n else ""
+    attack = f" {ATTACKER_FLAG}: attacking client." if part.attackers else ""
     caption = (
-        f"Fraction of each class in a client's training samples, and their number.{some}{attack} Mean "
-        f"over the clients: {words}."
+        f"Class proportions and number of each client's training samples.{some}{attack} Mean over clients: {words}."
     )
     tab = f"{where}seed {skew.seed}"
     spec = {"hconcat": [heat, bars | {"width": 110, "height": high}], "spacing": 14}
@@ -203,7 +199,7 @@ def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
 
 
 def draw_clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Draw the cluster of each client in each round, with one panel per clustering method (first seed).
+    """Plot each client's cluster in each round, with one panel per clustering method (first seed).
 
     Return None if no clusters were recorded.
     """
@@ -221,23 +217,21 @@ def draw_clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     tint = {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}}
     drawn = _draw_rounds(data, order, tint, ("cluster", "planted", "seed"))
     beside = (
-        " Clients are sorted by their true group, which is shown at the end of their names. Each cluster has the "
-        "number of the group that shares the most clients with it."
+        " Clients are sorted by their true group, which is shown at the end of their names. Each cluster is numbered "
+        "after the group with which it shares the most clients."
         if planted
-        else " A cluster keeps its number if it shares most clients with a cluster of the previous round."
+        else " A cluster keeps the number of the previous round's cluster with which it shares the most clients."
     )
     sample = f" The chart shows {MAX_CLUSTERED_CLIENTS} evenly spaced clients." if some else ""
-    caption = (
-        f"The cluster of every client after each recorded round, first seed. Each color is a cluster.{sample}{beside}"
-    )
-    title = "Recovered clusters over rounds"
+    caption = f"Every client's cluster after each recorded round, first seed. Each color is a cluster.{sample}{beside}"
+    title = "Recovered clusters by round"
     return Figure("clusters", "clusters", "Clusters", title, caption, drawn, {"rows": data}, "facet")
 
 
 def draw_cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Draw each client's weight in the objective by round (first seed), for methods that weight recovered clusters.
+    """Plot each client's weight in the objective by round (first seed), for methods that weight recovered clusters.
 
-    If no such weights were recorded, return None.
+    Return None if no such weights were recorded.
     """
     cells: Rows = []
     for run, row, seed in _first_seeds(runs, rows, SHARE_FIGURE):
@@ -258,10 +252,10 @@ def draw_cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     order = [cell["client"] for cell in cells]
     drawn = _draw_rounds(cells, order, kit.shade(SHARE_FIGURE, "Share", form="%"), (SHARE_FIGURE, "seed"))
     caption = (
-        "Weight of every client in the objective after each recorded round, first seed. All "
-        "recovered clusters have the same weight, and so do all clients of a cluster."
+        "Every client's weight in the objective after each recorded round, first seed. All recovered clusters have "
+        "equal weights, as do all clients within a cluster."
     )
-    title = "Clients' shares by recovered clusters"
+    title = "Client weights by recovered cluster"
     return Figure("cluster-shares", "clusters", "Shares", title, caption, drawn, {"rows": cells}, "facet")
 
 
@@ -275,7 +269,7 @@ def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[
 
 
 def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
-    """Draw one panel per method, with rounds on the horizontal axis and clients on the vertical axis.
+    """Plot one panel per method, with rounds on the horizontal axis and clients on the vertical axis.
 
     The columns ``more`` are shown in tooltips in addition to the standard ones.
     """
@@ -293,7 +287,7 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
 def _evenly_spaced_items(items: int | Integers, most: int) -> Integers:
     """Return at most ``most`` evenly spaced items.
 
-    If ``items`` is an integer, the items are the numbers from 0 up to that integer (exclusive).
+    If ``items`` is an integer n, the items are 0 to n - 1.
     """
     numbers = np.arange(items) if isinstance(items, int) else items
     places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
@@ -324,9 +318,7 @@ def _cluster_rows(run: Run, row: Row, seed: int, groups: Integers | None) -> Row
 
 
 def align_cluster_labels(labels: Integers, reference: Integers) -> Integers:
-    """Rename cluster labels so that as many as possible agree with the reference labels.
-
-    The label -1 (unknown) is retained.
+    """Rename cluster labels to match as many reference labels as possible. The label -1 (unknown) is kept.
 
     >>> align_cluster_labels(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]

@@ -1,4 +1,4 @@
-"""Draw how results differ between clients: both the results themselves and the gains over a baseline."""
+"""Plot the spread across clients of results and of gains over a baseline."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
-"""Maximum number of dots (clients times seeds) in all rows, and number of dots that are always drawn for each row. With
-these numbers, 2,000 dots take up about 120 kB in the page."""
+"""Maximum number of dots (clients times seeds) in all rows, and number of dots that each row always shows. 2,000 dots
+take up about 120 kB on the page."""
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values for each seed, keyed by seed."""
 
 
 def attackers_sentence(runs: list[Run]) -> str:
-    """Return the sentence about attackers for the caption of a chart of clients."""
-    return " Attacking clients are left out." if any(run.attacked for run in runs) else ""
+    """Return the sentence about attackers for the caption of a client chart."""
+    return " Attacking clients are not shown." if any(run.attacked for run in runs) else ""
 
 
 def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
     """Return the benign clients and their finite values in the last recorded round.
 
-    Both arrays are empty for a seed without results.
+    Both arrays are empty if a seed has no results.
     """
     points = run.benign(Key(row.method, seed, row.model, "test", name))
     if points is None or not len(points.round) or seed in row.lost_seeds:
@@ -41,20 +41,20 @@ def pool_seed_values(seeds: Seeds) -> Numbers:
 
 
 def draw_spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
-    """Draw how the primary metric varies between clients, or return None if there are no data."""
+    """Plot how the primary metric varies across clients, or return None if there are no data."""
     higher, title = metric(lead).higher_is_better, titled(metric(lead))
     spec, data, words = _draw_box_plots(runs, rows, last, title, -1 if higher else 1)
     caption = (
-        f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds "
-        f"together. {words}{attackers_sentence(runs)}"
+        f"{metric(lead).title} of individual clients on their own test sets in the last round, all seeds combined. "
+        f"{words}{attackers_sentence(runs)}"
     )
     return Figure("clients", "clients", "Spread", "How clients differ", caption, spec, data, "wide", table="dots")
 
 
 def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
-    """Draw each client's gain over the baseline with the same seed, or return None if there are no gains.
+    """Plot each client's gain over the baseline with the same seed, or return None if there are no gains.
 
-    A gain above 0 means that the method is better (as in Fig. 3 of the FedSLR paper).
+    A positive gain means that the method is better (as in Fig. 3 of the FedSLR paper).
     """
     shown, sign = metric(lead), 1 if metric(lead).higher_is_better else -1
     gains: list[tuple[Row, Seeds]] = []
@@ -79,7 +79,7 @@ def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Fig
     spec, data, words = _draw_box_plots(runs, compared, found_gains, axis, -1, zero=True)
     base_names = " or ".join(against)
     caption = (
-        f"Gain of each client: its {name} on its own test part at the last round, "
+        f"Gain of each client: its {name} on its own test set in the last round, "
         + (f"minus its {name} with {base_names}" if sign > 0 else f"subtracted from its {name} with {base_names}")
         + " and the same seed. Clients to the right of the red line gain, and clients to the left of it "
         f"lose. {words}{attackers_sentence(runs)}"
@@ -89,7 +89,7 @@ def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Fig
 
 
 def _baseline_row(rows: list[Row], row: Row) -> Row | None:
-    """Return the row of the same run that serves as the baseline, or None if there is none."""
+    """Return the baseline row of the same run, or None if there is none."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
         r for role in BASELINE_ROLES for r in same_run if r.role == role and r.model in ("global", "personal")
@@ -100,12 +100,12 @@ def _baseline_row(rows: list[Row], row: Row) -> Row | None:
 def _draw_box_plots(
     runs: list[Run], rows: list[Row], scores: list[Seeds], title: str, sign: int, *, zero: bool = False
 ) -> tuple[Spec, dict[str, Rows], str]:
-    """Draw box plots of the clients' values, sorted by median, with one dot per client below each box.
+    """Plot box plots of the clients' values, sorted by median, with one dot per client below each box.
 
     Args:
         runs: runs that contain the rows.
         rows: rows of the results table to compare.
-        scores: values of the clients for each row.
+        scores: client values for each row.
         title: title of the axis.
         sign: 1 to put the smallest median at the top, or -1 to put the largest median at the top.
         zero: True to draw a vertical line at 0.
@@ -159,11 +159,11 @@ def _draw_box_plots(
     ]  # fmt: skip
     spec = kit.layer_chart(*layers, width=640, height=44 * len(boxes))
     thinned = any(box["clients"] > most for box in boxes)
-    each = "evenly spaced clients from the worst to the best" if thinned else "all clients"
-    words = f"Box: middle half, with the median. Line: clients within 1.5 box lengths of the box. Dots: {each}."
+    each = "evenly spaced clients from worst to best" if thinned else "all clients"
+    words = f"Box: middle half, with the median. Whiskers: clients within 1.5 box lengths of the box. Dots: {each}."
     cut = any(box["minimum"] < ends[0] or box["maximum"] > ends[1] for box in near)
     return (
         spec,
         {"rows": boxes, "dots": dots},
-        words + " Some clients are outside the axis." * cut + kit.axis_note(off),
+        words + " Some clients are outside the axis range." * cut + kit.axis_note(off),
     )

@@ -1,4 +1,4 @@
-"""Draw results against fairness and sparsity, and the costs of methods: work and traffic."""
+"""Plot trade-offs between results and fairness or sparsity, and the methods' work and traffic."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedloom.lab.report.numbers import Estimate, Row
 from fedloom.lab.report.run import Run
 
 COST_AXES = {
-    "bytes": ("Traffic, both ways (MB)", 1 / MEGABYTE_BYTES),
-    "samples_backward": ("Gradients of samples", 1.0),
+    "bytes": ("Two-way traffic (MB)", 1 / MEGABYTE_BYTES),
+    "samples_backward": ("Sample gradients", 1.0),
 }
 LABEL_DISTANCE = 12
 """Distance in pixels between a point and its label."""
 WIDE_PLOT_WIDTH, NARROW_PLOT_WIDTH = 590, 300
-"""Widths in pixels of the plot in a chart's file, and on a phone."""
+"""Widths in pixels of the plot in a chart file and on a phone."""
 
 
 class CostAxis(NamedTuple):
@@ -42,31 +42,31 @@ class CostAxis(NamedTuple):
 
 
 def draw_tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the primary metric against the variance of losses, the worst tenth of clients, and nonzero parameters."""
+    """Plot the primary metric versus the loss variance, the worst 10 % of clients, and nonzero parameters."""
     what, side = metric(lead).title, "top" if metric(lead).higher_is_better else "bottom"
     variance = CostAxis("loss/variance", "variance", "Variance of the clients' test losses")
-    title = f"Worst 10 % of the clients: {titled(metric(lead))}"
+    title = f"Worst 10 % of clients: {titled(metric(lead))}"
     worst = CostAxis(f"{lead}/worst10", "worst", title, not metric(lead).higher_is_better)
-    fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
+    fair = ("fairness", "fairness", "Variance", f"{what} versus fairness", f"{side} left")
     corner = "top right" if metric(lead).higher_is_better else "bottom left"
-    tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the result of the worst tenth of the clients", corner)
+    tenth = ("worst", "fairness", "Worst 10 %", f"{what} versus the result of the worst 10 % of clients", corner)
     figures = [_draw_trade_off(runs, rows, lead, variance, fair), _draw_trade_off(runs, rows, lead, worst, tenth)]
     if any("nonzeros" in row.figures for row in rows):
-        sparse = ("sparsity", "structure", "Trade-off", f"{what} against sparsity", f"{side} left")
-        price = CostAxis("nonzeros", "nonzeros", "Non-zero parameters")
+        sparse = ("sparsity", "structure", "Trade-off", f"{what} versus sparsity", f"{side} left")
+        price = CostAxis("nonzeros", "nonzeros", "Nonzero parameters")
         figures.append(_draw_trade_off(runs, [_add_parameter_count(row) for row in rows], lead, price, sparse))
     return figures
 
 
 def draw_costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
-    """Draw the total work and traffic of each method, and its cost of reaching a common result."""
+    """Plot each method's total work and traffic, and its cost of reaching a common result."""
     return [_draw_total_costs(rows), _draw_cost_to_target(runs, rows, lead, models)]
 
 
 def _add_parameter_count(row: Row) -> Row:
-    """Return the row after adding the number of its nonzero parameters.
+    """Return the row with its number of nonzero parameters.
 
-    A model whose non-zero parameters were not counted is assumed to be dense.
+    A model whose nonzero parameters were not counted is assumed to be dense.
     """
     dense = {record.seed: float(record.parameters) for record in row.records if record.parameters}
     return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
@@ -75,9 +75,9 @@ def _add_parameter_count(row: Row) -> Row:
 def _draw_trade_off(
     runs: list[Run], rows: list[Row], lead: str, price: CostAxis, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """Draw one point per row that shows both metrics, or return None if there are too few points.
+    """Plot both metrics as one point per row, or return None if there are too few points.
 
-    ``words`` contains the id, group, tab and title of the chart, and a name for its best corner.
+    ``words`` contains the chart's ID, group, tab and title, and a name for its best corner.
     """
     up, across = metric(lead).scale, metric(lead).scale if price.figure.startswith(lead) else 1.0
     data: Rows = []
@@ -117,14 +117,14 @@ def _draw_trade_off(
     _label_points(data, price.column, axes[1], axes[0])
     id, group, tab, title, corner = words
     several = any(point["low"] is not None for point in data)
-    lines = " Lines show 95 % intervals over seeds, cut off at the edge." if several else ""
-    lines = " Small dots show single seeds." if singles else lines
+    lines = " Lines show 95 % intervals over seeds, clipped to the chart." if several else ""
+    lines = " Small dots show individual seeds." if singles else lines
     among = " among runs with the same data and attack" if len(group_comparable_runs(runs, rows)) > 1 else ""
-    never = "" if all(row.sound for row in rows) else " Methods with a diverged or failed run have no ring."
+    never = "" if all(row.sound for row in rows) else " Methods with a diverged or failed run are not ringed."
     caption = (
-        f"{title}, one point per model and method: {corner} is best. A ring marks a Pareto-optimal method{among}: "
-        f"no other method is at least as good in both values and better in one.{never}{lines} If points are too close "
-        f"together, only one of them is labeled. Hover over a point to see its name.{kit.axis_note(off)}"
+        f"{title}, one point per model and method: {corner} is best. Rings mark Pareto-optimal methods{among}: no "
+        f"other method is at least as good in both values and better in one.{never}{lines} Of points that are too "
+        f"close together, only one is labeled. Hover over a point to see its name.{kit.axis_note(off)}"
     )
     spec = _scatter_chart(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
@@ -138,7 +138,7 @@ def _is_better_in_both(one: dict[str, Any], other: dict[str, Any], column: str, 
 def _label_points(data: Rows, column: str, across: list[float], up: list[float]) -> None:
     """Label each point whose label does not overlap another label, starting with the Pareto-optimal points.
 
-    ``label`` is for a wide chart, and ``label_narrow`` for the chart on a phone.
+    ``label`` is used in a wide chart, and ``label_narrow`` on a phone.
     """
     for field, width in (("label", WIDE_PLOT_WIDTH), ("label_narrow", NARROW_PLOT_WIDTH)):
         labeled: list[tuple[float, float, float]] = []
@@ -166,7 +166,7 @@ def _scatter_chart(
     )
     vertical = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, **tint}
     level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
-    # The filter also drops points off the axis: even an empty text there would shrink the plot to nothing.
+    # The filter also drops points outside the axis range: even an empty text there would shrink the plot to nothing.
     sides = [
         kit.mark(
             "text",
@@ -205,7 +205,7 @@ def _scatter_chart(
 
 
 def _draw_total_costs(rows: list[Row]) -> Figure | None:
-    """Draw one bar per method, because all models of a method share the same work.
+    """Plot one bar per method, because all models of a method share the same work.
 
     Return None if costs were not recorded.
     """
@@ -220,15 +220,15 @@ def _draw_total_costs(rows: list[Row]) -> Figure | None:
     if not data:
         return None
     caption = (
-        "Totals over all clients up to the last round, mean over seeds with the 95 % interval (with "
-        "few seeds, one dot per seed). MB is 10⁶ bytes of the messages as sent. Sample gradients "
+        "Totals over all clients up to the last round: mean over seeds with the 95 % interval (with few seeds, one "
+        "dot per seed). One MB is 10⁶ bytes of sent messages. Sample gradients "
         "also include inner problems. Seconds depend on the machine."
     )
-    return _draw_measures("costs", "In all", "Total work and traffic", caption, data, "method", None)
+    return _draw_measures("costs", "Totals", "Total work and traffic", caption, data, "method", None)
 
 
 def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
-    """Draw one dot per row for the cost of first reaching the task's target with the mean result.
+    """Plot one dot per row: the cost at which the mean result first reaches the task's target.
 
     Return None if fewer than two rows reached the target.
     """
@@ -252,23 +252,23 @@ def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Mo
     if len({point["row"] for point in data}) < 2:
         return None
     goal = f"{lowercase_title(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
-    never = f" Never reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
+    never = f" Not reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = (
         f"{percent(TARGET_SHARE)} of the best result"
         if metric(lead).higher_is_better
         else f"the best result over {percent(TARGET_SHARE)}"
     )
     caption = (
-        f"Cost of all clients until the mean test result first reaches {goal}, where {best} is the "
-        "best of the compared models. Mean over seeds with the 95 % interval (with few seeds, one "
-        f"small dot per seed). Left is better.{never}"
+        f"Total cost of all clients until the mean test result first reaches {goal}, where {best} is the best of the "
+        "compared models. Mean over seeds with the 95 % interval (with few seeds, one small dot per seed). Further "
+        f"left is better.{never}"
     )
     tint = kit.model_color_channel([row for row in rows if any(point["model"] == row.model for point in data)])
     return _draw_measures("costs-reached", "Cost of a common result", f"Spent until {goal}", caption, data, "row", tint)
 
 
 def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
-    """Draw one panel per measure, with bars that start at 0, or with dots in the color ``tint`` if it is given."""
+    """Plot one panel per measure, with bars that start at 0, or with dots if the color ``tint`` is given."""
     order = list(dict.fromkeys(point[field] for point in data))
     x = kit.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
     place = {

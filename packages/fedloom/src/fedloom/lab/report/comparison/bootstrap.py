@@ -1,9 +1,8 @@
 """Bootstrap: metrics of resampled test samples, and the standard error of the difference between two models.
 
-Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample uses the
-predictions of both models for the same patients. If the subjects of the samples are known, each subject is resampled
-together with all of its samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69,
-2007.
+Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample uses both
+models' predictions for the same patients. If subjects are known, each subject is resampled together with all of its
+samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ from fedloom.lab.report.patients import StoredPredictions
 from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
-"""Number of bootstrap resamples. With this number of resamples, the relative error of a standard error is about 1 /
-sqrt(2 * 1000) = 2.2 %. Efron and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
+"""Number of bootstrap resamples. With this number, the relative error of a standard error is about 1 / sqrt(2 * 1000) =
+2.2 %. Efron and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
 MAX_PAIRS = 10**8
-"""Maximum number of pairs (an event and another patient) for the interval of a C-index."""
+"""Maximum number of pairs (a patient with an event and another patient) for the interval of a C-index."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: StoredPredictions) -> Numbers:
-    """Compute a metric of test samples for each set of weights, ``[B]``. If the metric is undefined, it is NaN.
+    """Compute a metric of test samples for each set of weights, ``[B]``. An undefined metric is NaN.
 
     Args:
         metric: ``accuracy`` (a prediction above 0.5 must match a target above 0.5), ``c_index``, ``macro_auroc``,
-            ``r2``, ``rmse``, ``mae`` or ``deviance``. These metrics are defined as in the tasks, and are in units of
-            the label.
+            ``r2``, ``rmse``, ``mae`` or ``deviance``. They are defined as in the tasks, in the units of the label.
         weight: nonnegative weight of each sample in each resample, ``[B, N]``.
         samples: targets and predictions of the samples, ``[N]``, or ``[N, k]`` for ``macro_auroc``.
     """
@@ -52,7 +50,7 @@ def weighted_metric(metric: str, weight: Numbers, samples: StoredPredictions) ->
 
 
 def _label_areas(weight: Numbers, samples: StoredPredictions) -> Numbers:
-    """Compute the mean AUROC of weighted samples over labels that some samples have and others do not have, ``[B]``."""
+    """Compute the weighted AUROC, averaged over labels with both positive and negative samples, ``[B]``."""
     total, defined = np.zeros(len(weight)), np.zeros(len(weight))
     for y, score in zip(samples.target.T, samples.prediction.T, strict=True):
         labelled = np.flatnonzero(~np.isnan(y))
@@ -73,7 +71,7 @@ def _label_areas(weight: Numbers, samples: StoredPredictions) -> Numbers:
 def _concordance(weight: Numbers, samples: StoredPredictions) -> Numbers:
     """Compute Harrell's C-index of weighted samples, ``[B]``.
 
-    If a patient is drawn twice, the two copies are not compared with each other.
+    Two copies of the same patient are not compared with each other.
     """
     assert samples.event is not None
     events = np.flatnonzero(samples.event > 0)
@@ -90,13 +88,13 @@ def _concordance(weight: Numbers, samples: StoredPredictions) -> Numbers:
 def standard_error(metric: str, alone: StoredPredictions, shared: StoredPredictions | None = None) -> float:
     """Return the bootstrap standard error of a metric: its standard deviation over resamples of subjects.
 
-    The result is NaN if the standard error cannot be computed.
+    Return NaN if it cannot be computed.
 
     Args:
         metric: name of the metric, as in `weighted_metric`.
-        alone: samples with the predictions of one model.
-        shared: predictions of another model for the same samples. If these samples are given, the standard error
-            applies to the difference between the two models.
+        alone: samples with one model's predictions.
+        shared: another model's predictions for the same samples. If given, the standard error is that of the difference
+            between the two models.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1

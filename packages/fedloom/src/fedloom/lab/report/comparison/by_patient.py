@@ -1,7 +1,7 @@
 """Gains on test samples by site: metrics of the local and the federated model, with an interval for the difference.
 
-For the AUROC, DeLong's interval is used. For all other metrics, the bootstrap standard error is used. If the subjects
-of the samples are known, both methods resample or count subjects rather than samples.
+For the AUROC, this is DeLong's interval. For all other metrics, the interval uses the bootstrap standard error. If
+subjects are known, both methods resample or count subjects rather than samples.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
 curves", Biometrics 1988, Eq. 5 to 8, computed by mid-ranks as in X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, and
@@ -32,13 +32,13 @@ CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "macro_auroc", "r2", "rmse", "mae", "deviance")
 """Metrics whose intervals are computed by the bootstrap."""
 MIN_CLASS_SAMPLES = 2
-"""Minimum number of test samples (or subjects) in each class for the interval of a difference."""
+"""Minimum number of test samples (or subjects) in each class for computing the interval of a difference."""
 
 BY_PATIENT_TEXT = (
-    "The same, patient by patient: the mean prediction for every test sample over the seeds that "
-    "tested it, and a 95 % interval of the difference (DeLong for AUROC, otherwise a bootstrap over "
-    "patients). The interval shows how the gain would vary over new patients of a site. Errors are "
-    "in units of the label. With folds, every patient is tested once."
+    "The same comparison by patient: predictions for a test sample are averaged over the seeds that tested it. The 95 "
+    "% interval of the difference uses DeLong's method for the AUROC, and otherwise a bootstrap over patients. The "
+    "interval shows how the gain would vary with new patients of a site. Errors are in the units of the label. With "
+    "folds, every patient is tested once."
 )
 
 
@@ -48,11 +48,11 @@ class SiteDifference(NamedTuple):
     Attributes:
         site: name of the site.
         samples: number of test samples or, if subjects are known, of their subjects.
-        metric: name of the metric that is compared.
+        metric: name of the compared metric.
         events: number of samples (or subjects) in the second class, or with an event. None if the task has no events.
-        alone: metric with the site's local model.
-        together: metric with the federated model.
-        half: half-width of the confidence interval of the difference. NaN if an interval cannot be computed.
+        alone: metric of the site's local model.
+        together: metric of the federated model.
+        half: half-width of the confidence interval of the difference. NaN if it cannot be computed.
         p: two-sided p-value for the hypothesis that there is no difference.
     """
 
@@ -67,13 +67,13 @@ class SiteDifference(NamedTuple):
 
 
 def delong_auroc(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = None) -> tuple[Numbers, Numbers]:
-    """Return the AUROC of each model on the same samples, ``[k]``, and the covariance of these estimates, ``[k, k]``.
+    """Return each model's AUROC on the same samples, ``[k]``, and the covariance of these estimates, ``[k, k]``.
 
     Args:
         scores: scores ``[k, N]``. Higher scores indicate the second class.
-        target: targets ``[N]``, 0 or 1. Each class must have at least `MIN_CLASS_SAMPLES` samples, from as many
-            subjects.
-        units: number of each sample's subject, counted from 0, ``[N]``. If None, each sample is a separate subject.
+        target: targets ``[N]``, 0 or 1. Each class must have at least `MIN_CLASS_SAMPLES` samples, from at least as
+            many subjects.
+        units: subject number of each sample, counted from 0, ``[N]``. If None, each sample is a separate subject.
     """
     from scipy.stats import rankdata  # slow to import
 
@@ -103,7 +103,7 @@ def delong_auroc(scores: Numbers, target: Numbers, units: NDArray[np.int64] | No
 def patient_differences(run: Run, table: SiteGains) -> list[SiteDifference]:
     """Return the difference for each site and for all sites together.
 
-    Return [] if no predictions were stored or the metric is missing.
+    Return [] if there are no stored predictions or the metric is missing.
     """
     alone, shared = (benign_test_predictions(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
@@ -119,15 +119,16 @@ def patient_differences(run: Run, table: SiteGains) -> list[SiteDifference]:
 
 
 def compare_predictions(name: str, lead: str, alone: StoredPredictions, shared: StoredPredictions) -> SiteDifference:
-    """Return the difference of a metric between two models that predicted the same samples.
+    """Return the difference of a metric between two models on the same samples.
 
-    The interval and the p-value use Student's t distribution with one degree of freedom fewer than subjects.
+    The interval and the p-value use Student's t distribution, with degrees of freedom equal to the number of subjects
+    minus one.
 
     Args:
         name: name of the site.
         lead: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
-        alone: predictions of the local models.
-        shared: predictions of the federated model for the same samples.
+        alone: the local models' predictions.
+        shared: the federated model's predictions for the same samples.
     """
     count, units = alone.count(), alone.units
     if lead == "auroc":
@@ -154,16 +155,16 @@ def compare_predictions(name: str, lead: str, alone: StoredPredictions, shared: 
 
 
 def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
-    """Return the gains on test samples for each run with stored predictions.
+    """Return the gains on test samples for each run with stored predictions, with the run's label.
 
-    Each run is returned with its label, which is empty if there is only one run.
+    The label is empty if there is only one run.
     """
     by_run = [(table.run, patient_differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
 def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render an HTML table for each run, with the label of the run as its title."""
+    """Render an HTML table for each run, titled with the run's label."""
     text = ""
     for label, lines in tables:
         has_events = any(line.events is not None for line in lines)
@@ -188,7 +189,7 @@ def _difference_sentence(line: SiteDifference) -> list[str]:
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Return the gains on test samples as CSV, without rounding. Missing values become empty cells."""
+    """Return the unrounded gains on test samples as CSV. Missing values are left empty."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables

@@ -1,4 +1,4 @@
-"""Model card of a run in Markdown, with the recorded facts and with headings that people must complete."""
+"""Model card of a run in Markdown, with recorded facts and with headings to be completed by people."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         out: path of the Markdown file.
 
     Returns:
-        The path of the file that was written.
+        The path of the written file.
 
     Raises:
-        ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
+        ConfigError: the file already exists. It is not replaced, because people may have edited it.
         RunDirError: a directory is not a run, or one of its files is damaged.
-        CheckpointError: the disk is full or refuses the file.
+        CheckpointError: the disk is full or the file cannot be written.
     """
     check_card(out)
     text = "\n".join(model_card(run) for run in read_runs(run_dirs))
@@ -48,14 +48,14 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def check_card(out: Path) -> None:
-    """Raise an error if the file for a model card already exists.
+    """Raise an error if a model card's file already exists.
 
     Raises:
-        ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
+        ConfigError: the file already exists. It is not replaced, because people may have edited it.
     """
     if out.exists():
         raise ConfigError(
-            f"{out} already exists and may contain text written by people. Move this file, then write the card again"
+            f"{out} already exists and may contain text written by people. Move the file, then write the card again"
         )
 
     def owns(place: Path) -> bool:
@@ -65,9 +65,9 @@ def check_card(out: Path) -> None:
 
 
 def model_card(run: Run) -> str:
-    """Render the card of the model that has the best value of the primary metric.
+    """Render the card of the model with the best primary metric.
 
-    The model is a federated model if there is a federated model whose runs ended well.
+    Federated models whose runs ended well are preferred.
     """
     lead = leading_metric([run])
     shown = [row for row in select_contenders([run], method_rows([run])) if row.result(lead)]
@@ -77,7 +77,7 @@ def model_card(run: Run) -> str:
     data = options.get("data", {})
     parts = [f"# Model card: {_escape(run.summary.name or run.label)}", ""]
     if row is None:
-        return "\n".join([*parts, "No result has been recorded yet.", ""])
+        return "\n".join([*parts, "No results have been recorded yet.", ""])
     parameters = next((record.parameters for record in row.records if record.parameters), None)
     model = options.get("model", {}).get("kind", "own")
     parts += [
@@ -91,7 +91,8 @@ def model_card(run: Run) -> str:
         "## Data", "",
         f"- Source: {_escape(str(data.get('source', 'own')))}",
         *(f"- {key.title()}: {_escape(str(data[key]))}" for key in ("target", "event") if key in data),
-        f"- Split over clients: {_escape(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
+        f"- Split across clients: {_escape(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} "
+        "clients",
         *([f"- Classes: {', '.join(map(_escape, run.summary.classes))}"] if run.summary.classes else []), "",
         "## Results", "", *_results_table(run, row), "", *_groups_table(run, row, lead),
         "## Privacy", "", _privacy_lines(run, row), "",
@@ -101,9 +102,9 @@ def model_card(run: Run) -> str:
 
 
 def _results_table(run: Run, row: Row) -> list[str]:
-    """Render a table of test metrics in the last round, with means over seeds and half-widths of 95 % intervals."""
+    """Render a table of last-round test metrics: means over seeds and half-widths of 95 % intervals."""
     names = [name for name in SUMMARY_METRICS if name in test_metrics(run, row.method, row.model)]
-    heads = ["Site", "Samples in training", *(titled(describe_figure(name)) for name in names)]
+    heads = ["Site", "Training samples", *(titled(describe_figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]
     values = {name: values_by_seed(run, row, name) for name in names}
     if 0 < len(run.names) <= MAX_LISTED_SITES:
@@ -112,20 +113,20 @@ def _results_table(run: Run, row: Row) -> list[str]:
             size = " to ".join(dict.fromkeys((str(sizes[0]), str(sizes[-1])))) if sizes else ""
             lines.append([_escape(site), size, *(cell_text(n, site_estimate(values[n], place)) for n in names)])
     lines.append(["Mean over clients", "", *(cell_text(name, row.figures.get(name)) for name in names)])
-    about = "On the clients' test parts at the last round: mean over seeds ± half the width of the 95 % interval."
+    about = "On the clients' test sets in the last round: mean over seeds ± half-width of the 95 % interval."
     return [about, "", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def _groups_table(run: Run, row: Row, lead: str) -> list[str]:
-    """Render the primary metric for groups of patients. If no groups were scored, return an empty list."""
+    """Render the primary metric for groups of patients. Return an empty list if no groups were scored."""
     cells = group_cells(run, row, lead)
     if cells is None:
         return []
     heads, lines, lead = cells
     table = [heads, ["---"] * len(heads), *lines]
     about = (
-        f"{titled(describe_figure(lead))} of test samples, with their number in brackets. A dash means that "
-        "the group is too small to be scored."
+        f"{titled(describe_figure(lead))} on test samples, with the number of samples in parentheses. A dash means "
+        "that the group is too small to be scored."
     )
     return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_escape, line))} |" for line in table), ""]
 
@@ -137,7 +138,7 @@ def _privacy_lines(run: Run, row: Row) -> str:
         if key.method == row.method and key.metric == "epsilon" and len(points.value)
     ]
     if spent:
-        return f"Epsilon spent by the client that took part most often: {significant(max(spent))}."
+        return f"Epsilon spent by the client that participated most often: {significant(max(spent))}."
     return "No epsilon was recorded: the model has no guarantee of differential privacy."
 
 
@@ -146,7 +147,7 @@ def _version_lines(run: Run) -> str:
 
 
 def _escape(text: str) -> str:
-    r"""Escape recorded text so that Markdown shows it unchanged and on a single line.
+    r"""Escape recorded text so that Markdown shows it verbatim on a single line.
 
     >>> _escape("a|b <i>*\n")
     'a\\|b \\<i\\>\\*'

@@ -20,23 +20,22 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell_text, make_arrow_table, write_difference
 
 SHOWN_PAIRS = 3
-"""Maximum number of differences that are shown in a terminal and at the top of a report. The report contains a table of
-pairs with all differences."""
+"""Maximum number of differences shown in a terminal and at the top of a report. The report's table of pairs contains
+all differences."""
 
 
 class Conclusion(NamedTuple):
     """Result of a comparison, in words.
 
     Attributes:
-        task: labels of the runs that are compared with each other, if there are several groups of comparable runs. If
-            there is only one group, the text is empty.
+        task: labels of the compared runs, if there are several groups of comparable runs. Empty if there is only one
+            group.
         answer: sentence that names the winner, or states that there is no winner.
         pairs: one line for each compared method, with its mean, its difference from the baseline and the verdict.
-        compared: sentence that states which models are compared. If there is nothing to compare, the sentence is empty.
-        cost: sentence that states the gradients and the traffic of the best method and of the baseline. If these costs
-            were not recorded, the sentence is empty.
-        tests: comparisons with the baseline, which determine ``pairs``. The tuple is empty if there is no
-            baseline.
+        compared: sentence that states which models are compared. Empty if there is nothing to compare.
+        cost: sentence that states the gradients and the traffic of the best method and of the baseline. Empty if these
+            costs were not recorded.
+        tests: comparisons with the baseline, which determine ``pairs``. Empty if there is no baseline.
     """
 
     task: str
@@ -71,11 +70,11 @@ def conclude_groups(
     Args:
         runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
-        baseline: label of the baseline. If None, it is local training, or else FedAvg, or else the first method if
-            there is only one run.
-        compare_model: which of a method's models is compared.
-        margin: largest difference that does not matter in practice, in the units of the primary metric. If None, no
-            methods are called equivalent.
+        baseline: label of the baseline. If None, this is local training, else FedAvg, else the first method if there is
+            only one run.
+        compare_model: which model of each method is compared.
+        margin: largest difference that does not matter in practice, in the primary metric's units. If None, equivalence
+            is not tested.
     """
     lead, conclusions = leading_metric(runs), []
     several = group_comparable_runs(runs, rows)
@@ -96,7 +95,7 @@ def conclude_runs(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> list[Conclusion]:
-    """Return the conclusions for recorded runs, which are given by their directories (see `conclude_groups`).
+    """Return the conclusions for recorded runs, given by their directories (see `conclude_groups`).
 
     Raises:
         RunDirError: a folder is not a run directory, or cannot be read.
@@ -111,7 +110,7 @@ def comparison_record(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> dict[str, Any]:
-    """Return the results, comparisons and conclusions of run directories as values, neither rounded nor scaled.
+    """Return the results, comparisons and conclusions of run directories as unrounded, unscaled values.
 
     Raises:
         RunDirError: a folder is not a run directory, or cannot be read.
@@ -186,12 +185,12 @@ def _compared_models_sentence(shown: list[Row], compare_model: Models) -> str:
     if compare_model == "personal":
         return "Compared models: personal, or global if a method has no personal models."
     if any(row.model == "hybrid" for row in shown):
-        return "Compared models: hybrid (the better model of each client on validation data)."
+        return "Compared models: hybrid (each client's better model on validation data)."
     return "Compared models: the only model of each method."
 
 
 def _cost_sentence(rows: list[Row]) -> str:
-    """Return a sentence that states the number of gradients and the traffic of some rows."""
+    """Return a sentence that states the number of gradients and the traffic of the given rows."""
     parts = []
     for row in rows:
         work, up, down = (row.figures.get(name) for name in ("samples_backward", "bytes_up", "bytes_down"))

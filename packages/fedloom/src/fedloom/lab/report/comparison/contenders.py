@@ -1,9 +1,9 @@
-"""Selection of the rows to compare: one row per method, and a fair rival for models that clients choose themselves.
+"""Selection of the rows to compare: one row per method, and a fair rival for models chosen by clients.
 
-In practice, each client would use the better of the global and the personal model on its validation part (the hybrid
-model), or the method's only model. If hybrid models are compared, a rival is shown next to them. For each client, this
-model is the better of local training and FedAvg, chosen on validation data by the same rule. No additional method has
-to be run for this comparison.
+In practice, each client would use whichever of the global and the personal model is better on its validation set (the
+hybrid model), or the method's only model. If hybrid models are compared, a rival is shown next to them: for each
+client, the better of local training and FedAvg, chosen on validation data by the same rule. This requires no additional
+runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
 """Rows of a method to compare. ``best-on-validation`` is the model that a client would use. ``personal`` is the
-personal model that the papers report. If there is none, it is the global model. ``all`` means every model."""
+personal model that the papers report, or the global model if there is none. ``all`` means every model."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
@@ -42,7 +42,7 @@ def select_contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models =
     Args:
         runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
-        models: which rows of each method are selected.
+        models: which rows of each method to select.
     """
     if models == "all":
         return list(rows)
@@ -65,14 +65,14 @@ def select_one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Mode
 
 
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
-    """Select the compared rows of one run that have a result for the metric ``lead``."""
+    """Select one run's compared rows that have a result for the metric ``lead``."""
     return [row for row in select_contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
 
 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
     """Return the row with the best mean, or None if there is no suitable row.
 
-    Rows with a diverged or failed run are omitted, as are rows with fewer seeds than others.
+    Rows with a diverged or failed run, or with fewer seeds than others, are omitted.
     """
     sound = [row for row in rows if row.sound and row.result(lead)]
     seeds = {row.title: len(row.figures[lead].finite) for row in sound}
@@ -82,9 +82,9 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def default_baseline(rows: Sequence[Row]) -> str | None:
-    """Return the default baseline: the first method that trains alone, or else FedAvg.
+    """Return the default baseline: the first method without federation, or else FedAvg.
 
-    Return None if both of them are missing.
+    Return None if neither was run.
     """
     first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
@@ -98,7 +98,7 @@ def _model_rank(row: Row, models: Models) -> int:
 def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
     """Return a row with the better of local training and FedAvg for each client, chosen on validation data.
 
-    If at least one of the two was not run, the result is None.
+    Return None unless both were run.
 
     Args:
         run: run that contains both methods.
@@ -135,9 +135,9 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
 def _prefers_shared_mask(
     run: Run, local: Row, shared: Row, seed: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    """Return a mask ``[n]`` of the clients whose shared model is strictly better on the choosing part.
+    """Return a mask ``[n]`` of the clients whose shared model is strictly better on the data used to choose.
 
-    The result is None if these scores were not recorded.
+    Return None if these scores were not recorded.
     """
     part = run.summary.select_on
     names = {key.metric for key in run.series if (key.method, key.seed, key.part) == (local.method, seed, part)}
@@ -153,16 +153,13 @@ def _prefers_shared_mask(
 
 
 def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
-    """Return the clients' values after the last evaluated round, or None if there are no such values."""
+    """Return the clients' values after the last evaluated round, or None if there are none."""
     points = run.benign(Key(row.method, seed, row.model, part, name))
     return None if points is None or not len(points.round) else points.select(points.round == points.round[-1])
 
 
 def are_same_models(one: Row, other: Row) -> bool:
-    """Return True if two rows describe the same models.
-
-    In this case, all metrics that both models have, except costs, are equal for every seed.
-    """
+    """Return True if two rows describe the same models: their common metrics, except costs, agree for every seed."""
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
     return results and all(_have_equal_figures(one.figures[name], other.figures[name]) for name in names)

@@ -1,8 +1,8 @@
-"""Criteria of a comparison: which method wins by each criterion, and with what certainty.
+"""Criteria of a comparison: which method wins by each criterion, and how certain this is.
 
-Methods are compared seed by seed, always with the same seed and data split. The leader is compared with the rows of all
-other methods in one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, no
-difference is tested, because so few values do not show how much they vary.
+Methods are compared seed by seed, with the same seed and data split. The leader is compared with the rows of all other
+methods in one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, differences
+are not tested, because so few values do not reveal their variance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, benign
 from fedloom.lab.report.run import Key, Run
 
 TARGET_SHARE = 0.95
-"""Fraction of the best result that serves as the common target when costs are compared."""
+"""Fraction of the best result that is the common target when costs are compared."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Criterion:
 
     Attributes:
         figure: name of the metric, e.g. ``accuracy/worst10``.
-        values: metric of each row that has one, keyed by the index of the row.
+        values: metric of each row that has one, keyed by row index.
         higher_is_better: True if higher values are better.
     """
 
@@ -53,19 +53,18 @@ class Winner:
     """Winner by one criterion.
 
     Attributes:
-        row: index of the winner. None if none of the rows could be compared.
+        row: index of the winner. None if no rows could be compared.
         rivals: indices of rows of other methods that are not significantly worse, closest first.
-        equals: indices of rows of other methods that describe the same models. Such rows are not treated as rivals.
+        equals: indices of rows of other methods with the same models, which are not rivals.
         runner_up: index of the best row of a different method.
-        lead: mean difference from the runner-up over the seeds that both have. The lead is positive, and is given in
-            the units of the criterion before scaling. For metrics that are compared as ratios (`is_ratio`), the lead is
-            the logarithm of the ratio.
+        lead: mean difference from the runner-up over common seeds. It is positive, in the criterion's unscaled units.
+            For metrics that are compared as ratios (`is_ratio`), the lead is the logarithm of the ratio.
         half: half-width of the confidence interval that decides the test. NaN if there are fewer than two common
             seeds.
         provisional: True if some runs have not finished.
-        seeds: number of seeds that the winner and the runner-up have in common.
-        decidable: True if the number of common seeds was sufficient for a test.
-        excluded: True if some methods could not be compared because results are missing.
+        seeds: number of common seeds of the winner and the runner-up.
+        decidable: True if there were enough common seeds for a test.
+        excluded: True if some methods could not be compared because of missing results.
     """
 
     criterion: Criterion
@@ -101,13 +100,13 @@ def find_winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
 
 
 class HighlightedRows(NamedTuple):
-    """Rows that a table highlights in one column: the best rows, and rows that are not significantly worse."""
+    """Rows to highlight in one column of a table: the best rows, and rows that are not significantly worse."""
 
     best: frozenset[int] = frozenset()
     not_worse: frozenset[int] = frozenset()
 
     def shift(self, by: int) -> HighlightedRows:
-        """Return the same marks, moved down by a number of rows."""
+        """Return the same marks, shifted down by a number of rows."""
         return HighlightedRows(*(frozenset(place + by for place in places) for places in self))
 
     @staticmethod
@@ -117,7 +116,7 @@ class HighlightedRows(NamedTuple):
 
 
 def find_highlighted_rows(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, HighlightedRows]:
-    """Return the marks for each column with a better direction (high or low), except costs.
+    """Return the marks for each column in which higher or lower values are better, except costs.
 
     Each column forms one family of tests.
 
@@ -138,7 +137,7 @@ def find_highlighted_rows(rows: list[Row], columns: Iterable[str], ratio: float 
 
 
 def _row_results(rows: list[Row], name: str) -> dict[int, Estimate]:
-    """Return a metric for each row that has it, keyed by the index of the row."""
+    """Return a metric of each row that has it, keyed by row index."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
@@ -188,14 +187,14 @@ def _make_criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterio
 def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
     """Return the target: 95 % of the best mean result or, if smaller values are better, that result divided by 0.95.
 
-    Only one row per method is used, regardless of which rows are shown. If none of the methods has finished, the
-    methods that are still running are used. Rows that do not belong to a method are not used, because their costs are
-    unknown. The target is NaN if no rows remain or the best result is not above 0.
+    Only one row per method is used, regardless of which rows are shown. If no method has finished, running methods are
+    used. Rows that do not belong to a method are not used, because their costs are unknown. The target is NaN if no
+    rows remain or the best result is not positive.
 
     Args:
         runs: runs with equal data, partition and attack.
         rows: rows of these runs.
-        lead: metric for which the target is set.
+        lead: metric of the target.
         models: which row of each method to use.
     """
     methods = [
@@ -209,7 +208,7 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def target_text(lead: str, target: float) -> str:
-    """Return the target of a metric as text that includes its unit."""
+    """Return a metric's target as text with its unit."""
     shown = metric(lead)
     return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
 
@@ -217,7 +216,7 @@ def target_text(lead: str, target: float) -> str:
 def target_of_run(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation"
 ) -> float:
-    """Return the target of a run, which is the same for all comparable runs."""
+    """Return a run's target, which is the same for all comparable runs."""
     own_runs, own_rows = next(
         (group, shown) for _, group, shown in group_comparable_runs(runs, rows) if any(r is run for r in group)
     )
@@ -228,7 +227,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
     """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` needed to reach a target.
 
     The target is reached as soon as the mean over clients reaches it. Rows that do not reach the target with every seed
-    are omitted. If at least one model already meets the target before the first round, the result is empty.
+    are omitted. The result is empty if any model meets the target before the first round.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
@@ -249,7 +248,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
 
 
 def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
-    """Return the total work, traffic or time spent up to each recorded round.
+    """Return the cumulative work, traffic or time at each recorded round.
 
     ``bytes`` is the traffic in both directions, and ``seconds`` is the duration of the rounds.
     """
@@ -271,13 +270,13 @@ def round_of(result: Curve, target: float, higher: bool) -> int | None:
 
 
 def total_up_to_round(total: Curve, round: int) -> float:
-    """Return the total that was spent by the end of a given round."""
+    """Return the total spent by the end of a given round."""
     before = np.flatnonzero(total.round <= round)
     return float(total.value[before[-1]]) if len(before) else 0.0
 
 
 def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
-    """Return the best row by a criterion, among rows whose runs have ended well or (provisionally) are still running.
+    """Return the best row by a criterion among rows whose runs ended well or, provisionally, are still running.
 
     ``ratio`` corrects the tests as described in `run_family_tests`.
     """
@@ -292,7 +291,7 @@ def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Wi
     provisional = any(rows[i].running for i in criterion.values)
     rivals = [i for i in order if rows[i].name != rows[best].name]
     equals: tuple[int, ...] = ()
-    if criterion.figure not in COST_FIGURES:  # the same models may differ in cost
+    if criterion.figure not in COST_FIGURES:  # identical models may differ in cost
         first = first_positions_of_models(rows, [best, *rivals])
         equals = tuple(i for i in rivals if first[i] == best)
         rivals = [i for i in rivals if first[i] == i]

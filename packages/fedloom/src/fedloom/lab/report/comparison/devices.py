@@ -1,4 +1,4 @@
-"""Results for each class of devices: the metrics of its clients, their uploads, and times to a common target."""
+"""Results for each device class: its clients' metrics, their uploads, and times to a common target."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fedloom.lab.report.tables import cell_text
 from fedloom.rundir import UPLOADS_FIGURE
 
 DEVICES_TEXT = (
-    "The clients of every class of devices, with the model that a client would use: mean over seeds. "
-    "Uploads and staleness are per client. Idle is the fraction of a device's available time without work. The time "
-    "is simulated, until the mean of the class reaches the target of "
-    "all methods: 95 % of the best result in the overview (if less is better, the best divided by 95 "
-    "%). A dash means that some seed never reaches it. devices.csv contains the same figures."
+    "Results of the clients in each device class, with the model that a client would use: mean over seeds. "
+    "Uploads and staleness are per client. Idle is the fraction of a device's available time in which it does no "
+    "work. Hours are the simulated time until the class mean reaches the common target: 95 % of the best result in "
+    "the overview (if lower values are better, the best result divided by 0.95). A dash means that some seed never "
+    "reaches the target. devices.csv contains the same values."
 )
 DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render an HTML table for each run with several device classes."""
+    """Render an HTML table for each run with multiple device classes."""
     text, shown = "", describe_figure(lead)
     for run in runs:
         by_class, lines = [*_device_class_figures(run, runs, rows, lead, models)], []
@@ -52,15 +52,12 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
             "Method and class", "Clients", titled(shown), "Worst 10 %", "Uploads", "Staleness", "Idle (%)",
             f"Hours until {goal}",
         ]  # fmt: skip
-        text += render_scrolling_table("Classes of devices", heads, lines, title=run.label if len(runs) > 1 else "")
+        text += render_scrolling_table("Device classes", heads, lines, title=run.label if len(runs) > 1 else "")
     return text
 
 
 def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Return the metrics of each device class as CSV, as means over seeds that are not scaled.
-
-    Unknown values are left empty.
-    """
+    """Return the metrics of each device class as CSV, as unscaled means over seeds. Unknown values are left empty."""
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
         for run in runs
@@ -72,9 +69,9 @@ def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "b
 def _device_class_figures(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
-    """Yield each compared row with each of its device classes, the common target and the metrics of the class.
+    """Yield each compared row with each device class, the common target and the class's metrics.
 
-    Methods that were run with a single device class are omitted.
+    Methods with a single device class are omitted.
     """
     compared = contenders_of(run, runs, rows, lead)
     target = target_of_run(run, runs, rows, lead, models)
@@ -88,7 +85,7 @@ def _device_class_figures(
 
 
 def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
-    """Return the metrics of a device class in one run, or {} if none of its clients has a result."""
+    """Return a device class's metrics in one run, or {} if none of its clients has a result."""
     scores = run.benign(Key(row.method, seed, row.model, "test", lead))
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
     if scores is None or classes is None or seed in row.lost_seeds:

@@ -1,16 +1,13 @@
 """Family of paired tests: differences over common seeds, Holm's correction, verdicts and matching intervals.
 
-All comparisons on one page, model card or table form one family. Each difference is tested by a paired t-test on its
-values, one per seed. Holm's step-down procedure (`holm`) limits the probability of any false claim in the family to 5
-%. The interval of a difference is computed at the significance level that Holm's procedure applies to the difference.
-The interval therefore excludes 0 if and only if the difference is significant. A comparison with fewer than five common
-seeds is not tested and is not part of the family. If, for some seeds, the runs of both methods merely repeat their runs
-with another seed, these seeds count as one.
-
-If every seed splits the same samples in a different way, the results of different seeds are not independent. If the
-ratio of test to training samples is given, the variance is corrected by the method of Nadeau and Bengio. The verdict
-then applies to new samples from the same source. Without this ratio, the verdict applies only to the same samples with
-other seeds.
+All comparisons on one page, model card or table form one family. Each difference is tested with a paired t-test over
+seeds. Holm's step-down procedure (`holm`) limits the probability of any false claim in the family to 5 %. Each interval
+is computed at the significance level that Holm's procedure applies to the difference, so it excludes 0 if and only if
+the difference is significant. A comparison with fewer than five common seeds is not tested and is not part of the
+family. If the runs of both methods are identical for several seeds, these seeds count as one. If every seed splits the
+same samples differently, the results of different seeds are not independent. If the ratio of test to training samples
+is given, the variance is corrected by the method of Nadeau and Bengio, and the verdict applies to new samples from the
+same source. Without this ratio, the verdict applies only to the same samples with other seeds.
 
 Reference: C. Nadeau, Y. Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003, Section 4.
 """
@@ -30,7 +27,7 @@ from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, half_width
 Name = TypeVar("Name", bound=Hashable)
 
 FAMILY_ERROR_LEVEL = 0.05
-"""Maximum probability that any claim in a family is false."""
+"""Family-wise error rate: maximum probability of any false claim in a family."""
 MODERATED_LEVEL = 0.025
 """Nominal level for a family of moderated tests. At a nominal level of 5 %, moderated tests reject 7.0 % of the true
 null hypotheses that were created by flipping signs in the recorded map (19 of 270). If methods collapse with some
@@ -41,7 +38,7 @@ these null hypotheses. In the four setups with collapsing methods, they reject 3
 class PairVerdict(StrEnum):
     """Verdicts on the comparison of two methods.
 
-    If a comparison is not tested, `untested_reason` returns the reason why.
+    `untested_reason` returns the reason why a comparison is not tested.
     """
 
     BETTER = "better"
@@ -59,8 +56,8 @@ class DifferenceTest(NamedTuple):
         half: half-width of the confidence interval that decides the verdict, or of the 95 % interval if the
             difference is not tested. NaN if there are fewer than two seeds.
         p: two-sided p-value of the t-test. NaN if the difference is not tested.
-        holm: p-value adjusted by Holm's procedure for all tests of the family.
-        significant: True if Holm's procedure rejects the hypothesis that there is no difference.
+        holm: p-value adjusted by Holm's procedure within the family.
+        significant: True if Holm's procedure rejects the null hypothesis of no difference.
         seeds: number of common seeds.
     """
 
@@ -82,13 +79,13 @@ class DifferenceTest(NamedTuple):
 
 
 def pair_verdict(comparison: DifferenceTest | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
-    """Return the verdict on a comparison, which is based on the interval that is printed.
+    """Return the verdict on a comparison, based on the printed interval.
 
     Args:
         comparison: difference of the first value minus the second value. None if both rows describe the same models.
         higher: True if higher values are better.
-        margin: largest difference that is irrelevant in practice, in the units of the comparison, above 0. If None, no
-            comparison is called equivalent.
+        margin: largest difference that does not matter in practice, in the units of the comparison, above 0. If None,
+            equivalence is not tested.
 
     >>> pair_verdict(DifferenceTest(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
     <PairVerdict.EQUIVALENT: 'equivalent'>
@@ -104,32 +101,29 @@ def pair_verdict(comparison: DifferenceTest | None, *, higher: bool, margin: flo
 
 
 def untested_reason(comparison: DifferenceTest | None) -> str:
-    """Return the reason why a comparison is not tested. The text is empty if the comparison is tested."""
+    """Return the reason why a comparison is not tested, or "" if it is tested."""
     if comparison is None:
         return "same models"
     return "" if comparison.testable else "fewer than five seeds"
 
 
 def scope_sentence(ratio: float) -> str:
-    """Return the sentence about the samples that a verdict applies to.
-
-    The scope depends on ``ratio``, as in `run_family_tests`.
-    """
+    """Return the sentence about the samples to which a verdict applies. ``ratio`` is as in `run_family_tests`."""
     if ratio:
-        return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
-    return "Verdicts hold for these samples, with other seeds."
+        return "Verdicts apply to new samples from the same source (Nadeau-Bengio correction)."
+    return "Verdicts apply to these samples with other seeds."
 
 
 def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
     """Return the difference between two metrics for each common seed.
 
-    If both metrics only repeat the values of an earlier seed for some seeds, only the first of these seeds is included.
+    If both metrics are identical for several seeds, only the first of these seeds is included.
 
     Args:
         one: first metric of the difference.
         other: metric to subtract.
-        log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
-            0. The logarithm is infinite if only one of the two values is 0.
+        log: True to return the logarithm of the ratio instead of the difference. It is 0 if both values are 0, and
+            infinite if only one is 0.
 
     >>> seed_differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -141,10 +135,7 @@ def seed_differences(one: Estimate, other: Estimate, *, log: bool = False) -> di
 
 
 def log_ratio(one: float, other: float) -> float:
-    """Return the logarithm of ``one / other``.
-
-    The result is 0 if both values are equal, and infinite if one of them is 0 or less.
-    """
+    """Return the logarithm of ``one / other``: 0 if both values are equal, and infinite if one of them is 0 or less."""
     if one == other:
         return 0.0
     if one <= 0 or other <= 0:
@@ -160,7 +151,7 @@ def run_family_tests(
     Args:
         members: differences per seed, grouped by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
-            same samples in a new way. If 0, no correction is applied, and the verdicts apply to these samples.
+            same samples anew. If 0, no correction is applied, and the verdicts apply to these samples.
         moderate: True to shrink the variances of the members toward a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
@@ -196,7 +187,7 @@ def run_family_tests(
 def fit_common_prior(members: Sequence[np.ndarray]) -> Prior | None:
     """Fit the common prior for the variances of differences over seeds.
 
-    The result is None if too few members contain nonzero differences.
+    Return None if too few members contain nonzero differences.
     """
     varied = [one for one in members if np.any(one) and np.isfinite(one).all()]
     return fit_prior([float(one.var(ddof=1)) for one in varied], [len(one) - 1 for one in varied])
@@ -211,7 +202,7 @@ def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
         return 0.0 if values[0] else 1.0
     if not np.isfinite(values).all():
         return 1.0
-    from scipy.special import stdtr  # slow to import, needed with seeds enough only
+    from scipy.special import stdtr  # slow to import, needed only with enough seeds
 
     error, degrees = _standard_error(values, prior)
     return float(2 * stdtr(degrees, -abs(values.mean()) / (wider * error)))
@@ -240,8 +231,8 @@ def _standard_error(values: np.ndarray, prior: Prior | None) -> tuple[float, flo
 def adjust_by_holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values ``[m]`` by Holm's step-down procedure (Holm, Scand. J. Statist. 1979).
 
-    The adjusted value of the k-th smallest p-value is the maximum of (m - j + 1) p_j over j <= k, but at most 1. A
-    hypothesis is rejected if its adjusted p-value does not exceed the level of the family.
+    The k-th smallest p-value is adjusted to the maximum of (m - j + 1) p_j over j <= k, capped at 1. A hypothesis is
+    rejected if its adjusted p-value does not exceed the family's level.
     """
     order = sorted(range(len(p)), key=p.__getitem__)
     adjusted, largest = [0.0] * len(p), 0.0

@@ -36,16 +36,16 @@ from fedloom.lab.report.tables import (
 MAX_LISTED_SITES = 20
 """Maximum number of sites that are listed individually."""
 SITE_PARTITIONS = ("by-column", "natural")
-"""Kinds of partition whose clients are real sites, even if their names are numbers."""
-MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
+"""Kinds of partitions whose clients are real sites, even if their names are numbers."""
+MEAN_ROWS = ("Mean over sites", "Mean weighted by training samples")
 
 GAINS_TEXT = (
-    "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. A gain "
-    "is the difference between them with the same seed, and a positive gain means that together is better. The "
-    "interval decides the verdict: together is better if the interval is above 0, and worse if it is below 0. All "
-    f"lines are one family of paired t tests (Holm's correction, level 5 %, at least {MIN_SEEDS} seeds). Seeds and "
-    "folds share samples, so the variance of a gain is corrected (Nadeau and Bengio) with the site's own test and "
-    "training samples. The method was chosen by the same results, so its gain is slightly optimistic."
+    "Alone: a model trained on the site's own samples. Together: the federated method with the best mean. A gain is "
+    "the difference between them with the same seed. A positive gain means that 'together' is better. The interval "
+    "decides the verdict: 'together' is better if the interval is above 0, and worse if it is below 0. All rows form "
+    f"one family of paired t tests (Holm's correction, level 5 %, at least {MIN_SEEDS} seeds). Seeds and folds share "
+    "samples, so the variance of a gain is corrected (Nadeau and Bengio) using the site's numbers of test and "
+    "training samples. The method was chosen based on the same results, so its gain is slightly optimistic."
 )
 
 
@@ -54,14 +54,14 @@ class SiteGain(NamedTuple):
 
     Attributes:
         site: name of the site or of the mean.
-        samples: number of training samples with each seed. The tuple is empty if the numbers were not recorded.
-        events: number of training samples of the second class with each seed. The tuple is empty unless the task has
-            exactly two classes.
+        samples: number of training samples with each seed. Empty if not recorded.
+        events: number of training samples of the second class with each seed. Empty unless the task has exactly two
+            classes.
         alone: result of the site's local model, keyed by seed.
         together: result of the federated method, keyed by seed.
         comparison: result of the federated method minus the result of the local model. The sign is chosen so that a
-            positive value favors the federated method. All lines of the table form one family of tests.
-        reason: sentence that states why there is no gain. If there is a gain, the sentence is empty.
+            positive value favors the federated method. All rows of the table form one family of tests.
+        reason: sentence that states why there is no gain. Empty if there is one.
     """
 
     site: str
@@ -74,7 +74,7 @@ class SiteGain(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict on the federated method in comparison with the local model."""
+        """Verdict on the federated method compared with the local model."""
         return pair_verdict(self.comparison, higher=True)
 
     @property
@@ -88,9 +88,9 @@ class SiteGains(NamedTuple):
     """Table of the gains at all sites in a run.
 
     Attributes:
-        run: label of the run. If there is only one run, the label is empty.
+        run: label of the run. Empty if there is only one run.
         metric: name of the primary metric.
-        alone: row of the method that trains local models.
+        alone: row of the local-training method.
         together: row of the federated method with the best mean.
         lines: one line per site, followed by the means over sites.
     """
@@ -103,12 +103,12 @@ class SiteGains(NamedTuple):
 
 
 def site_gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
-    """Return a table for each run that has few sites, a method that trains local models, and a federated method.
+    """Return a table for each run with few sites, a local-training method, and a federated method.
 
     Args:
         runs: runs that contain the rows.
         rows: rows of the results table, one for each model of each method.
-        lead: metric that compares the models.
+        lead: metric used to compare the models.
     """
     tables = (
         _gains_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run)
@@ -150,17 +150,17 @@ def _gains_table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
 
 
 def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
-    """Return the row of the federated method with the best mean (see `best_row`), or None if there is no such method.
+    """Return the row of the federated method with the best mean (see `best_row`), or None if there is none.
 
     Args:
         rows: one row of each method.
-        lead: metric that compares the models.
+        lead: metric used to compare the models.
     """
     return best_row([row for row in rows if row.algorithm and row.role not in ("alone", "pooled")], lead)
 
 
 def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
-    """Return the federated method with the best mean in a run, or None if there is no such method."""
+    """Return the federated method with the best mean in a run, or None if there is none."""
     return federated_leader(contenders_of(run, runs, rows, lead), lead)
 
 
@@ -176,17 +176,14 @@ def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
 
 
 def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
-    """Return the values of one client, which is given by its index, for all seeds."""
+    """Return the values of the client with the given index for all seeds."""
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
 def _site_means(
     run: Run, alone: dict[int, Numbers], together: dict[int, Numbers], *, weigh: bool
 ) -> tuple[Estimate, Estimate]:
-    """For each seed, return both means over the sites that have both results.
-
-    The means may be weighted by the numbers of training samples.
-    """
+    """For each seed, return both means over the sites with both results, optionally weighted by training samples."""
     means: tuple[dict[int, float], dict[int, float]] = {}, {}
     for seed in alone.keys() & together.keys():
         both = np.isfinite(alone[seed]) & np.isfinite(together[seed])
@@ -199,7 +196,7 @@ def _site_means(
 
 
 def _site_counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of training samples and of events at a site, or at all sites, for each seed."""
+    """Return the numbers of training samples and events at a site, or at all sites, for each seed."""
     parts = [*run.partitions.values()]
     chosen = slice(None) if place is None else slice(place, place + 1)
     binary = lead == "auroc" and all(part.counts.shape[1] == 2 for part in parts)
@@ -211,13 +208,13 @@ def _no_gain_reason(
     run: Run, alone: Row, place: int | None, name: str, samples: tuple[int, ...], events: tuple[int, ...], lead: str
 ) -> str:
     if place is None:
-        return f"{name}: no seed has both results."
+        return f"{name}: there are no seeds with both results."
     parts = [f"{_span_text(samples)} samples"] if samples else []
     parts += [f"{_span_text(events)} event{'s' * (_span_text(events) != '1')}"] if events else []
     about = f"{name} ({', '.join(parts)} in training)" if parts else name
     seeds = [record.seed for record in alone.records]
     if seeds and all(place in run.attackers(seed) for seed in seeds):
-        return f"{about} attacks and is not scored."
+        return f"{about} is an attacker and is not scored."
     tested = any(
         np.isfinite(points.value[points.client == place]).any()
         for seed in seeds
@@ -229,12 +226,12 @@ def _no_gain_reason(
         return f"{about} has no {title}, because none of its samples was tested."
     return (
         f"{about} has no "
-        f"{title}{', because its test parts contain only one class' if lead in ('auroc', 'auprc') else ''}."
+        f"{title}{', because its test sets contain only one class' if lead in ('auroc', 'auprc') else ''}."
     )
 
 
 def _span_text(values: tuple[int, ...]) -> str:
-    """Return text that gives the smallest and the largest of several counts.
+    """Return text with the minimum and the maximum of several counts.
 
     >>> _span_text((16, 17, 16)), _span_text((1, 1)), _span_text(())
     ('16 to 17', '1', '–')
@@ -244,7 +241,7 @@ def _span_text(values: tuple[int, ...]) -> str:
 
 
 def gains_csv(tables: Sequence[SiteGains]) -> str:
-    """Return the gains as CSV, neither rounded nor scaled. Unknown values are left empty."""
+    """Return the unrounded, unscaled gains as CSV. Unknown values are left empty."""
     records = [_csv_record(table, line) for table in tables for line in table.lines]
     return render_csv(list(records[0]), records) if records else ""
 
@@ -266,7 +263,7 @@ def _csv_record(table: SiteGains, line: SiteGain) -> dict[str, Any]:
 
 
 def gains_html(tables: Sequence[SiteGains]) -> str:
-    """Render the gains as HTML tables. Each table is followed by the reasons why sites have no result."""
+    """Render the gains as HTML tables, each followed by the reasons for missing results."""
     text = ""
     for table in tables:
         lines = [_gain_words(table, line) for line in table.lines]
@@ -280,17 +277,17 @@ def _column_heads(table: SiteGains) -> list[str]:
     shown = describe_figure(table.metric)
     unit = " (points)" if shown.scale == 100 else ""
     together = f"{table.together.method} {table.together.model}".strip()
-    counts = ["Samples in training", *(["Events"] if _has_events(table) else [])]
+    counts = ["Training samples", *(["Events"] if _has_events(table) else [])]
     return ["Site", *counts, f"{titled(shown)} alone", f"Together ({together})", f"Gain{unit}", "Verdict"]
 
 
 def _has_events(table: SiteGains) -> bool:
-    """Return True if the task has events. Regressions have none."""
+    """Return True if the task has events. Regression has none."""
     return any(line.events for line in table.lines)
 
 
 def _result_cells(table: SiteGains, line: SiteGain) -> list[tuple[str, str]]:
-    """Format the two results and the gain, each with the half-width of its interval."""
+    """Format the two results and the gain, each with its interval's half-width."""
     scale = describe_figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
     gain = (
@@ -310,12 +307,12 @@ def _gain_words(table: SiteGains, line: SiteGain) -> list[str]:
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
     """Render the gains as LaTeX, with one tabular environment per run (package booktabs).
 
-    If the federated method is better at a site, the gain at this site is printed in bold.
+    Gains are printed in bold at sites where the federated method is better.
     """
     text = [BOOKTABS_LINE]
     for table in tables:
         words = escape_tex(f"{caption}, {table.run}" if table.run else caption) + (
-            ": every site alone and together. Gains are paired over seeds. Bold: together is better "
+            ": every site alone and together. Gains are paired over seeds. Bold: `together' is better "
             "(paired t test, Holm, 5\\,\\%). The interval of a gain decides the verdict."
         )
         lines = []

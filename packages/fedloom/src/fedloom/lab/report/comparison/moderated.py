@@ -1,11 +1,11 @@
 """Moderated t-tests for many comparisons, each with few seeds.
 
-Each variance is shrunk toward a variance that all comparisons have in common.
+Each variance is shrunk toward a variance common to all comparisons.
 
-With five seeds, a variance has four degrees of freedom, and in the first step of Holm's procedure over 56 methods, a t
-value of 12 is needed. Taken together, the variances of all methods in a setup show how large such a variance typically
-is. The typical variance s0^2 is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d
-degrees of freedom is replaced by (d0 s0^2 + d s^2) / (d0 + d), and its t-test uses d0 + d degrees of freedom.
+With five seeds, a variance has four degrees of freedom, and the first step of Holm's procedure over 56 methods requires
+a t value of 12. Taken together, all methods' variances in a setup show how large such a variance typically is. The
+typical variance s0^2 is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d degrees of
+freedom is replaced by (d0 s0^2 + d s^2) / (d0 + d), and its t-test uses d0 + d degrees of freedom.
 
 Reference: G. K. Smyth, "Linear Models and Empirical Bayes Methods for Assessing Differential Expression in Microarray
 Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as implemented by limma's ``squeezeVar``.
@@ -20,20 +20,20 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_VARIANCE_SHARE = 1e-5
-"""Minimum variance that is used in the fit, as a fraction of the median variance, as in limma. Without this minimum,
-the logarithm of a variance near 0 would dominate the fit."""
+"""Minimum variance used in the fit, as a fraction of the median variance, as in limma. Without this minimum, the
+logarithm of a variance near 0 would dominate the fit."""
 MAX_SEEDS = 10_000
-"""Maximum number of seeds that a plan considers."""
+"""Maximum number of seeds considered in a plan."""
 
 
 class Prior(NamedTuple):
-    """Prior distribution that the variances of all comparisons share.
+    """Prior distribution shared by the variances of all comparisons.
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
         degrees: d0, the equivalent number of degrees of freedom of the prior, from 0 to infinity.
-        max_freedom: sum of the residual degrees of freedom of all variances. The degrees of freedom of a shrunken
-            variance cannot exceed this number.
+        max_freedom: sum of all variances' residual degrees of freedom. The degrees of freedom of a shrunken variance
+            cannot exceed this number.
     """
 
     variance: float
@@ -41,7 +41,7 @@ class Prior(NamedTuple):
     max_freedom: float
 
     def posterior(self, variance: float, degrees: float) -> tuple[float, float]:
-        """Return the shrunken variance of one comparison, and its degrees of freedom."""
+        """Return one comparison's shrunken variance and its degrees of freedom."""
         if math.isinf(self.degrees):
             return self.variance, self.max_freedom
         together = self.degrees + degrees
@@ -51,7 +51,7 @@ class Prior(NamedTuple):
 def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | None:
     """Fit the prior of the variances by the moments of their logarithms (Smyth, Section 6.2).
 
-    If there are fewer than three variances, or if all of them are 0, the result is None.
+    Return None if there are fewer than three variances, or if all of them are 0.
 
     Args:
         variances: variance s^2 of every comparison.
@@ -88,7 +88,7 @@ def _inverse_trigamma(y: float) -> float:
 def required_seeds(difference: float, prior: Prior, level: float, power: float) -> int:
     """Return the number of seeds needed to detect a difference with the given probability.
 
-    The variance over seeds is assumed to be the variance of the prior. The result is at most `MAX_SEEDS`.
+    The variance over seeds is assumed to equal the prior's variance. The result is at most `MAX_SEEDS`.
 
     Args:
         difference: size of the difference to detect, above 0.

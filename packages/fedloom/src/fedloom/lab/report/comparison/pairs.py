@@ -43,10 +43,10 @@ class Pair(NamedTuple):
     Attributes:
         row: row of the method.
         reference: row of the baseline.
-        figure: name of the metric that is compared, a key of ``Row.figures``.
-        comparison: metric of the method minus the metric of the baseline. For metrics that are compared as ratios
-            (`is_ratio`), it is the logarithm of the ratio. All methods form one family of tests. None if both rows
-            describe the same models.
+        figure: name of the compared metric, a key of ``Row.figures``.
+        comparison: the method's metric minus the baseline's metric. For metrics that are compared as ratios
+            (`is_ratio`), the logarithm of the ratio. All methods form one family of tests. None if both rows describe
+            the same models.
         margin: largest difference that does not matter in practice, in the units of the comparison. None if a margin
             was not given.
         ratio: number of test samples per training sample, which is used to correct the test (see `run_family_tests`).
@@ -100,7 +100,7 @@ def compare_pairs(
     runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
     name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
-    """Compare each method with a baseline, and return the comparisons, sorted from the best method to the worst.
+    """Compare each method with a baseline, and return the comparisons, best method first.
 
     Runs with different data or attacks form separate families of tests.
 
@@ -110,15 +110,15 @@ def compare_pairs(
         baseline: label of the baseline, such as ``local``. If there are several runs, it may also name a method of one
             run, such as ``local · run``. If None, the default baseline of each group of runs is used (see `reference`),
             and groups without a default baseline are omitted.
-        models: which of a method's models to compare.
-        name: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the primary
-            metric is compared.
-        margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage
-            point of accuracy). For metrics that are compared as ratios, the margin is the logarithm of the largest
-            ratio that is irrelevant in practice. If None, no methods are called equivalent.
+        models: which model of each method to compare.
+        name: name of the metric to compare, such as ``accuracy`` or ``accuracy/worst10``. If None, this is the primary
+            metric.
+        margin: largest difference that does not matter in practice, in the metric's units (0.01 is one percentage point
+            of accuracy). For metrics that are compared as ratios, the logarithm of the largest such ratio. If None,
+            equivalence is not tested.
 
     Raises:
-        ConfigError: the method does not exist, or no row has the metric.
+        ConfigError: the method or the metric does not exist.
     """
     lead = name or leading_metric(runs)
     comparisons: list[Pair] = []
@@ -160,8 +160,7 @@ def check_margin(margin: object) -> float | None:
     if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin <= sys.float_info.max:
         return float(margin)
     raise ConfigError(
-        "margin must be a number greater than 0, in the units of the metric (0.01 is one percentage "
-        f"point), got {margin!r}"
+        f"margin must be a number greater than 0, in the metric's units (0.01 is one percentage point), got {margin!r}"
     )
 
 
@@ -213,7 +212,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
 
 
 def _pair_cells(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
-    """Format the mean and the difference, each with the half-width of its interval, the p-value, and Holm's p-value."""
+    """Format the mean and the difference, each with its interval's half-width, the p-value, and Holm's p-value."""
     one = pair.comparison
     mean = render_cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:

@@ -1,6 +1,6 @@
 """Table of results for a paper, with at most one row per method.
 
-The best rows, and the rows that are not significantly worse, are marked.
+The best rows, and rows that are not significantly worse, are marked.
 """
 
 from __future__ import annotations

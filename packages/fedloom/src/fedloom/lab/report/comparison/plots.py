@@ -30,9 +30,9 @@ class MethodNames:
     """Names of the methods in a figure.
 
     Args:
-        rows: rows of the results table that the figure may show.
-        labels: names to show, keyed by the label of the method. Only these methods are drawn, in the given order. If
-            None, all methods are drawn.
+        rows: rows of the results table available to the figure.
+        labels: names to show, keyed by the label of the method. Only these methods are plotted, in the given order. If
+            None, all methods are plotted.
 
     Raises:
         ConfigError: a method does not exist.
@@ -60,7 +60,7 @@ class MethodNames:
 
     @property
     def order(self) -> list[str]:
-        """Names of the drawn methods in the order of the figure, without duplicates."""
+        """Names of the plotted methods in the order of the figure, without duplicates."""
         return list(dict.fromkeys(self._names.values()))
 
 
@@ -69,10 +69,10 @@ def _method_colors(order: Sequence[str]) -> Spec:
 
 
 def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: int, height: int) -> Spec:
-    """Build a chart with the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
+    """Build a chart of all methods' learning curves in one panel, with 95 % intervals over seeds as bands.
 
     Raises:
-        ConfigError: the axis does not exist, or none of the methods has recorded the metric along this axis.
+        ConfigError: the axis does not exist, or no method has recorded the metric along this axis.
     """
     if x not in CURVE_AXES:
         raise unknown("axis", x, CURVE_AXES, "curves: x")
@@ -97,7 +97,7 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
 
 
 def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, height: int | None) -> Spec:
-    """Build a chart with a dot for each client and method, which shows the mean over seeds and its 95 % interval.
+    """Build a chart with a dot for each client and method: the mean over seeds with its 95 % interval.
 
     Raises:
         ConfigError: no client has recorded the metric.
@@ -167,7 +167,7 @@ def critical_difference(methods: int, blocks: int) -> float:
 
 
 def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
-    """Build a critical-difference diagram: mean ranks, with bars between methods that the test does not distinguish."""
+    """Build a critical-difference diagram: mean ranks, with bars connecting indistinguishable methods."""
     ranks = ranks_of(runs, labels, name, blocks)
     mean, limit = ranks.mean(0), critical_difference(ranks.shape[1], len(ranks))
     order = np.argsort(mean, kind="stable")
@@ -178,7 +178,7 @@ def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, 
     for first, k in enumerate(order):
         last = max(j for j in range(first, len(order)) if mean[order[j]] - mean[k] < limit)
         if last > max(first, reach):
-            blank = " " * (len(bars) + 1)  # each bar has a row with a blank name
+            blank = " " * (len(bars) + 1)  # each bar has its own row with a blank name
             bars.append({"method": blank, "from": rounded(float(mean[k])), "to": rounded(float(mean[order[last]]))})
             reach = last
     title = f"Mean rank over {len(ranks)} {blocks} (1 is best, critical difference {significant(limit)})"

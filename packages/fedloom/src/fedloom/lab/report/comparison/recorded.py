@@ -1,4 +1,4 @@
-"""Recorded comparison: tables, tests, LaTeX, charts and a report, computed from the files of a run directory."""
+"""Recorded comparison: tables, tests, LaTeX, charts and a report, computed from a run directory."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class RecordedComparison:
-    """Comparison of methods that is read from a run directory.
+    """Comparison of methods, read from a run directory.
 
     Args:
         folder: path of the run directory.
-        baseline: label of the method that all other methods are compared with. If None, the baseline is the first
-            method that trains without federation, or else FedAvg, or else the first method.
-        compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
-        margin: largest difference in the primary metric that does not matter in practice, in the units of the metric
-            (0.01 is one percentage point of accuracy). Methods are called equivalent if their difference lies within
-            the margin. If None, no methods are called equivalent.
+        baseline: label of the method to which all others are compared. If None, the baseline is the first method
+            without federation, else FedAvg, else the first method.
+        compare_model: which model of each method is compared (see `fedloom.lab.report.comparison.contenders.Models`).
+        margin: largest difference in the primary metric that does not matter in practice, in the metric's units (0.01
+            is one percentage point of accuracy). Methods are reported as equivalent if their difference is within the
+            margin. If None, equivalence is not tested.
 
     Raises:
         RunDirError: the folder is not a run directory, or cannot be read.
@@ -77,19 +77,18 @@ class RecordedComparison:
         Return a table with the best method first.
 
         Args:
-            baseline: label of the method that the others are compared with. If None, the comparison's baseline is
-                used.
-            figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the
-                primary metric is compared.
-            margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
-                ratios, the margin is the logarithm of the largest ratio that does not matter.
+            baseline: label of the method to which the others are compared. If None, the comparison's baseline is used.
+            figure: name of the metric to compare, such as ``accuracy`` or ``accuracy/worst10``. If None, this is the
+                primary metric.
+            margin: largest difference in the metric that does not matter in practice. For metrics that are compared as
+                ratios, the logarithm of the largest ratio that does not matter.
 
         Returns:
             Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; for costs
-            and variances the logarithm of their ratio, see the column scale), half_width (of the interval that decides:
-            it excludes 0 exactly if the difference is significant), p (paired t test), p_holm (Holm's correction),
-            scale, margin, verdict (better, worse, equivalent, inconclusive or not tested), and the reason if it is not
-            tested: same models, or fewer than five seeds.
+            and variances the logarithm of their ratio, see the column scale), half_width (of the deciding interval,
+            which excludes 0 if and only if the difference is significant), p (paired t test), p_holm (Holm's
+            correction), scale, margin, verdict (better, worse, equivalent, inconclusive or not tested), and the reason
+            if the difference is not tested: same models, or fewer than five seeds.
 
         Raises:
             ConfigError: the method or metric does not exist, there is no second method, or the margin is not a number
@@ -105,12 +104,12 @@ class RecordedComparison:
         The best method is in bold, and methods that are not significantly worse are marked with a dagger.
 
         Args:
-            columns: names of the columns in `table`. If None, up to six columns that suit the task are chosen.
+            columns: names of the columns in `table`. If None, up to six columns are chosen to suit the task.
         """
         return results_latex(self._runs, self._rows, columns, self.compare_model)
 
     def significance_latex(self, baseline: str | None = None) -> str:
-        """Render the result of `significance` as a LaTeX table that can be used in a paper.
+        """Render the result of `significance` as a LaTeX table for a paper.
 
         Raises:
             ConfigError: the method does not exist, or there is no second method.
@@ -139,12 +138,10 @@ class RecordedComparison:
         )
 
     def plot(self, name: str | None = None) -> LayerChart:
-        """Draw the mean of every method with its 95 % interval over seeds, and a dot for every seed.
+        """Plot every method's mean with its 95 % interval over seeds, and a dot for every seed.
 
         Args:
-            name: name of the metric. If None, the primary metric of the task is drawn.
-
-        Raises:
+            name: name of the metric. If None, the task's primary metric is plotted. Raises:
             ConfigError: the metric does not exist.
         """
         chosen = name or self._lead
@@ -163,7 +160,7 @@ class RecordedComparison:
         height: int = 240,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw learning curves: the mean of every method over clients, with the 95 % interval over seeds as a band.
+        """Plot learning curves: every method's mean over clients, with the 95 % interval over seeds as a band.
 
         The chart's ``save`` method writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
 
@@ -172,8 +169,8 @@ class RecordedComparison:
             x: horizontal axis: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
             width: width of the panel, in pixels.
             height: height of the panel, in pixels.
-            labels: names to show in the figure, keyed by the label of the method. Only these methods are drawn, in the
-                given order. If None, all methods are drawn.
+            labels: names to show in the figure, keyed by the label of the method. Only these methods are plotted, in
+                the given order. If None, all methods are plotted.
 
         Raises:
             ConfigError: the metric, the axis or a method does not exist.
@@ -189,13 +186,12 @@ class RecordedComparison:
         height: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw each client's mean over seeds and its 95 % interval, with one dot per method.
+        """Plot each client's mean over seeds with its 95 % interval, as one dot per method.
 
         Args:
             name: name of the metric. If None, the primary metric of the task is drawn.
             width: width of the panel in pixels.
-            height: height of the panel in pixels. If None, the height is chosen to suit the number of clients and
-                methods.
+            height: height of the panel in pixels. If None, the height depends on the number of clients and methods.
             labels: names to show in the figure, as in `curves`.
 
         Raises:
@@ -213,15 +209,14 @@ class RecordedComparison:
         height: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw the methods' mean ranks, with a bar over methods that Nemenyi's test does not distinguish at level 0.05.
+        """Plot the methods' mean ranks, with bars over methods that Nemenyi's test does not distinguish at level 0.05.
 
         Args:
-            name: name of the metric. If None, the methods are ranked by the primary metric.
-            over: "seeds" or "clients" (with their means over seeds): the blocks for ranking. The
-                clients of a run are not independent, so differences between ranks over clients appear to be more
-                certain than they are.
+            name: name of the metric. If None, methods are ranked by the primary metric.
+            over: the blocks for ranking: "seeds", or "clients" (with their means over seeds). A run's clients are not
+                independent, so rank differences over clients appear more certain than they are.
             width: width of the panel, in pixels.
-            height: height of the panel, in pixels. If None, the height is chosen to suit the number of methods.
+            height: height of the panel, in pixels. If None, the height depends on the number of methods.
             labels: names to show in the figure, as in `curves`.
 
         Raises:
@@ -261,7 +256,7 @@ class RecordedComparison:
         return "\n  ".join([f"Comparison({experiment_names(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
-        """Return a row of texts for each method: method, model, mean, difference, Holm's p-value and verdict."""
+        """Return a row of text cells for each method: method, model, mean, difference, Holm's p-value and verdict."""
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.baseline)}
         lines = []
         for row in select_contenders(self._runs, self._rows, self.compare_model):
