@@ -75,6 +75,21 @@ def test_runs_without_a_client_are_checked_before_the_first_round_and_then_work(
         assert (tmp_path / "r" / "left_out.parquet").exists()
 
 
+def test_the_only_client_with_events_cannot_be_left_out_and_the_advice_names_the_analysis() -> None:
+    rng = np.random.default_rng(0)
+    sites = {
+        f"site {k}": (
+            rng.normal(size=(20, 2)),
+            np.stack([rng.integers(1, 50, 20), np.full(20, k == 1)], 1, dtype=float),
+        )
+        for k in range(3)
+    }
+    fed = fl.Federation.create(sites, task="survival")
+    with pytest.raises(ConfigError, match="left-out trains without client 'site 1'.*, or omit this analysis") as caught:
+        LeftOut().check_run(fed, fl.Setting.create("fedavg"))
+    assert caught.value.rule == "nothing-to-learn"
+
+
 def test_a_method_without_a_global_model_has_no_runs_without_a_client() -> None:
     sampler = {"kind": "uniform", "clients": 4}
     setting = fl.Setting.create("fedper", sampler=sampler)

@@ -28,6 +28,8 @@ SAMPLES_FIGURE = "samples"
 """Recorded name of the number of samples of the omitted client."""
 MIN_CLIENTS = 3
 """Minimum number of clients in a federation for this analysis."""
+OMIT = "omit this analysis"
+"""Advice of errors that this analysis raises although the methods could run without it."""
 
 
 class LeftOut(Analysis):
@@ -40,7 +42,7 @@ class LeftOut(Analysis):
             raise Refused(
                 f"left-out needs at least {MIN_CLIENTS} clients, but there are only {fed.n}",
                 rule="left-out-too-few-clients",
-                fix="omit this analysis",
+                fix=OMIT,
             )
         if setting is None:
             return
@@ -51,6 +53,8 @@ class LeftOut(Analysis):
             try:
                 check(_setting_without(setting, client), remove_client(fed, client))
             except ConfigError as error:
+                if error.fix and OMIT not in error.fix:
+                    error = error.refixed(f"{error.fix}, or {OMIT}")
                 raise error.placed(f"left-out trains without client {fed.names[client]!r}") from None
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
@@ -73,7 +77,7 @@ def _setting_without(setting: Setting, client: int) -> Setting:
             raise Refused(
                 f"aggregator 'fltrust' trusts this client ({client})",
                 rule="left-out-trusted-client",
-                fix="omit {aggregator}, or omit this analysis",
+                fix=f"omit {{aggregator}}, or {OMIT}",
             )
         changes["aggregator"] = rule.with_(root=rule.root - (rule.root > client))
     if isinstance(weights, tuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -112,3 +112,35 @@ def test_a_run_that_trained_is_done_although_its_test_rows_have_no_event() -> No
 
     fed = fl.Federation.create({name: (side(1, 30), side(0, 8)) for name in "abc"}, task="survival")
     assert fl.simulate("fedavg", fed, rounds=2, evaluate={"parts": ["test"]}).status == "done"
+
+
+class Learned(NamedTuple):
+    """Number of replies."""
+
+    replies: torch.Tensor
+
+
+class Avoiding(fl.samplers.Sampler):
+    """Sampler that draws one client, in turn, but a client without weight only until the first reply."""
+
+    kind: ClassVar[str] = "avoiding"
+
+    @property
+    def learns(self) -> bool:
+        return True
+
+    def init(self, ctx: Any) -> Learned:
+        return Learned(torch.zeros(1))
+
+    def apply(self, state: Learned, info: Any, ctx: Any) -> tuple[torch.Tensor, Learned]:
+        return torch.tensor([(ctx.round - 1) % (2 if state.replies else ctx.n)]), state
+
+    def learn(self, state: Learned, replies: torch.Tensor, ctx: Any) -> Learned:
+        return Learned(state.replies + len(replies))
+
+
+def test_cohorts_of_a_sampler_that_learns_are_not_judged_by_their_weights() -> None:
+    rng = np.random.default_rng(4)
+    fed = fl.Federation.create({k: (rng.normal(size=(12, 2)), np.arange(12) % 3) for k in "abc"})
+    result = fl.simulate("fedavg", fed, rounds=4, sampler=Avoiding(), client_weights=[1.0, 1.0, 0.0])
+    assert result.status == "done"

@@ -140,8 +140,8 @@ class SecureSettings(Value):
         n = len(self.keys)
         if self.verify and self.scores != "masked":
             raise ValueError(
-                f"verify needs scores = 'masked', got {self.scores!r}, because sites then receive models outside the "
-                "sums"
+                f"verify needs scores = 'masked', because with scores = {self.scores!r}, sites receive models outside "
+                "the sums"
             )
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")

@@ -13,6 +13,7 @@ from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
+from fedloom.engine.checks.learnable import check_learnable
 from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
 from fedloom.engine.checks.rehearsal import check_early_stop
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
@@ -151,6 +152,8 @@ def simulate(
             setting = Setting.read({"algorithm": algorithm, **mapping}, places=places)
         replay = Replay(initial, cohorts, batches, projection)
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
+        if advance:
+            check_learnable(job.oracle.task, job.fed)
     check_ranks(job)
     for call in callbacks:
         if isinstance(call, EarlyStop):

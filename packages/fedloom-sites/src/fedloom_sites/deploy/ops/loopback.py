@@ -50,8 +50,8 @@ class LoopbackDeployment:
 
     Args:
         folder: directory that `fedloom deploy init` wrote.
-        processes: context manager that owns the processes of the server and the sites. They end with the block. port:
-            the server's port. If None, a free port is chosen.
+        processes: context manager that owns the processes of the server and the sites. They end with the block.
+        port: the server's port. If None, a free port is chosen.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or a file differs from the one that was agreed on.

@@ -18,6 +18,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import DETECTED_OPTION_DEFAULTS, FIXED_TABLE_OPTIONS
 from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.data.sources.table.reading import TableSource
+from fedloom.engine.checks.learnable import check_learnable
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import find_accounted_noise
@@ -165,6 +166,8 @@ def plan_deployment(
     check_stream(one.methods[0].setting.resolved(), fed.n)
     # raises an error if settings cannot be combined
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
+    if not own_data:
+        check_learnable(job.oracle.task, job.fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
             f"the partition of {experiment.head.name} has {fed.n} clients, but {sites} sites were requested. Change "

@@ -13,13 +13,18 @@ from fedloom.tasks import Chosen, Survival, Task
 def check_learnable(task: Task, fed: Federation) -> None:
     """Raise an error if the loss of every training sample is constant, so that no upload can change a model.
 
-    A user-defined loss is not checked, because it may learn from times without events. Neither is the server of a
-    deployment, which has no samples. If a single client has no such sample, the client takes part.
+    A user-defined loss is not checked, because it may learn from times without events. If a single client has no such
+    sample, the client takes part. Sites and nodes therefore do not call this function, because they know only their own
+    samples.
+
+    Args:
+        task: task of the run.
+        fed: all clients with their samples.
 
     Raises:
         ConfigError: no client has a sample from which a model can learn.
     """
-    if fed.data.name == "blank" or (isinstance(task, Chosen) and task.objective.loss is not None):
+    if isinstance(task, Chosen) and task.objective.loss is not None:
         return
     if isinstance(task.base if isinstance(task, Chosen) else task, Survival):
         _check_events(fed)

@@ -34,8 +34,8 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
     """Draw the cohort of every round, and raise an error if one is too small for the aggregation rule or schedule.
 
     The cohorts are the same as in the run itself, because they depend only on its seed. The cohorts of a sampler that
-    learns from uploads are drawn as if the sampler had not learned anything yet. A sampler that queries clients is not
-    checked, because all its cohorts have the same size.
+    learns from uploads are drawn as if the sampler had not learned anything yet, and their weights are not checked. A
+    sampler that queries clients is not checked, because all its cohorts have the same size.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -52,7 +52,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
     waits = silent is not None and bool(silent.any()) and isinstance(schedule, Synchronous | OverSelection)
     kinds = upload_fields(type(setting.method)).values()
     weightless = ctx.weight[:, 0].cpu() == 0
-    weighs = bool(weightless.any()) and _averages_by_shares(setting)
+    weighs = bool(weightless.any()) and not sampler.learns and _averages_by_shares(setting)
     if not (watches or waits or weighs) or sampler.probes:
         return
     grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)

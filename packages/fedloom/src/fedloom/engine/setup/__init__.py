@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.data.federation import Federation
+from fedloom.engine.checks.learnable import check_learnable
 from fedloom.engine.checks.rehearsal import rehearse_rounds
 from fedloom.engine.job import Job
 from fedloom.engine.problem import JobFacts
@@ -38,7 +39,9 @@ def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     Raises:
         ConfigError: values are impossible, or cannot be combined.
     """
-    return make_problem(setting, fed, finds=False)[0].notes
+    problem, _ = make_problem(setting, fed, finds=False)
+    check_learnable(problem.oracle.task, problem.fed)
+    return problem.notes
 
 
 def find_model_kinds(setting: Setting, fed: Federation) -> list[str]:

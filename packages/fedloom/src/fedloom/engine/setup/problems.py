@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedloom.choose.shares import check_clusters, cluster_shares, clusters_of, shares_of, uses_clusters
 from fedloom.data.federation import Federation
-from fedloom.engine.checks.learnable import check_learnable
 from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup.participants import Participants
@@ -50,7 +49,6 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     """
     setting, fed = participants.setting, participants.fed
     oracle = _build_oracle(setting, fed)
-    check_learnable(oracle.task, fed)
     sizes, shares = fed.sizes("train").cpu()[:, None], shares_of(setting.client_weights, fed)
     replay.check(setting.method, setting.sampler, setting.rounds, sizes)
     ids, projection, alpha = torch.arange(fed.n), replay.projection, shares.to(oracle.dtype)

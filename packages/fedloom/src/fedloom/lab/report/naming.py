@@ -39,7 +39,7 @@ def describe_figure(name: str) -> Metric:
 
     >>> describe_figure("accuracy/worst10").title, describe_figure("accuracy/jain").unit
     ('Worst 10 %', '')
-    >>> describe_figure("loss/variance").higher
+    >>> describe_figure("loss/variance").higher_is_better
     False
     """
     if name in COST_FIGURES:
