@@ -122,8 +122,7 @@ def largest_epsilon(channel: Noise, sampler: Sampler, uploads: Tensor, round: in
 
 @cache
 def composed_epsilon(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
-    """Return the epsilon of ``times`` composed Gaussian mechanisms, i.e., of a single one with
-    multiplier/sqrt(times)."""
+    """Return the epsilon of ``times`` composed Gaussian mechanisms, i.e., of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0
     from dp_accounting import dp_event, get_epsilon_gaussian, rdp

@@ -138,8 +138,7 @@ class JobFacts:
 
     @cached_property
     def scored_ids(self) -> Tensor:
-        """Ids of the evaluated clients ``[s]`` in ascending order: all clients, or clients drawn with the run's
-        seed."""
+        """Ids of the evaluated clients ``[s]``, ascending: all clients, or clients drawn with the run's seed."""
         n, most = self.eval_fed.n, self.setting.evaluate.clients
         if most is None or most >= n:
             return torch.arange(n)

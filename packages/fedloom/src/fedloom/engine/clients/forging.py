@@ -59,7 +59,7 @@ def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None,
         if not isinstance(models, Tensor) or models.shape != absolute.shape or not models.is_floating_point():
             got = f"{models.dtype} {[*models.shape]}" if hasattr(models, "dtype") else type(models).__name__
             raise ValueError(
-                f"`forge` must return models of shape {[*absolute.shape]} and a floating-point dtype, got {got}"
+                f"`forge` must return models of shape {[*absolute.shape]} and floating-point dtype, got {got}"
             )
     upload, rows = encode_models(job, inputs, models, idle)
     return inputs.down, make_client_output(job, inputs, upload, rows)

@@ -186,8 +186,7 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def arrived(self) -> tuple[Mapping[int, ClientOutput], AbstractSet[int]]:
-        """Return the messages that have arrived since the last call, and the clients that will not send a usable
-        message."""
+        """Return the messages received since the last call, and the clients that will not send a usable message."""
 
     @abstractmethod
     def give_up(self, client: int) -> None:
