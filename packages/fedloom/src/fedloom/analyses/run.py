@@ -248,7 +248,7 @@ def run_questions(
         ConfigError: the analysis asks more questions than were agreed on.
         CodeError: a question does not have the declared form or is asked too late. Questions may be skipped.
         DataError: a number in an answer was outside its bounds.
-        CheckpointError: the folder belongs to a different analysis, or one of its sums is corrupted.
+        CheckpointError: the folder belongs to a different analysis, or one of its sums is damaged.
     """
     log, place = list[SumRecord](), 0
     kept = SumFolder(folder, analysis, terms) if folder is not None else None
@@ -431,7 +431,7 @@ class SumFolder:
         """Return the sum for a question, or None if the folder does not contain it.
 
         Raises:
-            CheckpointError: the sum is corrupted or belongs to a different question.
+            CheckpointError: the sum is damaged or belongs to a different question.
         """
         path = self._folder / SUM_FILE.format(place + 1)
         if not path.exists():
@@ -441,7 +441,7 @@ class SumFolder:
         head = question.encode()
         if digest != self._hash(body) or body[: len(head)] != head:
             raise CheckpointError(
-                f"{path} is corrupted or belongs to a different question. Delete {self._folder} and start over"
+                f"{path} is damaged or belongs to a different question. Delete {self._folder} and start over"
             )
         sums = Question.decode(body[len(head) :], SUM_FORM).values
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
