@@ -86,12 +86,12 @@ PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 REASONS = {
     "nothing": ("uploads nothing", "The method has no uploads."),
     "adds": (
-        "adds up uploads over rounds",
-        "The server adds up uploads over rounds, which is correct only with the client weights of the experiment.",
+        "accumulates uploads over rounds",
+        "The server accumulates uploads over rounds, which is correct only with the client weights of the experiment.",
     ),
     "noise adds": (
         "noise of every round",
-        "The server adds up uploads over rounds, so it would also add up the noise of all rounds.",
+        "The server accumulates uploads over rounds, so it would also add up the noise of all rounds.",
     ),
     "mixes": (
         "mixes individual models",
@@ -110,29 +110,29 @@ REASONS = {
         "The server solves a system of sums, and a small change of the sums may change the solution much.",
     ),
     "keeps": (
-        "keeps every client's last upload",
-        "The server keeps every client's last upload, and takes the weighted mean over all clients.",
+        "stores every client's last upload",
+        "The server stores every client's last upload, and takes the weighted mean over all clients.",
     ),
     "projected": (
-        "do not upload whole models",
+        "do not upload complete models",
         "Clients and server exchange projections or sums of features, but the plug-in needs models.",
     ),
     "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),
     "single": (
-        "also receives uploads from individual",
+        "also receives individual",
         "The server also receives single uploads, which noise on a mean does not protect.",
     ),
     "mixes itself": (
         "mixes individual models for every",
         "The server already mixes the clients' models for every client.",
     ),
-    "clusters": ("has one model for each cluster", "The server already has one model per cluster."),
+    "clusters": ("has a model for each cluster", "The server already has one model per cluster."),
     "consensus": (
-        "for one consensus model, and personalized",
+        "for a single consensus model, which personalized",
         "The clients keep duals or control variates for one global model, so personal models contradict them.",
     ),
     "prox": (
-        "its server computes the model with a prox",
+        "its server applies a prox to the model",
         "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
     ),
     "smaller": (
@@ -149,7 +149,7 @@ REASONS = {
         "Clusters need activations of the global model, but the method has no global model.",
     ),
     "one by one": (
-        "mixes the models of the clients of one round",
+        "mixes the models of a round's clients",
         "The server mixes the models of one round, but a stream has no rounds.",
     ),
     "asks": (
@@ -614,17 +614,17 @@ PAIR_REASONS = {
         "Clients send no activations if the client weights are given.",
     ),
     "waits": (
-        "needs the activations of all clients between two rounds",
+        "requires all clients' activations between two rounds",
         "fedloom updates clusters between two rounds, but the schedule has no such moment.",
     ),
     "asks": REASONS["asks"],
     "honest": (
-        "cannot read the honest uploads",
+        "cannot read a round's honest uploads",
         "The attackers read the honest uploads of their round, but a stream has no rounds.",
     ),
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
-        "mixtures of individual models, but noise on a mean does not protect",
+        "mixtures of individual models, but noise added to a mean does not protect",
         "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
     ),
 }
