@@ -202,7 +202,7 @@ CASES = {
         lambda: Squeezed(5, 1), lambda: (numbers(5).double().numpy(), codes(2).numpy()),
         nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)), lambda m: (m(numbers(5)), codes(2).float()),
     ),
-    "log probabilities": Case(
+    "logarithms of probabilities": Case(
         lambda: nn.Sequential(nn.Linear(5, 3), nn.LogSoftmax(1)), lambda: (numbers(5), codes(3)), nn.NLLLoss(),
         lambda m: (m(numbers(5)), codes(3)),
     ),
