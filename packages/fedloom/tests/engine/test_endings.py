@@ -260,7 +260,7 @@ def test_a_round_that_ends_the_run_changes_nothing_and_says_whom_it_dropped(fed:
     bounded = {"model": "softmax", "rounds": 3, "engine": {"norm_bound": 1e-9}, "folder": tmp_path}
     whole = fl.simulate("fedavg", fed, **bounded)
     assert (whole.stop, whole.rounds) == (Stop.DIVERGED, 0)
-    assert "round 1: dropped 4 unusable uploads, of clients" in whole.notes[-1]
+    assert "round 1: dropped 4 unusable uploads from clients" in whole.notes[-1]
     again = fl.simulate("fedavg", fed, **bounded)
     assert (again.stop, again.notes, again.detail) == (whole.stop, whole.notes, whole.detail)
     assert again.table().equals(whole.table())
