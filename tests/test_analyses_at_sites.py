@@ -366,7 +366,7 @@ def test_every_question_of_an_analysis_can_be_sent_and_is_repeated_only_in_a_fit
     assert names[: len(order)] == [*order][: len(names)]
     assert len(names) <= len(order) or {*names[len(order) :]} <= {*repeated}
     if order[-1] not in repeated:
-        with pytest.raises(Refused, match=f"asks each question once .* so there is no step {len(order)}"):
+        with pytest.raises(Refused, match=f"asks each question only once .* so there is no step {len(order)}"):
             agreed.read_question(len(order), log[-1].question.encode(), agreed.preliminary_terms)
 
 
@@ -463,7 +463,7 @@ def test_time_bins_are_the_agreed_ones_and_not_those_of_a_message(tmp_path: Path
     client = Client(deployed(tmp_path, "survival", choice, masked=False).sites[0])
     beta = numbers(0, 0, 0, 0)
     for ends in (numbers(40, 80, 120.001, 160), numbers(160), numbers()):
-        with pytest.raises(PublicReason, match="agreed bins after merging"):
+        with pytest.raises(PublicReason, match="agreed-upon bins after merging"):
             asked(client, Question("step", {"beta": beta, "ends": ends}))
     ends = numbers(40, 80, 120, 160)
     assert asked(client, Question("step", {"beta": beta, "ends": ends})).counters == ANSWERED_COUNTS
@@ -577,8 +577,8 @@ def test_a_column_that_few_subjects_vary_in_is_left_out(tmp_path: Path) -> None:
 
 def test_figures_of_single_clients_and_unagreed_ranges_are_refused_beforehand(tmp_path: Path) -> None:
     for task, choice, masked, sentence in (
-        ("binary", {"kind": "table-1", "group": "client"}, True, "shows results of individual clients"),
-        ("survival", {"kind": "cox"}, True, "cox needs agreed time bins, but no time bins are set. Set"),
+        ("binary", {"kind": "table-1", "group": "client"}, True, "shows individual clients' results"),
+        ("survival", {"kind": "cox"}, True, "cox requires time bins, but no time bins are set. Set"),
         ("survival", {"kind": "cox"}, False, "time bins"),
     ):  # fmt: skip
         here = deployed(tmp_path / f"{choice['kind']}-{masked}", task, choice, masked=masked)

@@ -69,7 +69,7 @@ def test_a_node_with_too_few_samples_ends_the_analysis() -> None:
             {"kind": "ridge", "rules": {"min_subjects": 3}},
             AGREED,
         )
-    with pytest.raises(Refused, match="for every column, fewer than .* clients have 3 subjects with a rare value"):
+    with pytest.raises(Refused, match="no column has 3 subjects with a rare value at .* clients or more"):
         ff.analyze(app(rows=2).grid, {"kind": "glm", "rules": {"min_subjects": 3}}, AGREED)
 
 
@@ -77,7 +77,7 @@ def test_a_node_answers_what_its_own_people_have_agreed_on() -> None:
     for analyses, sentence in ((None, "no analyses enabled"), ((), "does not allow the analysis 'glm'")):
         with pytest.raises(DataError, match=sentence):
             ff.analyze(app(analyses).grid, GLM_CHOICE, AGREED)
-    with pytest.raises(ConfigError, match="'age' has no agreed range. Set range"):
+    with pytest.raises(ConfigError, match="'age' has no range in the agreement. Set range"):
         ff.analyze(app().grid, GLM_CHOICE, AGREED.with_(column=(AGREED.column[0].with_(range=None),)))
 
 

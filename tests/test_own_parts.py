@@ -637,7 +637,7 @@ def test_a_wrong_field_of_a_draw_is_named_before_any_work(case: str) -> None:
 WRONG_RESULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "arrays": ("combine", lambda s, r: ({k: v.mean(0).numpy() for k, v in r.items()}, s), "the aggregates must be"),
     "one tensor": ("combine", lambda s, r: (next(iter(r.values())).mean(0), s), "the aggregates must be"),
-    "whole numbers": ("combine", lambda s, r: ({k: v.mean(0).long() for k, v in r.items()}, s), "must be floats"),
+    "whole numbers": ("combine", lambda s, r: ({k: v.mean(0).long() for k, v in r.items()}, s), "floating-point dtype"),
     "no state": ("combine", lambda s, r: ({k: v.mean(0) for k, v in r.items()}, None), "the state must be a"),
     "a count": ("combine", lambda s, r: ({k: v.mean(0) for k, v in r.items()}, {"n": 3}), "of tensors, got {'n'"),
     "a numpy model": ("forge", lambda base: base.numpy() + 1, "as a tensor of floats, got float32"),

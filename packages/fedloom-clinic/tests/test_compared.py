@@ -182,7 +182,7 @@ def test_a_row_that_would_mislead_is_refused(tmp_path: Path, more: str, words: s
 
 
 def test_a_model_of_no_comparison_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no model of all clients to compare"):
+    with pytest.raises(ConfigError, match="no model is shared by all clients"):
         fl.analyze("glm", data_of("linear"), by_client=True, compare=True)
     schema = schema_of(data_of("linear"))
     with pytest.raises(ConfigError, match="a deployment does not compare methods"):

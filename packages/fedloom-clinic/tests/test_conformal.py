@@ -222,13 +222,13 @@ def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
     wrong = Predictions(trained.models.recipe.facts, np.zeros((1, 10)), ["global"])
     with pytest.raises(ConfigError, match="threshold of the sets must be greater than 0, got 0"):
         wrong.decided(None, 0.0)
-    with pytest.raises(ConfigError, match="needs the trained models of a run"):
+    with pytest.raises(ConfigError, match="needs trained models, but no run was given"):
         fl.analyze("conformal", fl.load("digits"))
-    with pytest.raises(Refused, match="leave max_error out|Leave max_error out"):
+    with pytest.raises(Refused, match="omit max_error|Omit max_error"):
         fl.analyze("conformal", trained, max_error=3.0)
     fed = fl.partitions.iid(clients=3)(fl.load("digits"), seed=0)
     chosen = fl.simulate("fedavg", fed, rounds=1, evaluate=Evaluate(select_on="test"))
-    with pytest.raises(Refused, match="selects the round on the test part"):
+    with pytest.raises(Refused, match="selects the round on the test set"):
         fl.analyze("conformal", chosen)
     plain = fl.simulate("fedavg", fed, rounds=1)
     with pytest.raises(Refused, match="no personal model"):

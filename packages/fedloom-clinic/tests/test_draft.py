@@ -214,7 +214,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     assert path.with_suffix(".toml").read_text() == "mine"
     assert init_again("--out", str(tmp_path / "deep" / "other.toml")).exit_code == 0
     assert init_again("--force").exit_code == 0
-    assert "is a folder. Set --out to the path of the experiment file" in init_again("--out", str(tmp_path)).output
+    assert "is a folder. Set --out to a path for the experiment file" in init_again("--out", str(tmp_path)).output
     assert parse(drafted(path)).head.name == "t"
 
 

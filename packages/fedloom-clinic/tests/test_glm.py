@@ -127,4 +127,4 @@ def test_a_target_of_three_classes_is_refused_with_a_fix_that_works(tmp_path: Pa
             f'[data]\nsource = "{tmp_path}/t.csv"\nclient_column = "site"\ntarget = "{target}"\ndrop = ["{other}"]\n'
         )
         said = call("glm", tmp_path / "t.toml", code=code)
-        assert ("set target to a column of two values" in " ".join(said.split())) == (code == 2)
+        assert ("set target to a column with two values" in " ".join(said.split())) == (code == 2)

@@ -1,11 +1,11 @@
-"""Calibration over all clients' test rows, computed from sums: how well predicted probabilities match outcomes.
+"""Calibration over all clients' test rows, i.e., how well predicted probabilities match outcomes, computed from sums.
 
 References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (calibration error by bins). G. W. Brier, Monthly
 Weather Review 1950 (Brier score).
 
 In a binary task, a row's score is the probability of the second class. In other tasks, it is the probability of the
-most probable class. In each agreed bin, rows are counted, and their scores and outcomes are summed. A bin is merged
-with its neighbors if too few clients have enough subjects with and without the outcome in it (as in `conformal`).
+most probable class. Rows are counted in each bin, and their scores and outcomes are summed. A bin in which too few
+clients have enough subjects with and without the outcome is merged with its neighbors (as in `conformal`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedloom_clinic.conformal import check_reached, ends_of_bins, flag_ranges, p
 
 
 class CalibrationState(NamedTuple):
-    """Ends of the bins, once known, and the totals: rows, scores and outcomes in each bin, and squared errors."""
+    """Bins' upper edges, once known, and the totals: rows, scores and outcomes in each bin, and squared errors."""
 
     terms: AnalysisTerms
     reached: Tensor | None
@@ -36,7 +36,7 @@ class CalibrationState(NamedTuple):
 
 
 class Calibration(Analysis):
-    """Predicted and observed outcomes of all clients' test rows in bins, with calibration error and Brier score."""
+    """Predicted and observed outcomes of all clients' test rows in bins, calibration error, and Brier score."""
 
     kind: ClassVar[str] = "calibration"
     tasks: ClassVar = ("binary", "classification")
@@ -98,7 +98,7 @@ class Calibration(Analysis):
         if state.reached is None:
             return state._replace(reached=total)
         if not total.any():
-            raise DataError("no client has test rows. Set a test fraction in the partition")
+            raise DataError("no client has test rows. Set a larger test fraction in the partition")
         return state._replace(total=total)
 
     def result(self, state: CalibrationState) -> pa.Table:
@@ -123,4 +123,4 @@ class Calibration(Analysis):
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[int]:
         if not forbids_small_cells(terms.rules):
             return [*range(self.bins + 1)]
-        return ends_of_bins(reached, self._ranges, terms.rules, what="with the outcome and without it in the test part")
+        return ends_of_bins(reached, self._ranges, terms.rules, what="with the outcome and without it in the test set")

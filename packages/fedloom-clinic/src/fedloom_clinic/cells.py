@@ -1,6 +1,6 @@
-"""Cells of frequency tables, which are groups and the levels of coded columns.
+"""Cells of frequency tables: groups, and the levels of coded columns.
 
-If too few clients have enough rows in a cell, the cell is merged before anything is summed.
+Cells in which too few clients have enough rows are merged before anything is summed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fedloom.hints import unknown
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
-"""Names of the cell for rows that have no code, in a group column and in a feature."""
+"""Names of the cell for rows without a code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Value that makes each client its own group."""
+"""Value that turns each client into a group."""
 RANGE_GROWTH = 5
 """Factor between the widths of nested ranges of bins. For each range, clients state whether they have enough rows."""
 
@@ -43,13 +43,13 @@ class MergedCells(NamedTuple):
 
     @property
     def named(self) -> int:
-        """Number of cells without the last one if it contains the rows that lack a level."""
+        """Number of cells, excluding a last cell for rows without a level."""
         return len(self.names) - (self.names[-1] in BLANK_LEVELS)
 
     def reached(self, flags: Tensor) -> Tensor:
         """Return a mask ``[cells]`` of the cells that contain rows.
 
-        If no client counts a cell for missing values, the cell contains no rows.
+        The cell for missing values contains no rows if no client counts it.
 
         Args:
             flags: flags of the original cells ``[n, L]``, see `merge_small_cells`.
@@ -59,14 +59,14 @@ class MergedCells(NamedTuple):
 
 
 def unmerged_cells(names: Sequence[str]) -> MergedCells:
-    """Return the cells, none of which are merged."""
+    """Return the cells without merging any of them."""
     return MergedCells(tuple(names), torch.arange(len(names)))
 
 
 def groups_of(schema: Schema, group: str | None, clients: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the groups of rows.
+    """Return the names of groups of rows.
 
-    If the groups are the levels of a feature, the last group contains the rows without a value of the feature.
+    If the groups are the levels of a feature, the last group contains the rows with a missing value.
 
     Raises:
         ConfigError: the table has no column with this name, or the column has no levels.
@@ -87,8 +87,8 @@ def groups_of(schema: Schema, group: str | None, clients: Sequence[str]) -> tupl
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
     """Return the index of each row's group, ``[N]``.
 
-    If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Rows in these
-    cells are added to the client's most frequent group instead.
+    If fewer subjects lack a group than the rules allow to be counted, their rows are added to the client's most
+    frequent group instead.
     """
     schema = terms.schema
     if group is None or group == CLIENT_GROUP:
@@ -107,7 +107,7 @@ def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> 
 
 
 def level_codes(values: Tensor, levels: int) -> Tensor:
-    """Return the codes of a column, ``[N]``. A missing code is given the number after the last level."""
+    """Return the codes of a column, ``[N]``. A missing code becomes the number after the last level."""
     return torch.where(values.isnan(), float(levels), values).long()
 
 
@@ -129,16 +129,15 @@ def forbids_small_cells(rules: Rules) -> bool:
 
 
 def merge_small_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells after merging small cells (too few clients have enough rows) into "other".
+    """Return the cells with small cells (in which too few clients have enough rows) merged into "other".
 
-    One larger cell is also merged, so that no sum reveals the content of the merged cells. The cell for missing values,
-    which comes last, is not merged if no client has enough rows in it, because clients then do not count it (see
-    `group_codes`).
+    One larger cell is also merged, so that no sum reveals the content of the merged cells. The last cell, for missing
+    values, is not merged if no client has enough rows in it, because clients then do not count it (see `group_codes`).
 
     Args:
         names: names of the cells.
         flags: 1 where a client has at least the minimum number of rows in a cell, ``[n, L]``.
-        rules: agreed rules.
+        rules: agreed-upon rules.
         gaps: True if at least one client counts the cell for missing values. If None, the flags of the last cell
             determine this.
     """
@@ -169,24 +168,24 @@ def range_widths(bins: int) -> list[int]:
 
 
 def merge_bins(
-    filled: Tensor, rules: Rules, widths: Sequence[int], bins: int, what: str, fix: str = "wider bins, fewer groups"
+    filled: Tensor, rules: Rules, widths: Sequence[int], bins: int, what: str, fix: str = "wider bins or fewer groups"
 ) -> Tensor:
-    """Return the index of the merged bin that each bin belongs to, ``[B]``.
+    """Return the index of each bin's merged bin, ``[B]``.
 
-    A bin is merged with the bins after it until each of enough clients has enough rows in a range inside the merged
-    bin. The bins after the last merged bin are added to this bin.
+    A bin is merged with subsequent bins until enough clients each have enough rows in a range inside the merged bin.
+    The bins after the last merged bin are added to it.
 
     Args:
         filled: 1 where a client has at least the minimum number of rows in a range of bins, otherwise 0, for each
             group, ``[n, G, R]``.
-        rules: agreed rules.
+        rules: agreed-upon rules.
         widths: widths of the ranges. The ranges of each width divide the bins, and are ordered by width and place.
         bins: number of bins B.
-        what: description of the rows, which is used in messages.
-        fix: agreement that makes the error disappear, other than a smaller minimum count.
+        what: description of the rows, for messages.
+        fix: change of the agreement that avoids the error, other than a smaller minimum count.
 
     Raises:
-        Refused: no range contains rows of enough clients in every group.
+        Refused: in some group, no range contains rows of enough clients.
     """
     if not forbids_small_cells(rules):
         return torch.arange(bins)
@@ -203,12 +202,12 @@ def merge_bins(
         raise Refused(
             f"fewer than {rules.min_clients + rules.missing} clients have {rules.min_subjects} {what}",
             rule="small-cells",
-            fix=f"agree on {fix}, or a smaller minimum count",
+            fix=f"agree on {fix} or on a smaller minimum count",
         )
     return torch.tensor(of).clamp(max=place - 1)
 
 
 def sum_by_cell(values: Tensor, of: Tensor) -> Tensor:
-    """Return the sums ``[..., cells]`` of the values ``[..., L]`` that belong to each cell."""
+    """Return the sum ``[..., cells]`` of the values ``[..., L]`` in each cell."""
     cells = int(of.max()) + 1 if len(of) else 0
     return values.new_zeros(*values.shape[:-1], cells).index_add(-1, of, values)

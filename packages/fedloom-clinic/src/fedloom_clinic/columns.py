@@ -1,4 +1,4 @@
-"""Columns of a regression: numeric columns, and an indicator for each but the first level of a coded column."""
+"""Columns of a regression: numeric columns, and an indicator for every level of a coded column except the first."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedloom_clinic.cells import forbids_small_cells
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 MAX_ROW_SHARE = 0.5
-"""Maximum share that a single row may have in the total weight of a client's rows, if the rules protect rows."""
+"""Maximum share of a single row in the total weight of a client's rows, if the rules protect rows."""
 NARROWEST_RANGE = 1e-9
-"""Minimum width of a range, so that even a constant column can be divided by the width."""
+"""Minimum width of a range, so that even a constant column can be divided by it."""
 
 
 class DesignColumns(NamedTuple):
-    """Rows of one client that are complete and within the agreed ranges.
+    """A client's rows that are complete and within the agreed-upon ranges.
 
     Attributes:
         x: columns of the regression, ``[N, p]``.
         y: targets, ``[N, k]``.
-        left_out: number of rows that were excluded because of a missing cell or a number outside the agreed range.
-        rows: positions of the used rows among all rows of the client, ``[N]``.
+        left_out: number of rows excluded because of a missing cell or a number outside its range.
+        rows: positions of the used rows among all of the client's rows, ``[N]``.
     """
 
     x: Floats
@@ -56,7 +56,7 @@ def linear_model(
 ) -> LinearPredictor | None:
     """Return the model with a regression's coefficients ``[p]``, or None if the columns are not the inputs of models.
 
-    Columns that are omitted have the weight 0.
+    Omitted columns have weight 0.
     """
     if not terms.schema.columns_are_inputs:
         return None
@@ -76,29 +76,29 @@ def require_columns(schema: Schema, what: str) -> None:
         raise ConfigError(
             f"{what}: {schema.name} has no column except the target",
             rule="analysis-no-column",
-            fix="keep at least one column: name fewer columns in {data.drop}",
+            fix="keep at least one column: list fewer columns in {data.drop}",
         )
 
 
 def missing_target_range_error(name: str) -> ConfigError:
-    """Return the error for an analysis whose sites have not agreed on a range for the target."""
+    """Return the error for an analysis without an agreed-upon range for the target."""
     return ConfigError(
-        f"the analysis {name} needs an agreed range for the target, but the agreement does not contain one",
+        f"the analysis {name} requires a range for the target, but the agreement does not contain one",
         rule="analysis-target-range",
         fix="set target_range = [LOWEST, HIGHEST] in the agreement",
     )
 
 
 def names_of(schema: Schema) -> list[str]:
-    """Return the names of all columns of a regression."""
+    """Return the names of all of a regression's columns."""
     return column_names(Table(columns=schema.columns)) if schema.columns else []
 
 
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
     """Return a mask ``[p]`` of the columns where enough subjects have a value other than the most frequent one.
 
-    In a column with two values, each value must occur in enough subjects. Therefore, a level that few subjects have
-    does not get its own column. These flags are the last of the numbers that a client publishes for an analysis.
+    In a column with two values, each value must occur in enough subjects, so a level that few subjects have does not
+    get its own column. These flags are the last numbers that a client publishes for an analysis.
     """
     design = design_of(client, terms, flagged=False)
     return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))
@@ -119,30 +119,30 @@ def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Float
 def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     """Return a mask ``[p]`` of the columns that enough clients flagged.
 
-    All other columns are omitted, which merges an omitted level into the first level.
+    All other columns are omitted. This merges an omitted level into the first level.
 
     Args:
-        terms: terms of the analysis, which contain what each client published. The flags of the columns come last among
-            these numbers.
+        terms: terms of the analysis, including the numbers that each client published. The flags of the columns come
+            last.
         flagged: True if clients publish flags.
     """
     p = len(names_of(terms.schema))
     if not (flagged and forbids_small_cells(terms.rules) and terms.published and p):
         return np.ones(p, bool)
     support = torch.stack([flags[-p:] for flags in terms.published]).sum(0).numpy()
-    alone = terms.rules.min_clients == 1  # no sum hides a client then, so all of them must reach the least count
+    alone = terms.rules.min_clients == 1  # no sum hides a client then, so every client must reach the minimum count
     needed = int((terms.sizes > 0).sum()) if alone else terms.rules.min_clients + terms.rules.missing
     kept: Mask = support >= needed
     if not kept.any():
         raise Refused(
-            f"for every column, fewer than {needed} clients have {terms.rules.min_subjects} subjects "
-            "with a rare value. Agree on a smaller minimum count"
+            f"no column has {terms.rules.min_subjects} subjects with a rare value at {needed} clients or more. Agree "
+            f"on a smaller minimum count"
         )
     return kept
 
 
 def columns_of(terms: AnalysisTerms, *, flagged: bool = True) -> list[str]:
-    """Return the names of the columns that are used."""
+    """Return the names of the used columns."""
     kept = select_columns(terms, flagged=flagged)
     return [name for name, one in zip(names_of(terms.schema), kept, strict=True) if one]
 
@@ -154,7 +154,7 @@ def list_omitted_columns(terms: AnalysisTerms) -> str:
 
 
 def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest agreed value of each column that is used, ``[p]``."""
+    """Return the lower and upper limit of each used column's agreed-upon range, ``[p]``."""
     kept = select_columns(terms, flagged=flagged)
     low, high = _all_ranges(terms.schema)
     return low[kept], high[kept]
@@ -187,7 +187,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 def has_dominant_row(*weights: Floats) -> bool:
     """Return True if one of several rows has more than half of their total weight ``[N]``.
 
-    In this case, the sums would mostly reveal this row. The result is also True if the total weight is not finite.
+    The sums would then mostly reveal this row. The result is also True if the total weight is not finite.
     """
     for some in weights:
         total = float(some.sum())
@@ -206,7 +206,7 @@ def upper_triangles(matrices: Floats) -> Floats:
 
 
 def symmetric_from_triangles(halves: Floats, size: int) -> Floats:
-    """Return the symmetric matrices ``[..., p, p]`` that have the given upper triangles."""
+    """Return the symmetric matrices ``[..., p, p]`` with the given upper triangles."""
     rows, columns = np.triu_indices(size)
     matrices = np.zeros((*halves.shape[:-1], size, size))
     matrices[..., rows, columns] = matrices[..., columns, rows] = halves
@@ -214,5 +214,5 @@ def symmetric_from_triangles(halves: Floats, size: int) -> Floats:
 
 
 def to_vector(*parts: ArrayLike) -> Tensor:
-    """Join the values of several arrays to one float64 vector ``[k]``."""
+    """Concatenate the values of several arrays into a float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

@@ -1,22 +1,22 @@
-"""Split conformal prediction: a threshold on scores, common or for each client, computed from histograms of scores.
+"""Split conformal prediction: a threshold on scores, shared or per client, computed from histograms of scores.
 
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-If too few clients have enough subjects in a bin, the bin is merged. The first question counts the clients with enough
-subjects in the range that covers all bins, in each of its halves, in each half of these halves, and so on. Beginning
-with the largest scores, neighboring ranges are merged until they contain a range that enough clients reach in this way.
-All parties derive the same bins from this number.
+Bins in which too few clients have enough subjects are merged. The first question counts the clients with enough
+subjects in the range of all bins, in each of its halves, in each half of these halves, and so on. Starting from the
+largest scores, neighboring ranges are merged until they contain a range in which enough clients have enough subjects.
+All parties derive the same bins from these counts.
 
 A prediction set contains every class whose probability is at least 1 - threshold (see `fedloom predict
 --set-threshold`). In a regression, scores are absolute residuals, and the interval is the prediction plus and minus the
-threshold (J. Lei et al., JASA 2018). With n calibration rows, the threshold is the end of the bin that contains the
-score of rank ceil((n + 1) (1 - alpha)). If a new row has the same distribution as the calibration rows, its set
+threshold (J. Lei et al., JASA 2018). With n calibration rows, the threshold is the upper edge of the bin that contains
+the score of rank ceil((n + 1) (1 - alpha)). If a new row has the same distribution as the calibration rows, its set
 contains its class with a probability between 1 - alpha and 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared
-threshold guarantees this for the pooled rows of all clients, but not at each client.
+threshold guarantees this for all clients' pooled rows, but not at each client.
 
-Calibration rows are drawn from the test part, which was not used to choose the round, the model or any setting. The
-coverage is measured on the remaining test rows.
+Calibration rows are drawn from the test set, which was not used to choose the round, the model or any setting. Coverage
+is measured on the remaining test rows.
 """
 
 from __future__ import annotations
@@ -43,21 +43,20 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 ALL_CLASSES_THRESHOLD = 2.0
-"""Threshold that is higher than all scores. This threshold is used if there are too few calibration rows for a smaller
-one, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also infinite
-if it would otherwise be beyond the last bin."""
+"""Threshold above all scores, so that sets contain every class. It is used if there are too few calibration rows for a
+smaller one. In a regression, the threshold is then infinite, as is a threshold beyond the last bin."""
 
 
 class ConformalState(NamedTuple):
-    """Those results of a conformal analysis that are known so far.
+    """Results of a conformal analysis so far.
 
     Attributes:
         terms: public facts about the analysis.
         owners: number S of thresholds, which is 1 if all clients share a threshold.
-        reached: number of clients that have enough subjects in each range of bins, ``[S, B]``.
+        reached: number of clients with enough subjects in each range of bins, ``[S, B]``.
         thresholds: thresholds on scores, ``[S]``.
         rows: number of calibration rows for each threshold, ``[S]``.
-        covered: totals obtained from the last question.
+        covered: totals from the last question.
     """
 
     terms: AnalysisTerms
@@ -69,7 +68,7 @@ class ConformalState(NamedTuple):
 
 
 class Conformal(Analysis):
-    """Thresholds for prediction sets or intervals that contain the truth with a chosen probability, and coverage."""
+    """Thresholds for sets or intervals that contain the true value with a given probability, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
     tasks: ClassVar = ("binary", "classification", "regression")
@@ -77,21 +76,24 @@ class Conformal(Analysis):
     uses_models: ClassVar[bool] = True
 
     alpha: float = Field(
-        0.1, gt=0, lt=1, description="target fraction of rows whose prediction set or interval misses the true value"
+        0.1,
+        gt=0,
+        lt=1,
+        description="target fraction of rows whose prediction set or interval misses the true value",
     )
     model_kind: ModelKind = Field(
         None,
         description="model whose predictions are used (default: global, or personal if there is no global model)",
     )
     by_client: bool = Field(
-        False, description="use a separate threshold for each client. Clients then reveal their own histograms"
+        False, description="use a separate threshold for each client. Clients then reveal their individual histograms"
     )
-    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
+    calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows used for calibration")
     bins: int = Field(
-        1000, ge=10, le=100_000, description="number of equal-width bins for scores from 0 to 1, or for residuals"
+        1000, ge=10, le=100_000, description="number of equal-width bins for scores from 0 to 1 or for residuals"
     )
     max_error: float | None = Field(
-        None, gt=0, description="largest binned residual (regression only; None: the width of the agreed range)"
+        None, gt=0, description="largest binned residual (regression only; None: the width of the target's range)"
     )
     draw: int = Field(0, ge=0, description="seed for drawing the calibration rows")
 
@@ -103,15 +105,15 @@ class Conformal(Analysis):
         super().check(schema, setting)
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
-                "conformal thresholds need rows that were not used to choose the round, but this run "
-                "selects the round on the test part",
+                "conformal thresholds require rows that were not used to choose the round, but this run selects the "
+                "round on the test set",
                 rule="analysis-selects-on-test",
                 fix="set {evaluate.select_on = 'validation'}",
             )
 
         if schema.task == "regression" and len(schema.target_ranges) != 1:
             raise Refused(
-                f"the analysis conformal gives an interval for one number, but {schema.name} has "
+                f"the analysis conformal computes an interval for one number, but {schema.name} has "
                 f"{len(schema.target_ranges)} targets",
                 rule="conformal-targets",
                 fix="train on one target, {data.target = 'NAME'}, or omit the analysis",
@@ -121,15 +123,14 @@ class Conformal(Analysis):
                 "max_error applies only to the residuals of a regression, but the task of "
                 f"{schema.name} is {schema.task}",
                 rule="conformal-max-error",
-                fix="leave max_error out",
+                fix="omit max_error",
             )
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
         if schema.task == "regression" and self.max_error is None and schema.target_ranges[0] is None:
             raise Refused(
-                "in the analysis conformal, sites must agree on the range of the residuals, but the "
-                "target has no range",
+                "the analysis conformal requires a range for the residuals, but the target has no range",
                 rule="conformal-range",
                 fix="set `max_error` in the analysis, or set a range for the target in the agreement",
             )
@@ -205,7 +206,7 @@ class Conformal(Analysis):
         if state.thresholds is not None:
             return state._replace(covered=total.view(3, -1))
         if not total.any():
-            raise DataError("no client has test rows for calibration. Set a test fraction in the partition")
+            raise DataError("no client has test rows for calibration. Set a larger test fraction in the partition")
         ends = self._ends(state.reached, state.terms)
         counts = total.split([len(of) - 1 for of in ends])
         limits = [self._threshold(row, of, state.terms.schema) for row, of in zip(counts, ends, strict=True)]
@@ -231,7 +232,7 @@ class Conformal(Analysis):
         return ranges_of_bins(self.bins)
 
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
-        """Return the ends of the merged bins for each threshold, which lie between 0 and the number of bins.
+        """Return the upper edges of the merged bins for each threshold, which are between 0 and the number of bins.
 
         Raises:
             Refused: too few clients have calibration rows.
@@ -242,10 +243,10 @@ class Conformal(Analysis):
         return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
 
     def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
-        """Return the end of the bin that contains the score with the required rank.
+        """Return the upper edge of the bin that contains the score with the required rank.
 
-        If there are too few rows, return a threshold that is higher than all scores. Scores that exceed the range of
-        residuals fall in the last bin, which has no upper end.
+        If there are too few rows, return a threshold above all scores. Scores beyond the range of residuals fall into
+        the last bin, which has no upper edge.
         """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         at = len(counts) if rank > counts.sum() else int(torch.searchsorted(counts.cumsum(0), float(rank)))
@@ -254,7 +255,7 @@ class Conformal(Analysis):
         return ALL_CLASSES_THRESHOLD if at == len(counts) else ends[at + 1] / self.bins
 
     def _unit(self, schema: Schema) -> float:
-        """Return the score at the end of the last bin, which is 1 or the largest residual in the bins."""
+        """Return the score at the upper edge of the last bin, which is 1 or the largest residual in the bins."""
         if schema.task != "regression":
             return 1.0
         low, high = schema.target_ranges[0] or (0.0, 1.0)
@@ -263,7 +264,7 @@ class Conformal(Analysis):
     def _scores(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor]:
         """Return scores of the true targets ``[N]``, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
 
-        Scores are given as multiples of the end of the last bin.
+        Scores are multiples of the upper edge of the last bin.
         """
         if terms.schema.task == "regression":
             values = compute_outputs(client, self.model_kind, client.inputs) if len(client) else client.y
@@ -272,7 +273,7 @@ class Conformal(Analysis):
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
     def _draws(self, client: ClientRows) -> Tensor:
-        """Return numbers in [0, 1) ``[N]`` that depend only on ``draw`` and a row's cells, not on its position."""
+        """Return numbers ``[N]`` in [0, 1) that depend only on ``draw`` and a row's cells, not on its position."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
@@ -280,7 +281,7 @@ class Conformal(Analysis):
 
 
 def probabilities_of(client: ClientRows, classes: int, model_kind: ModelKind) -> Tensor:
-    """Return the probabilities ``[N, classes]`` that a model predicts for the rows of a client.
+    """Return the probabilities ``[N, classes]`` that a model predicts for a client's rows.
 
     Raises:
         Refused: the run has no model of this kind.
@@ -294,7 +295,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: ModelKind) ->
 
 
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
-    """Return ranges of bins, from the range of all bins to single bins. Each range is listed before its two halves."""
+    """Return ranges of bins, from the range of all bins to single bins. Each range precedes its two halves."""
     ranges = [(0, bins)]
     for low, high in ranges:  # the list grows during the loop
         if high - low > 1:
@@ -303,7 +304,7 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
-    """Raise an error if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
+    """Raise an error if the counts ``[B]`` of clients in `ranges_of_bins` cannot be sums of `flag_ranges`.
 
     If a client has enough subjects in a range, it also has enough subjects in every range that contains this range.
 
@@ -318,12 +319,12 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
         low, high = ranges[wrong[0] if possible.all() else 0]
         raise Refused(
             f"invalid `reached` in the server's request: the number of clients for bins {low} to {high} "
-            "contradicts the numbers for the two halves of this range"
+            "is inconsistent with the numbers for the two halves of this range"
         )
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
-    """Return flags ``[B]``: 1 for each range of bins where a client has enough subjects, otherwise 0.
+    """Return flags ``[B]``: 1 for each range of bins in which a client has enough subjects, otherwise 0.
 
     Args:
         bin_of: bin of each row, ``[N]``.
@@ -336,15 +337,15 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 
 
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
-    """Return the ends of the merged bins, which lie between 0 and the number of bins.
+    """Return the upper edges of the merged bins, which are between 0 and the number of bins.
 
     In each merged bin, enough clients have enough subjects.
 
     Args:
         reached: number of clients that have enough subjects in each range, ``[B]``.
         ranges: ranges of bins (see `ranges_of_bins`).
-        rules: agreed rules.
-        what: description of the rows, which is used in messages.
+        rules: agreed-upon rules.
+        what: description of the rows, for messages.
 
     Raises:
         Refused: too few clients have enough subjects in the range that covers all bins.
@@ -358,7 +359,7 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
             fix="agree on a smaller minimum count, or set a larger test fraction in the partition",
         )
     starts, top = list[int](), ranges[0][1]
-    for low, high in sorted(ranges, reverse=True):  # start at large scores, near thresholds
+    for low, high in sorted(ranges, reverse=True):  # start from large scores, near thresholds
         if high <= top and count[low, high] >= needed:
             starts, top = [low, *starts], low
     return [0, *starts[1:], ranges[0][1]]

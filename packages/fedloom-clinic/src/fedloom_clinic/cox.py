@@ -1,6 +1,6 @@
 """Cox regression over the rows of all clients, computed from sums.
 
-The regression uses exact times, agreed time bins, or a baseline hazard for each client.
+The regression uses exact times, time bins, or a separate baseline hazard for each client.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""A column varies if its standard deviation, relative to the agreed range, is at least this large. A constant column
-has a smaller standard deviation than this, even with rounding errors."""
+"""Minimum standard deviation of a varying column, relative to its agreed-upon range. The standard deviation of a
+constant column is smaller, even with rounding errors."""
 MAX_EXPONENT = 700.0
 """Largest exponent with a bound in the range of float64."""
 
@@ -81,8 +81,8 @@ MAX_EXPONENT = 700.0
 class Cox(Penalized):
     """Cox regression over the rows of all clients, computed from sums.
 
-    With a width, times are assigned to agreed bins. With ``stratify``, each client has its own baseline hazard. With
-    neither option, clients publish their event times, which is allowed without masking but not with it.
+    With ``width``, times are assigned to bins. With ``stratify``, each client has its own baseline hazard. With neither
+    option, clients publish their event times, which is allowed only without masking.
     """
 
     kind: ClassVar[str] = "cox"
@@ -102,12 +102,12 @@ class Cox(Penalized):
     retried: ClassVar = ("step", "tilted", "paths", "risk", "tilted-risk")
     suppresses: ClassVar[bool] = True
 
-    width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
+    width: float | None = Field(None, gt=0, description="width of the time bins, in the unit of the times")
     until: float | None = Field(
         None,
         gt=0,
-        description="end of the last bin. Rows with later events count as censored at this time (None: the "
-        "largest time)",
+        description="upper edge of the last bin. Rows with later events are treated as censored at this time (None: "
+        "the largest time)",
     )
     stratify: bool = Field(
         False, description="use a separate baseline hazard for each client, with exact times instead of bins"
@@ -115,24 +115,24 @@ class Cox(Penalized):
     min_events: int = Field(
         5,
         ge=1,
-        description="minimum number of events that a client must have, both in a bin and in total. A client with "
-        "fewer events sends no events",
+        description="minimum number of a client's events, both in a bin and in total. A client with fewer events does "
+        "not send them",
     )
     ties: Literal["efron", "breslow"] = Field(
-        "efron", description="how to handle tied events, which are events in the same bin or at the same time"
+        "efron", description="method for tied events, i.e., events in the same bin or at the same time"
     )
 
     @model_validator(mode="after")
     def _bins_or_strata(self) -> Cox:
         if self.strength == "cv" and not self.stratify:
             raise ValueError(
-                "clients that share a baseline hazard would send every time bin for each fit of a "
-                "cross-validation. Set stratify = true, or set strength to a number"
+                "with a shared baseline hazard, clients would send every time bin for each fit of a cross-validation. "
+                "Set stratify = true, or set strength to a number"
             )
         if self.stratify and (self.width is not None or self.until is not None):
             raise ValueError("stratify does not use time bins. Omit `width` and `until`")
         if self.width is None and self.until is not None:
-            raise ValueError("`until` is the end of the last bin. Set `width` as well")
+            raise ValueError("`until` is the upper edge of the last bin. Set `width` as well")
         if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
             raise ValueError(
                 f"at most {MAX_BINS} bins are allowed, got {self.until / self.width:.0f}. Set a larger width"
@@ -150,7 +150,7 @@ class Cox(Penalized):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.shows_rows or (not self.stratify and self.until is None):
             raise ConfigError(
-                "the analysis cox needs agreed time bins, but no time bins are set",
+                "the analysis cox requires time bins, but no time bins are set",
                 rule="analysis-time-bins",
                 fix="set width and until in the analysis, or stratify = true",
             )
@@ -167,7 +167,7 @@ class Cox(Penalized):
         shapes = {"beta": (columns,), "betas": (FIT_COUNT, columns), "metric": (columns, columns)}
         require_shapes(question, shapes)
         if "ends" in question.values and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
-            raise Refused("the time bins of a question must be the agreed bins after merging")
+            raise Refused("the time bins of a question must match the agreed-upon bins after merging")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         design = design_of(client, terms, flagged=not self.shows_rows)
@@ -224,13 +224,15 @@ class Cox(Penalized):
         beyond, rare, events = (int(table[name][0].as_py()) for name in ("late_lost", "rare_lost", "events"))
         whole, notes = events + beyond + rare, list[str]()
         if beyond:
-            notes.append(f"{beyond} of {whole} events count as censored, because they are after the last time bin")
+            notes.append(
+                f"{beyond} of {whole} events are treated as censored, because they are after the last time bin"
+            )
         if rare and self.stratify:
-            why = f"their clients have fewer than {self.min_events} events. Rows of these clients are left out"
+            why = f"their clients have fewer than {self.min_events} events. The rows of these clients are omitted"
             notes.append(f"{rare} of {whole} events are not used, because {why} (min_events)")
         elif rare:
             why = f"their clients have fewer than {self.min_events} events in the same time bin (min_events)"
-            notes.append(f"{rare} of {whole} events count as censored, because {why}")
+            notes.append(f"{rare} of {whole} events are treated as censored, because {why}")
         return notes
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -262,7 +264,7 @@ class Cox(Penalized):
                 fits += [of_values, _symmetric_bounds(moments - 1, 2 * most)]
             return Bounds.join([Bounds.counts(CV_FOLDS + 1, most), *fits])
         tilt = list[Bounds]()
-        if "metric" in values:  # a row in [-1, 1] has at most this length in the metric
+        if "metric" in values:  # maximum length of a row in [-1, 1] in the metric
             longest = 8 * most * max(float(values["metric"].abs().sum()), agreed.step)
             tilt = [_symmetric_bounds(p if self.stratify else len(agreed.ends) * 2 * (1 + p), longest, agreed.step)]
         if self.stratify:
@@ -341,15 +343,15 @@ class Cox(Penalized):
         return merge_bin_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
-        """Return the fit of all rows, using their exact times."""
+        """Return the fit to all rows with their exact times."""
         low, high = ranges_of(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
         rows = means[0]
         if not rows:
             raise DataError(
-                "no row is complete and within the agreed ranges. Drop columns with missing cells, or "
-                "agree on wider ranges"
+                "no row is complete and within the agreed-upon ranges. Drop columns with missing cells, or agree on "
+                "wider ranges"
             )
         centre = means[1:] / rows
         squares, (events,) = np.split(ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy(), [-1])
@@ -398,7 +400,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Decode the total of the answers to "risk" or "tilted-risk" into its sums."""
+    """Decode the sums in the total of the answers to "risk" or "tilted-risk"."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
@@ -421,7 +423,7 @@ def _symmetric_bounds(numbers: int, most: float, step: float = 2.0**-36) -> Boun
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
     """Return a table with a row for each column of the regression.
 
-    The table includes the numbers of rows and of lost events.
+    The table includes the numbers of rows and lost events.
     """
     low, high = fit.fit.interval()
     figures = {

@@ -66,15 +66,15 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""A column varies if its standard deviation, relative to the agreed range, is at least this large."""
+"""Minimum standard deviation of a varying column, relative to its agreed-upon range."""
 ANSWER_STEP = 2.0**-36
-"""Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
+"""Rounding step with masking: numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
 """Largest linear predictor with a bound. For larger linear predictors, exp exceeds the range of float64."""
 
 
 class Glm(Penalized):
-    """Regression over the rows of all clients, computed from sums.
+    """Generalized linear regression over the rows of all clients, computed from sums.
 
     The regression is logistic for a binary task, Poisson for counts, and linear for other targets.
     """
@@ -94,14 +94,15 @@ class Glm(Penalized):
     retried: ClassVar = ("step", "tilted", "paths")
 
     by_client: bool = Field(
-        False, description="use a separate intercept for each client. Clients then reveal sums of their own rows"
+        False,
+        description="use a separate intercept for each client. Clients then reveal individual sums over their rows",
     )
 
     @model_validator(mode="after")
     def _compares_one_model(self) -> Glm:
         if self.compare and self.by_client:
             raise ValueError(
-                "with by_client, there is no model of all clients to compare. Omit `by_client` or `compare`"
+                "with by_client, no model is shared by all clients and could be compared. Omit `by_client` or `compare`"
             )
         return self
 
@@ -119,7 +120,7 @@ class Glm(Penalized):
             raise Refused(
                 f"the analysis glm fits one target, but {schema.name} has {len(schema.target_ranges)} targets",
                 rule="analysis-one-target",
-                fix="name one column in {data.target}, or omit the analysis",
+                fix="set {data.target} to a single column, or omit the analysis",
             )
         require_columns(schema, "a regression")
 
@@ -150,8 +151,8 @@ class Glm(Penalized):
             if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
                     f"only {int(support.min())} clients have at least {terms.rules.min_subjects} "
-                    f"subjects of each outcome, but {terms.rules.min_clients + terms.rules.missing} "
-                    "are needed. Agree on a smaller minimum count"
+                    f"subjects of each outcome, but {terms.rules.min_clients + terms.rules.missing} are required. "
+                    f"Agree on a smaller minimum count"
                 )
         return super().start(terms)
 
@@ -261,7 +262,7 @@ class Glm(Penalized):
     def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
         """Return True if a single row has most of the information, of the residuals, or of the lengths in a metric.
 
-        The coefficients of a linear regression cannot single out a row.
+        In a linear regression, coefficients cannot single out a row.
         """
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = site.x @ beta
@@ -275,14 +276,14 @@ class Glm(Penalized):
         return has_dominant_row(*shares)
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
-        """Return the fit, and the largest effect of rounding on each of its coefficients."""
+        """Return the fit, and the largest effect of rounding on each coefficient."""
         names, first, family = columns_of(terms), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
             raise DataError(
-                "no row is complete and within the agreed ranges. Drop columns with missing cells, or "
-                "agree on wider ranges"
+                "no row is complete and within the agreed-upon ranges. Drop columns with missing cells, or agree on "
+                "wider ranges"
             )
         centre = total.numpy()[1:] / count
         squares = ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy()

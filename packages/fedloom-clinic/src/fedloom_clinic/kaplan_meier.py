@@ -1,12 +1,11 @@
-"""Kaplan-Meier curves, the log-rank test and restricted means of groups, from counts in agreed time bins.
+"""Kaplan-Meier curves, log-rank test and restricted means of groups, computed from counts in time bins.
 
 References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
 (log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
-A time is treated as if it were the end of its bin, so the curve and the test apply to the binned times. In the curve
+A time is treated as if it were the upper edge of its bin, so the curve and the test apply to binned times. In the curve
 for the exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c) and 1
-- d / n, regardless of their order. These limits determine the maximum error of each curve and each
-mean.
+- d / n, regardless of their order. These limits bound the error of each curve and each mean.
 """
 
 from __future__ import annotations
@@ -62,18 +61,22 @@ class SurvivalCurve(NamedTuple):
 
 
 class KaplanMeier(Analysis):
-    """Survival curves of groups, the log-rank test and restricted means, in agreed time bins."""
+    """Survival curves, log-rank test and restricted means of groups, in time bins."""
 
     kind: ClassVar[str] = "kaplan-meier"
     assumes_independence: ClassVar[bool] = True
     tasks: ClassVar = ("survival",)
     questions: ClassVar = {"counts": {}}
 
-    width: float = Field(gt=0, description="width of time bins, in the unit of the times")
+    width: float = Field(gt=0, description="width of the time bins, in the unit of the times")
     until: float | None = Field(
-        None, gt=0, description="end of the last bin. Later times are censored at this time (None: the largest time)"
+        None,
+        gt=0,
+        description="upper edge of the last bin. Later times are censored at this time (None: the largest time)",
     )
-    group: str | None = Field(None, description="group column with levels, or 'client' (None: one curve)")
+    group: str | None = Field(
+        None, description="column whose levels are the groups, or 'client' (None: a single curve)"
+    )
     level: float = Field(0.95, gt=0, lt=1, description="confidence level of the intervals")
 
     @property
@@ -92,7 +95,7 @@ class KaplanMeier(Analysis):
         super().check_sites(schema, masked=masked)
         if self.until is None and schema.target_ranges[0] is None:
             raise ConfigError(
-                "the analysis kaplan-meier needs an agreed last time, but no last time is set",
+                "the analysis kaplan-meier requires a last time, but `until` is not set",
                 rule="analysis-last-time",
                 fix="set `until` in the analysis, for example until = 60",
             )
@@ -168,14 +171,14 @@ class KaplanMeier(Analysis):
         return torch.from_numpy(bin_ends(self.width, last))
 
     def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        """Return the numbers of events and of censored rows for the agreed bins and groups, ``[G, 2, J]``."""
+        """Return the numbers of events and censored rows for the agreed-upon bins and groups, ``[G, 2, J]``."""
         bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, terms.client_names))
         code, place, event = self._groups_and_bins(client, terms)
         at = (code * 2 + (~event).long()) * bins + place
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
 
     def _groups_and_bins(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each row's group and bin, and whether its time ends with an event, all ``[N]``."""
+        """Return each row's group and bin, and whether its event was observed, all ``[N]``."""
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))
@@ -183,7 +186,7 @@ class KaplanMeier(Analysis):
 
 
 def curve_of(counts: Floats) -> SurvivalCurve:
-    """Return the curve for given numbers of events and of censored rows, ``[2, J]``."""
+    """Return the curve for the given numbers of events and censored rows, ``[2, J]``."""
     events, censored = counts
     at_risk = (events + censored)[::-1].cumsum()[::-1]
     factors, lowest = (
@@ -205,7 +208,7 @@ def compute_interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats
 
 
 def log_rank(counts: Floats) -> tuple[float | None, float | None]:
-    """Return the log-rank statistic of groups ``[G, 2, J]``, and its p value.
+    """Return the log-rank statistic of groups ``[G, 2, J]`` and its p-value.
 
     Both are None if there are fewer than two groups.
     """

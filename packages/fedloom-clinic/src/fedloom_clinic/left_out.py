@@ -1,4 +1,4 @@
-"""Results for a new client: each method is trained without each client in turn, and scored at the excluded client."""
+"""Results for a new client: each method is trained without each client in turn and scored at the held-out client."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES_FIGURE = "samples"
-"""Recorded name of the number of samples of the omitted client."""
+"""Recorded name of the held-out client's number of samples."""
 MIN_CLIENTS = 3
-"""Minimum number of clients in a federation for this analysis."""
+"""Minimum number of clients for this analysis."""
 OMIT = "omit this analysis"
 """Advice of errors that this analysis raises although the methods could run without it."""
 
@@ -64,7 +64,7 @@ class LeftOut(Analysis):
 
 
 def _setting_without(setting: Setting, client: int) -> Setting:
-    """Return the setting of a run without the given client. The other clients keep the values that belong to them.
+    """Return the setting of a run without the given client. The other clients keep their own values.
 
     Raises:
         Refused: the aggregation rule needs this client.
@@ -88,7 +88,7 @@ def _setting_without(setting: Setting, client: int) -> Setting:
 def remove_client(fed: Federation, client: int) -> Federation:
     """Return the federation without the given client.
 
-    The samples of this client remain in the data set but do not belong to any client.
+    This client's samples remain in the data set but do not belong to any client.
     """
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
@@ -100,20 +100,20 @@ def remove_client(fed: Federation, client: int) -> Federation:
         data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
-    cut = {**fed.partition, "test": 0.0}  # the omitted client is the test part
+    cut = {**fed.partition, "test": 0.0}  # the held-out client is the test set
     return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
 
 
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
-    """Return the scores of a run's global model, trained without a client, on all samples of this client.
+    """Return the scores, on all samples of a client, of a run's global model that was trained without this client.
 
-    The columns of a table are scaled by the other clients' medians, as they are when a new client uses the model.
-    Alternatively, they are scaled by the client's own rows, which is possible for a client that has rows.
+    A table's columns are scaled by the other clients' medians, as when a new client uses the model, and also by the
+    client's own rows, which is possible for a client with rows.
 
     Args:
         result: result of the run without the client.
         fed: federation that includes the client.
-        client: client that was excluded.
+        client: held-out client.
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()

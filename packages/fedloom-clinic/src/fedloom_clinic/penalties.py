@@ -1,9 +1,9 @@
-"""Penalties of regressions that are computed from sums: options, and folds of a cross-validation at each client.
+"""Penalties of regressions computed from sums: options, and cross-validation folds at each client.
 
-Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is
-either a sum over rows, or computed from sums over the rows at risk. Clients therefore answer two questions in every
-step: the first asks for the information, and the second sends them V. In a cross-validation, the fits for all strengths
-are requested at the same time.
+Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is a
+sum over rows or is computed from sums over the rows at risk. Clients therefore answer two questions in every step: the
+first asks for the information, and the second contains V. In a cross-validation, the fits for all strengths are
+requested at the same time.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from fedloom_clinic.columns import (
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, FoldSums, Likelihood
 
 FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
-"""Number of fits of a cross-validation that one question covers."""
+"""Number of cross-validation fits that a question covers."""
 
 
 class Penalized(ModelAnalysis, ScriptedAnalysis):
     """Regression with a penalty, computed from sums over clients."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
-        "none", description="ridge or firth. Both give finite coefficients even if columns separate the outcomes"
+        "none", description="ridge or firth. Both yield finite coefficients even if columns separate the outcomes"
     )
     strength: float | Literal["cv"] | None = Field(
         None,
-        description="strength of the ridge penalty, scaled per row and applied to standardized columns, like "
-        "lifelines' penalizer. Intercepts are not penalized. cv: chosen by cross-validated likelihood",
+        description="strength of the ridge penalty, per row and for standardized columns, like lifelines' penalizer. "
+        "Intercepts are not penalized. cv: chosen by cross-validated likelihood",
     )
 
     @model_validator(mode="after")
@@ -74,12 +74,12 @@ class Penalized(ModelAnalysis, ScriptedAnalysis):
 
     @property
     def last_question(self) -> str:
-        """Name of the question asked in every step."""
+        """Name of the question in every step."""
         return "paths" if self.strength == "cv" else "tilted" if self.penalty == "firth" else "step"
 
 
 def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if a field of a question does not have the expected shape.
+    """Raise an error if a field of a question does not have the expected shape.
 
     Raises:
         Refused: a field has a different shape.
@@ -91,13 +91,13 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
-    """Return the fold of each row, ``[N]``. A subject is in a single fold, and folds have about equally many events.
+    """Return each row's fold, ``[N]``. A subject is in a single fold, and folds have similar numbers of events.
 
-    Subjects are assigned to folds in the order of digests of their rows, so the folds depend on nothing else.
+    Subjects are assigned to folds in the order of digests of their rows, so the folds depend only on the rows.
 
     Args:
         design: rows that the regression uses.
-        client: client of the rows.
+        client: client with the rows.
         event: True for rows with the outcome, ``[N]``.
     """
     cells = np.hstack([design.x, design.y])
@@ -112,7 +112,7 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
 
 def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Floats], Mask], least: int) -> Tensor:
-    """Return flags ``[1 + p]`` for a cross-validation: 1 if every fold has enough subjects, in total and per column.
+    """Return flags ``[1 + p]`` for a cross-validation: 1 if every fold has enough subjects in total and per column.
 
     Args:
         client: client whose rows are divided into folds.
@@ -134,12 +134,12 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 def find_divided_clients(terms: AnalysisTerms) -> list[bool]:
     """Return a flag for each client: True if its rows are divided into folds.
 
-    The rows of all other clients are never held out.
+    The rows of the other clients are never held out.
 
-    A client's rows are divided if each of its folds reaches the minimum counts in every cell.
+    They are divided if each of the client's folds reaches the minimum counts in every cell.
 
     Raises:
-        Refused: too few clients have rows that can be divided.
+        Refused: too few clients have divisible rows.
     """
     if not forbids_small_cells(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
@@ -150,7 +150,7 @@ def find_divided_clients(terms: AnalysisTerms) -> list[bool]:
     if sum(able) < needed:
         raise Refused(
             f"only {sum(able)} clients have {terms.rules.min_subjects} subjects of every column and "
-            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are needed",
+            f"outcome in each of {CV_FOLDS} folds, but {needed} clients are required",
             rule="small-cells",
             fix="set strength to a number, or agree on a smaller minimum count",
         )

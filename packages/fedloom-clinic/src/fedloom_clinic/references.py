@@ -1,4 +1,4 @@
-"""Reference models from scikit-learn (a regression and a forest), which are fitted at each site to its own rows."""
+"""Reference models from scikit-learn (a regression and a forest), which each site fits to its own rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedloom.errors import Refused
 
 FOREST_TREES = 200
 MIN_PROBABILITY = 1e-12
-"""Probability that is used instead of 0 when a logarithm is taken."""
+"""Probability that replaces 0 in logarithms."""
 
 
 class References(Analysis):
-    """Analysis that fits scikit-learn's regression and forest to the rows of every client, after the last round."""
+    """Analysis that fits scikit-learn's regression and forest to each client's rows after the last round."""
 
     kind: ClassVar[str] = "references"
     per: ClassVar[str] = "seed"
@@ -36,7 +36,7 @@ class References(Analysis):
 
 
 def check_references(fed: Federation) -> None:
-    """Raise if the reference models cannot be fitted to the data.
+    """Raise an error if the reference models cannot be fitted to the data.
 
     Raises:
         ConfigError: the samples are not rows of a table, or their targets are times or counts.
@@ -51,10 +51,10 @@ def check_references(fed: Federation) -> None:
 
 
 def references(result: Result) -> pa.Table:
-    """Return the metrics of the reference models on the test part of each client: client, model, metric and value.
+    """Return the reference models' metrics on each client's test set: client, model, metric and value.
 
-    The models are fitted to the features of the client's training part, in the representation that networks receive. If
-    a client's training part contains a single class, no logistic regression and no forest are fitted for it.
+    The models are fitted to the features of the client's training set in the representation that networks receive. If
+    this set contains only one class, neither a logistic regression nor a forest is fitted.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():
@@ -81,7 +81,7 @@ def _fit_reference_models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _network_outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return the outputs as a network for this task produces them: logits of classes, or values."""
+    """Return the outputs in the form of a network for this task: class logits or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

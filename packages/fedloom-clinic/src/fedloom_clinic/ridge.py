@@ -1,10 +1,10 @@
-"""Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor that takes three questions.
+"""Ridge regression of numbers or classes over all clients, computed from Gram matrices with three questions.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
-The inputs are the inputs of a model, taken from training rows. Clients send first their means, then sums of squares
-around the overall means, and finally the Gram matrix of standardized inputs and targets. A column's scale therefore
-costs the coefficients no digits.
+The inputs are a model's inputs for the training rows. Clients first send their means, then sums of squares around the
+overall means, and finally the Gram matrix of standardized inputs and targets. The coefficients therefore lose no digits
+because of a column's scale.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 MIN_RELATIVE_SPREAD = 1e-13
-"""Deviation relative to the mean below which an input is regarded as constant."""
+"""Deviation, relative to the mean, below which an input is considered constant."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
-"""Rounding steps under masks: means and squares relative to the largest input, products at unit deviation. If an input
-varies by only a millionth of the agreed range, its deviation is still accurate to six digits."""
+"""Rounding steps with masking: for means and squares, relative to the largest input; for products, at unit deviation.
+Even if an input varies by only a millionth of the agreed-upon range, its deviation is accurate to six digits."""
 
 
 class RidgeRows(NamedTuple):
-    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, with these rows' indices."""
+    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, and the rows' indices."""
 
     x: Tensor
     y: Tensor
@@ -53,15 +53,15 @@ class RidgeRegression(ModelAnalysis, ScriptedAnalysis):
     needs_independent: ClassVar[bool] = False
     questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
 
-    wider: ClassVar[str] = "Give a larger max_input, or agree on a wider target_range"
+    wider: ClassVar[str] = "Set a larger max_input, or agree on a wider target_range"
 
     strength: float = Field(
         0.01,
         ge=0,
-        description="penalty per row, for inputs scaled to unit standard deviation, like alpha of scikit-learn's "
-        "Ridge divided by the number of rows",
+        description="penalty per row for inputs with unit standard deviation, like scikit-learn's Ridge alpha divided "
+        "by the number of rows",
     )
-    max_input: float = Field(1000.0, gt=0, description="agreed limit on the absolute value of an input")
+    max_input: float = Field(1000.0, gt=0, description="maximum absolute value of an input, which all sites agree on")
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         super().check_sites(schema, masked=masked)
@@ -121,7 +121,7 @@ class RidgeRegression(ModelAnalysis, ScriptedAnalysis):
         upper, half = torch.triu_indices(p, p), p * (p + 1) // 2
         system = gram.new_zeros(p, p)
         system[upper[0], upper[1]] = system[upper[1], upper[0]] = gram[:half]
-        system += torch.diag(rows * self.strength + still.double())  # a constant input gets the coefficient 0
+        system += torch.diag(rows * self.strength + still.double())  # the coefficient of a constant input is 0
         beta = torch.linalg.pinv(system, hermitian=True) @ gram[half:].view(p, c)
         weight = (beta * spread[p:] / spread[:p, None]).T
         bias = centre[p:] - weight @ centre[:p]
@@ -177,9 +177,8 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
     Args:
         system: matrix of the system, including the ridge, ``[p, p]``.
         beta: solution of the system, ``[p, c]``.
-        error: error of each number in the Gram matrix, given as its upper triangle followed by the products with the
-            targets.
-        penalty: rounding errors of the ridge penalties, ``[p]``.
+        error: error of each number in the Gram matrix: its upper triangle, followed by the products with the targets.
+        penalty: rounding errors of the penalties, ``[p]``.
     """
     p, c = beta.shape
     half = p * (p + 1) // 2
@@ -203,8 +202,7 @@ def _row_sum_bounds(largest: Tensor, most: float, step: Tensor) -> Bounds:
 def input_names(schema: Schema) -> list[str]:
     """Return a name for each number in an input.
 
-    A coded column has one number for each level. A column with a flag has an additional number that marks missing
-    cells.
+    A coded column has a number for each level. A column with a flag has an additional number that marks missing cells.
     """
     names = list[str]()
     for column in schema.columns:
@@ -214,7 +212,7 @@ def input_names(schema: Schema) -> list[str]:
 
 
 def raw_inputs(x: Tensor, schema: Schema) -> Tensor:
-    """Return inputs ``[N, p]`` computed from raw columns that were not prepared by a federation. Gaps stay NaN."""
+    """Return inputs ``[N, p]`` from raw columns that no federation has prepared. Missing cells remain NaN."""
     blocks = list[Tensor]()
     for column, values in zip(schema.columns, x.T, strict=True):
         levels = torch.arange(column.levels or 1).double()

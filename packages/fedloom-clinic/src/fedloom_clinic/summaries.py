@@ -1,4 +1,4 @@
-"""Rows of Table 1: means, deviations, quantiles, levels, and p values of tests, computed from sums by group.
+"""Rows of Table 1: means, deviations, quantiles, levels, and p-values, computed from sums by group.
 
 The references are in `fedloom_clinic.table_one`.
 """
@@ -25,11 +25,11 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios between two units of the same quantity. These are the ratios that occur most often in clinics."""
+"""Ratios between two units of the same quantity that are common in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance between the ratio of two clients' medians and the ratio of two units."""
+"""Relative tolerance between the ratio of clients' medians and the ratio of units."""
 MIN_NOTED_DISTANCE = 1.0
-"""Distance of a client's mean from the others' mean that causes a note, in the others' standard deviations.
+"""Distance between a client's mean and the others' mean, in the others' standard deviations, that triggers a note.
 
 For comparison, Cohen calls an effect of 0.8 large.
 """
@@ -46,7 +46,7 @@ TABLE_SCHEMA = pa.schema([
 
 @dataclass(frozen=True, eq=False)
 class SummaryColumn:
-    """Column with its cells: bins of a numeric column, or levels of a coded column, with missing cells last.
+    """Column with its cells: bins of a numeric column or levels of a coded column, followed by missing cells.
 
     Args:
         name: name of the column.
@@ -54,7 +54,7 @@ class SummaryColumn:
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None if the column is coded.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
-        merged_bins: merged bin of each agreed bin, ``[bins]``.
+        merged_bins: merged bin of each original bin, ``[bins]``.
     """
 
     name: str
@@ -66,12 +66,12 @@ class SummaryColumn:
 
     @property
     def cell_count(self) -> int:
-        """Number of cells, without the cell for missing values."""
+        """Number of cells, excluding the cell for missing values."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
-        """Number of values that the first answer contains for the column in each group.
+        """Number of values for the column per group in the first answer.
 
         There is one value for each cell. A numeric column also has the numbers of missing rows and of rows outside the
         range, and a sum.
@@ -80,7 +80,7 @@ class SummaryColumn:
 
     @property
     def flags(self) -> int:
-        """Number of the column's cells. For each cell, a client states whether it has enough subjects."""
+        """Number of the column's cells for which clients state whether they have enough subjects."""
         bins = len(self.merged_bins)
         return len(self.cells.names) if self.edges is None else sum(-(-bins // width) for width in range_widths(bins))
 
@@ -102,7 +102,7 @@ class GroupMoments(NamedTuple):
 def describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: GroupMoments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of the table for a numeric column: one for each group that has rows."""
+    """Yield the table's rows for a numeric column, one for each group with rows."""
     assert column.edges is not None
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
@@ -114,7 +114,7 @@ def describe_number(
             if deviation[a] + deviation[b] > 0]  # fmt: skip
     squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
     p = None
-    if len(tested) > 2:  # a group with one row has a mean, but no deviation
+    if len(tested) > 2:  # a group with one row has a mean but no deviation
         counts, centre = n[tested], of.centre[tested]
         apart = float(counts @ (centre - counts @ centre / counts.sum()) ** 2)
         p = _f_test(apart, apart + float(of.squares[tested].sum()), len(tested), counts.sum())
@@ -137,7 +137,7 @@ def describe_number(
 def _rounding_bound(of: GroupMoments, group: int) -> float | None:
     """Return the largest effect of rounding on a group's mean or deviation.
 
-    Return None if there are fewer than two rows.
+    Return None for fewer than two rows.
     """
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
@@ -152,7 +152,7 @@ def _rounding_bound(of: GroupMoments, group: int) -> float | None:
 def describe_code(
     column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of the table for a coded column, one for each level and each group that has rows."""
+    """Yield the table's rows for a coded column, one for each level and each group with rows."""
     shown = counted[:, : column.cell_count]
     some = [g for g in range(len(counted)) if counted[g].any()]
     full = [g for g in some if shown[g].any() and g < groups.named]  # rows without a group are not tested
@@ -174,7 +174,7 @@ def describe_code(
 
 
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
-    """Return the p value of a one-way analysis of variance.
+    """Return the p-value of a one-way analysis of variance.
 
     If there are fewer than two groups or no spread, return None.
     """
@@ -185,7 +185,7 @@ def _f_test(between: float, total: float, groups: int, rows: float) -> float | N
 
 
 def _difference(first: Floats, second: Floats) -> float:
-    """Return the standardized difference of Yang and Dalton between shares of levels, ``[L]``."""
+    """Return Yang and Dalton's standardized difference between level proportions, ``[L]``."""
     one, two = first / first.sum(), second / second.sum()
     gap = (one - two)[1:]
     covariance = (np.diag(one) - np.outer(one, one) + np.diag(two) - np.outer(two, two))[1:, 1:] / 2
@@ -193,9 +193,9 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, assuming that rows are spread evenly within each bin.
+    """Return a quantile computed from bin counts, assuming a uniform distribution within each bin.
 
-    Return None if there are no rows, or a single bin, which tells nothing about the quantile.
+    Return None if there are no rows, or only one bin, which does not determine a quantile.
     """
     if not counts.any() or len(counts) == 1:
         return None
@@ -208,9 +208,9 @@ def _p_value_number(p: float | None) -> float | None:
 
 
 def note_clients(rows: list[dict[str, object]]) -> None:
-    """Add notes about clients whose numbers stand out, and suggest a different unit as a possible reason.
+    """Add notes about clients with unusual numbers, and suggest a different unit as a possible reason.
 
-    The unit is merely a guess, and is never applied.
+    The unit is only a guess and is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:
@@ -223,9 +223,7 @@ def note_clients(rows: list[dict[str, object]]) -> None:
         gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
         if abs(gap) <= MIN_NOTED_DISTANCE:
             continue
-        note = (
-            f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"
-        )
+        note = f"is unusual: its mean differs from the others' mean by {gap:+.1f} of their standard deviations"
         if row["median"] is None:  # for example, because all rows are in one bin
             row["note"] = note
             continue

@@ -4,8 +4,8 @@ References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E.
 standardized difference of levels). The tests are the same as in SciPy, but are computed from the same sums as the
 table.
 
-Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed with a second question, around the means
-from the first.
+Numbers are scaled to [-1, 1] by the agreed-upon ranges. A second question computes deviations around the means from the
+first.
 """
 
 from __future__ import annotations
@@ -49,28 +49,27 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 SUM_STEP = 2.0**-36
-"""Rounding step under masks: sums and squares are rounded to multiples of it."""
+"""Rounding step with masking: sums and squares are rounded to multiples of it."""
 HOMOGENEITY_STEP = 2.0**-3
-"""Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
-statistic."""
+"""Rounding step, on the scale of a chi-square statistic, of a homogeneity statistic over clients if small cells are
+merged."""
 MIN_COMPARED_CLIENTS = 5
 """Minimum number of clients in a statistic if small cells are merged.
 
-A statistic over three or four clients, together with the totals, would leave only a few possible counts for each
-client.
+A statistic over three or four clients and the totals would leave only a few possible counts for each client.
 """
 MIN_LEVEL_SHARE = 0.05
-"""Share of a level below which the level's statistic is rounded more coarsely, because it is divided by the share."""
+"""Proportion below which a level's statistic is rounded more coarsely, because it is divided by the proportion."""
 GAPS_NOTE = (
-    "if fewer than {} subjects of a client have missing or out-of-range cells, these cells are not counted as such. "
-    "They are replaced by the client's mean or most frequent level, or by the end of the range"
+    "if fewer than {} of a client's subjects have missing or out-of-range cells, these cells are not counted as such. "
+    "They are replaced by the client's mean, its most frequent level, or the nearest limit of the range"
 )
 
 
 class TableOne(ScriptedAnalysis):
     """Table 1 of all clients' rows, computed from sums, by group or by client.
 
-    The table contains tests of homogeneity over groups and over clients.
+    The table contains tests of homogeneity across groups and clients.
     """
 
     kind: ClassVar[str] = "table-1"
@@ -82,8 +81,8 @@ class TableOne(ScriptedAnalysis):
         "differences": {"means": 1, "variances": 1, "shares": 2},
     }
 
-    group: str | None = Field(None, description="group column with levels, or 'client' (None: one column of figures)")
-    bins: int = Field(50, ge=2, le=1000, description="number of equal bins for a numeric column, over its agreed range")
+    group: str | None = Field(None, description="column whose levels are the groups, or 'client' (None: no groups)")
+    bins: int = Field(50, ge=2, le=1000, description="number of equal-width bins over a numeric column's range")
 
     @property
     def shows_rows(self) -> bool:
@@ -95,7 +94,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance on [-1, 1] that may divide a statistic: the variance within an agreed bin."""
+        """Smallest variance on [-1, 1] that may divide a statistic: the variance within a bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -105,8 +104,8 @@ class TableOne(ScriptedAnalysis):
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "differences" and not compares_clients(terms):
             raise Refused(
-                f"clients are compared only if there are at least {MIN_COMPARED_CLIENTS}, because "
-                "otherwise their counts would be revealed"
+                f"clients are compared only if there are at least {MIN_COMPARED_CLIENTS}, because their counts would "
+                f"otherwise be revealed"
             )
         groups, columns = self._merged_cells(terms)
         numbers = sum(column.edges is not None for column in columns)
@@ -154,7 +153,7 @@ class TableOne(ScriptedAnalysis):
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
         groups, columns = self._merged_cells(terms)
         filled = self._fill_rare_gaps(client, terms, groups, columns)
-        return [  # rows without filled cells, so that a subject's rows do not depend on the groups
+        return [  # rows without imputed cells, so that a subject's rows do not depend on the groups
             client.select(
                 ~filled.x[:, column.place].isnan() if column.edges is None else _scale_column(filled, column)[1]
             )
@@ -246,7 +245,7 @@ class TableOne(ScriptedAnalysis):
         return table, None
 
     def _agreed_columns(self, schema: Schema) -> list[SummaryColumn]:
-        """Return every column with its agreed bins and all its levels."""
+        """Return every column with its bins or all its levels."""
         columns = list[SummaryColumn]()
         for place, column in enumerate(schema.columns):
             if column.name == self.group:
@@ -261,7 +260,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _merged_cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups, and the columns restricted to cells where enough clients have enough rows."""
+        """Return the groups and the columns, restricted to cells in which enough clients have enough rows."""
         names, columns = groups_of(terms.schema, self.group, terms.client_names), self._agreed_columns(terms.schema)
         flags = torch.stack(terms.published)
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
@@ -275,7 +274,7 @@ class TableOne(ScriptedAnalysis):
                 kept.append(replace(column, cells=merge_small_cells(column.cells.names, every, terms.rules, gaps)))
                 continue
             what = f"subjects with a number in {column.name!r} within its range, in every group"
-            fix = f"columns without {column.name!r}, fewer groups"
+            fix = f"columns without {column.name!r} or fewer groups"
             of = merge_bins(cells, terms.rules, range_widths(self.bins), self.bins, what, fix)
             ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
             kept.append(replace(column, edges=column.edges[[0, *ends]], merged_bins=of))
@@ -284,11 +283,11 @@ class TableOne(ScriptedAnalysis):
     def _fill_rare_gaps(
         self, client: ClientRows, terms: AnalysisTerms, groups: MergedCells, columns: Sequence[SummaryColumn]
     ) -> ClientRows:
-        """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
+        """Return a client's rows after imputing gaps of fewer subjects in a group than the rules allow to count.
 
         A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
-        the nearer end of the range. If a sum reveals a number of gaps, this number therefore comes from enough subjects
-        of a client.
+        the nearer end of the range. Any number of gaps that a sum reveals therefore involves enough of a client's
+        subjects.
         """
         if terms.rules.min_subjects == 1:
             return client
@@ -313,16 +312,16 @@ class TableOne(ScriptedAnalysis):
 
 
 def compares_clients(terms: AnalysisTerms) -> bool:
-    """Return True if statistics over clients are computed: small cells are not merged, or there are enough clients.
+    """Return True if small cells are not merged or there are enough clients for statistics over clients.
 
-    The number of clients excludes those that may be absent, and those with too few rows in every cell.
+    Clients that may be absent or have too few rows in every cell are not counted.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
     return not forbids_small_cells(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
 
 
 def _scale_column(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
-    """Return a number scaled to [-1, 1] as ``[N]``, and flags of cells that are present and within the agreed range."""
+    """Return a number scaled to [-1, 1] as ``[N]``, and flags of the cells that are present and within the range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
     whole = (values >= low) & (values <= high)
@@ -336,7 +335,7 @@ def _rows_by_level(client: ClientRows, column: SummaryColumn) -> Tensor:
 
 
 def _subjects_by_cell(client: ClientRows, column: SummaryColumn) -> Tensor:
-    """Return the number of subjects that have a row in each cell of a column.
+    """Return the number of subjects with a row in each cell of a column.
 
     The cells of a numeric column are ranges of bins (see `merge_bins`).
     """
@@ -352,7 +351,7 @@ def _subjects_by_cell(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _count_groups(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the number of rows in each group, and then the values of each column in each group."""
+    """Return the number of rows in each group, followed by the values of each column in each group."""
     code = groups.merged_index[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):

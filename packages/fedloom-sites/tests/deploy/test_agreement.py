@@ -245,7 +245,7 @@ def test_times_to_an_event_are_learned_and_used_at_every_site(tmp_path: Path) ->
 def same_as_graph(home: Path, site: str, rows: list[hospitals.Row], scores: np.ndarray, folder: Path) -> None:
     """The exported graph says of raw rows in the agreed units what the site's own command says."""
     printed = call("deploy", "export", home, "--out", folder / "m.onnx")
-    converted = "in the agreed units. First multiply glucose by 18, creatinine by 0.01131" in printed
+    converted = "in the agreed-upon units. First multiply glucose by 18, creatinine by 0.01131" in printed
     assert converted == (site in hospitals.SI)
     factors = {"glucose": 18.0, "creatinine": 0.01131} if converted else {}
     graph = onnxruntime.InferenceSession(folder / "m.onnx")

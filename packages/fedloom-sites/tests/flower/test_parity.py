@@ -177,7 +177,7 @@ def test_nodes_score_the_global_model_by_their_own_statistics(
     strategy = ff.Strategy("fedavg", modules[0], **CHOICES)
     strategy.start(app.grid, ArrayRecord(modules[0].state_dict()), num_rounds=2)
     assert "the client's own (evaluate.batchnorm_stats)" in caplog.text
-    assert "averaged over the round's clients" not in caplog.text
+    assert "average over the round's clients" not in caplog.text
     scored = {"every": 1, "batchnorm_stats": "own"}
     known = fl.simulate("fedavg", fed, model=modules[0], rounds=2, evaluate=scored, **CHOICES)
     for k, figures in strategy.client_metrics[2].items():

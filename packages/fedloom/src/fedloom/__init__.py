@@ -1,6 +1,6 @@
-"""fedloom: federated learning for clients whose data differ.
+"""fedloom: federated learning for heterogeneous clients.
 
-Every public name is imported when it is first used, so that ``import fedloom`` is fast and does not load torch.
+Every public name is imported on first use, so ``import fedloom`` is fast and does not load torch.
 
 >>> import fedloom as fl
 >>> fl.seeds.derive(0, purpose="cohort") == fl.seeds.derive(0, purpose="cohort")

@@ -1,4 +1,4 @@
-"""Cache for text that is expensive to compute. The text is kept in the user's cache folder between calls."""
+"""Cache for text that is expensive to compute, kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def _cache_folder() -> Path:
-    """Return the cache folder: FEDLOOM_CACHE if it is set, or else ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
+    """Return the cache folder: FEDLOOM_CACHE if it is set, otherwise ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
     project_folder, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(project_folder) if project_folder else Path(shared or Path.home() / ".cache") / "fedloom"
 
@@ -31,9 +31,9 @@ def read_cached_text(name: str, key: str) -> str | None:
 
 
 def write_cached_text(name: str, key: str, text: str) -> None:
-    """Store text in the cache, and replace any earlier text with the same name.
+    """Store text in the cache, replacing any earlier text with the same name.
 
-    If the folder is not writable, nothing is stored.
+    Nothing is stored if the folder is not writable.
     """
     try:
         folder = _cache_folder()
@@ -53,8 +53,8 @@ def fingerprint_sources(places: Iterable[Path]) -> str:
     """Return a digest of the software versions and of each file's name, size and modification time under some paths.
 
     Args:
-        places: paths of files or folders. A folder represents all files in it and in its subfolders. A path that does
-            not exist is treated as an empty folder.
+        places: paths of files or folders. A folder stands for all files in it and its subfolders. A nonexistent path is
+            treated as an empty folder.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:

@@ -1,14 +1,14 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
 A callback is any function with the signature ``f(state)``. Callbacks must not modify the state. If a callback returns a
-sentence, the run ends after this round, but the models of this round are still evaluated. The sentence is stored in
+sentence, the run ends after this round. The round's models are still evaluated. The sentence is stored in
 `Result.detail`. A callback that raises `fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` that
 a callback raises becomes a warning and a note in the result. The run continues and calls the callback again after the
 next round.
 
 If a callback's decisions depend only on ``state.records``, a restart does not affect them, because every checkpoint
-contains the records of all rounds. Any data that a callback stores in itself are lost at a restart. If a callback ended
-a run, the run is considered complete: running it again gives the same result.
+contains the records of all rounds. Data that a callback stores in itself are lost at a restart. A run that a callback
+ended is complete: running it again gives the same result.
 
     history = fl.callbacks.History()
     fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
@@ -46,20 +46,20 @@ class VirtualTime(Value):
 
 
 class History:
-    """Callback that collects a run's measurements while the run is in progress.
+    """Callback that collects a run's measurements during the run.
 
-    After a restart, measurements from before the restart are included.
+    Measurements from before a restart are included.
 
     Args:
-        show: function called with this history after every evaluation. In a notebook, use ``handle =
-            display(display_id=True). History(show=handle.update)`` draws a growing curve.
+        show: function that is called with this history after every evaluation. In a notebook, use ``handle =
+            display(display_id=True). History(show=handle.update)`` plots a live curve.
     """
 
     def __init__(self, show: Callable[[History], object] | None = None) -> None:
         self._show, self._records, self.round = show, Records(), 0
 
     def __call__(self, state: State) -> None:
-        """Record the measurements of a round."""
+        """Record a round's measurements."""
         self._records, self.round = state.records, state.round
         if self._show is not None and state.records.items and state.records.items[-1].round == state.round:
             self._show(self)

@@ -167,5 +167,5 @@ def test_a_linear_model_and_a_module_of_the_user_have_closed_form_heads() -> Non
 @pytest.mark.parametrize("name", ["analytic-fl", "fed3r", "fedhip"])
 def test_a_task_without_classes_is_refused(name: str) -> None:
     fed = fl.partitions.iid(clients=3)(fl.Dataset.create(torch.randn(60, 3), torch.randn(60)), seed=0)
-    with pytest.raises(Refused, match="has no classes|need classes"):
+    with pytest.raises(Refused, match="has no classes"):
         fl.simulate(name, fed, rounds=1)

@@ -195,7 +195,7 @@ def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> No
         fl.simulate("moon", fl.partitions.natural()(numbers, seed=0), MLP(hidden=(4,)), rounds=1)
     p = Problem.random(0)
     exact = Work(p.oracle(solve=True), torch.arange(p.n), p.alpha, LocalSGD())
-    with pytest.raises(Refused, match="with an exact solution cannot have additional terms. Use"):
+    with pytest.raises(Refused, match="that is solved exactly cannot have additional terms. Use"):
         descend(p.x0, exact, terms=(Term(far),))
 
 

@@ -172,10 +172,10 @@ def test_a_sum_may_be_of_the_models_of_a_run(tmp_path: Path) -> None:
     right, tested = (column[0].as_py() for column in fl.analyze(RightGuesses(), result).table)
     assert tested == sizes.sum()
     assert right == pytest.approx(float((result.final("global", "accuracy") * sizes).sum()))
-    with pytest.raises(ConfigError, match="needs the trained models of a run"):
+    with pytest.raises(ConfigError, match="needs trained models, but no run was given"):
         fl.analyze(RightGuesses(), fed)
     with pytest.raises(
-        ConfigError, match="the analysis confusion needs the trained models of a run, but there is no run here"
+        ConfigError, match="the analysis confusion needs trained models, but no run was given, but there is no run here"
     ):
         fl.analyze("confusion", fed)
 

@@ -72,10 +72,10 @@ CLIENTS = [([[1.0], [2.0]], [0, 1]), ([[3.0], [6.0]], [1, 0])]
 )
 def test_a_question_out_of_order_is_an_error_before_and_in_a_simulation(names: tuple[str, ...]) -> None:
     """What real sites would refuse; the check before a run answers with zeros, at which an analysis may end."""
-    with pytest.raises(CodeError, match="each question once|asks '(first|more)', got"):
+    with pytest.raises(CodeError, match="each question only once|asks '(first|more)', got"):
         fl.analyze(Counting(names=names), CLIENTS)
     fed = fl.Federation.create(CLIENTS)
-    with pytest.raises(CodeError, match="each question once|asks '(first|more)', got"):
+    with pytest.raises(CodeError, match="each question only once|asks '(first|more)', got"):
         check_analysis(Patient(names=names), fed)
     if names[0] == "first":
         check_analysis(Counting(names=names), fed)  # which fails with zeros, and so only in the run

@@ -202,7 +202,7 @@ def test_where_it_says_that_nobody_is_drawn_everyone_takes_part_once(sizes: list
     ctx, sampler = context(sizes), Clustered(**options)
     assert sampler.remarks(ctx) == [
         "sampler 'clustered' has no effect, because all 3 clients take part with equal masses. "
-        "Set a smaller fraction or clients"
+        "Lower fraction or clients"
     ]
     assert sampler.apply(sampler.init(ctx), None, ctx)[0].tolist() == [0, 1, 2]
     assert Clustered(clients=2, **options).remarks(ctx) == []

@@ -230,7 +230,7 @@ BAD = {
         "at most the number of clients in the federation (6)",
     ),
     "pair": (("[local]", '[aggregation_weights]\nkind = "samples"\n[local]'), "no effect with FLAME"),
-    "both": (("lr = 0.05", "lr = 0.05\nsteps = 3\nepochs = 2"), "epochs or steps, but not both"),
+    "both": (("lr = 0.05", "lr = 0.05\nsteps = 3\nepochs = 2"), "epochs or steps, not both"),
     "label twice": (('"flame"\nrho = 0.2', '"fedavg"'), "two methods have the label 'fedavg'"),
     "no method": (("[[method]]", "[[methods]]"), "unknown key 'methods'"),
     "toml": (("rounds = 3", "rounds = = 3"), "not a TOML file"),

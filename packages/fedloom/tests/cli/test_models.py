@@ -169,7 +169,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("adapt", out, "--data", new), "the run has several methods. Add --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
         (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7. Its seeds: 0, 1"),
-        (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be a whole number from 1"),
+        (("adapt", out, "--data", new, "--method", "ditto", "--rounds", 0), "rounds must be an integer from 1"),
         (("export", out, "--method", "ditto", "--format", "h5", "--out", tmp_path / "x"), "unknown format 'h5'"),
         (
             ("export", out, "--method", "fedavg", "--model", "personal", "--client", 1, "--out", "x"),
@@ -186,7 +186,7 @@ def test_models_of_another_layout_are_refused(out: Path, new: Path) -> None:
     assert "is damaged or was changed" in refused(out, "evaluate", out, "--data", new)
     settings.write_text(other.rpartition("# ")[0])
     said = refused(out, "evaluate", out, "--data", new)
-    assert "is a model with a different layout" in said
+    assert "contains a model with a different layout" in said
     with pytest.raises(LayoutError):
         fl.open_run(out)["ditto", 0].models.kinds()
 

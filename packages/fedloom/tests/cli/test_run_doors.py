@@ -120,7 +120,7 @@ def test_values_are_those_of_toml_and_words_need_no_quotes() -> None:
 
 def test_epochs_take_the_place_of_steps() -> None:
     assert set_to("local.epochs=2")["local"] == {"epochs": 2}
-    with pytest.raises(ConfigError, match="set epochs or steps, but not both"):
+    with pytest.raises(ConfigError, match="set either epochs or steps, not both"):
         parse(set_to("local.epochs=2", "local.steps=5"))
 
 

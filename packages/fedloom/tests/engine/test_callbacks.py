@@ -189,10 +189,10 @@ def test_the_best_round_is_that_of_a_run_which_ends_there(method: str, tmp_path:
 
 
 def test_early_stopping_needs_scores_of_its_part(fed: Federation) -> None:
-    with pytest.raises(Refused, match="evaluate.parts does not contain this part"):
+    with pytest.raises(Refused, match="evaluate.parts does not contain it"):
         diverging(fed, early_stop={}, evaluate={"parts": ["test"]})
     bare = fl.partitions.iid(clients=3, validation=0.0)(fl.load("digits"), seed=0)
-    with pytest.raises(Refused, match="no client has samples in this part. Set early_stop="):
+    with pytest.raises(Refused, match="no client has samples in it. Set early_stop="):
         diverging(bare, early_stop={})
     assert diverging(bare, early_stop={"part": "train", "patience": 1}).rounds <= 30
 

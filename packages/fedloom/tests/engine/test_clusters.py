@@ -71,7 +71,7 @@ def test_finding_them_is_counted(fed: Federation) -> None:
 
 
 def test_refused_where_they_cannot_be(fed: Federation) -> None:
-    with pytest.raises(ConfigError, match="needs at least as many clients"):
+    with pytest.raises(ConfigError, match="requires at least as many clients"):
         run(fed, FedAvg(), "clusters-7")
     with pytest.raises(ConfigError, match="weights"):
         run(fed, FedAvg(), "clusters-x")
@@ -369,9 +369,9 @@ class Adds(FedADMM):
     [
         ("fedacs", {}, "has no global model"),
         ("local", {}, "has no global model"),
-        (Adds(), {}, "adds up uploads, each weighted by the shares of its round"),
-        (FedADMM(server_lr=1.0), {}, "adds up uploads, each weighted by the shares"),
-        (FedDyn(), {"aggregator": "median"}, "sums the results of that rule, which does not use client shares"),
+        (Adds(), {}, "accumulates uploads weighted by the shares of their round"),
+        (FedADMM(server_lr=1.0), {}, "accumulates uploads weighted by the shares"),
+        (FedDyn(), {"aggregator": "median"}, "sums the results of this rule, which does not use client shares"),
         (
             "fedavg",
             {"devices": {"kind": "lognormal"}, "schedule": {"kind": "deadline", "seconds": 1.0}},

@@ -246,7 +246,7 @@ def test_a_first_round_without_a_gradient_is_told(fed: Federation) -> None:
             work.counts.backward.zero_()
             return up, rows
 
-    told = "round 1 computed no gradient for any client, so nothing is trained"
+    told = "no client computed a gradient in round 1, so nothing is trained"
     assert told in fl.simulate(Idle(), fed, rounds=2).notes
     assert told not in fl.simulate("fedavg", fed, rounds=2).notes
 
@@ -260,7 +260,7 @@ def test_a_round_that_ends_the_run_changes_nothing_and_says_whom_it_dropped(fed:
     bounded = {"model": "softmax", "rounds": 3, "engine": {"norm_bound": 1e-9}, "folder": tmp_path}
     whole = fl.simulate("fedavg", fed, **bounded)
     assert (whole.stop, whole.rounds) == (Stop.DIVERGED, 0)
-    assert "round 1: dropped 4 unusable uploads, of clients" in whole.notes[-1]
+    assert "round 1: dropped 4 unusable uploads from clients" in whole.notes[-1]
     again = fl.simulate("fedavg", fed, **bounded)
     assert (again.stop, again.notes, again.detail) == (whole.stop, whole.notes, whole.detail)
     assert again.table().equals(whole.table())

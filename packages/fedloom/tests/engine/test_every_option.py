@@ -268,4 +268,4 @@ def test_keys_of_local_training(name: str, options: dict[str, Any]) -> None:
 
 def test_pooled_data_say_what_they_leave_out() -> None:
     notes = played(REGISTRY["centralized"](), attack={"kind": "gaussian"})[1]
-    assert any("[sampler] and [attack] change nothing" in note for note in notes)
+    assert any("[sampler] and [attack] have no effect" in note for note in notes)

@@ -86,7 +86,7 @@ PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 REASONS = {
     "nothing": ("uploads nothing", "The method has no uploads."),
     "adds": (
-        "adds up uploads over rounds",
+        "accumulates uploads over rounds",
         "The server accumulates uploads over rounds, which is correct only with the experiment's client weights.",
     ),
     "noise adds": (
@@ -110,29 +110,29 @@ REASONS = {
         "The server solves a linear system of sums, and a small change in the sums may change the solution a lot.",
     ),
     "keeps": (
-        "keeps every client's last upload",
+        "stores every client's last upload",
         "The server keeps every client's last upload and computes the weighted mean over all clients.",
     ),
     "projected": (
-        "do not upload whole models",
+        "do not upload complete models",
         "Clients and server exchange projections or feature sums, but the plug-in requires models.",
     ),
     "no difference": ("clips differences", "The method uploads absolute values, but only differences can be clipped."),
     "single": (
-        "also receives uploads from individual",
+        "also receives individual",
         "The server also receives individual uploads, which noise on the mean does not protect.",
     ),
     "mixes itself": (
         "mixes individual models for every",
         "The server already computes a mixture of models for each client.",
     ),
-    "clusters": ("has one model for each cluster", "The server already has one model per cluster."),
+    "clusters": ("has a model for each cluster", "The server already has one model per cluster."),
     "consensus": (
-        "for one consensus model, and personalized",
+        "for a single consensus model, which personalized",
         "The clients' dual or control variables belong to one global model and are invalid for personal models.",
     ),
     "prox": (
-        "its server computes the model with a prox",
+        "its server applies a prox to the model",
         "The model is the result of the server's proximal step, which a mixture of client models would bypass.",
     ),
     "smaller": (
@@ -149,7 +149,7 @@ REASONS = {
         "Clustering requires activations of the global model, but the method has no global model.",
     ),
     "one by one": (
-        "mixes the models of the clients of one round",
+        "mixes the models of a round's clients",
         "The server mixes models from one round, but a stream has no rounds.",
     ),
     "asks": (
@@ -617,17 +617,17 @@ PAIR_REASONS = {
         "Clients do not send activations if the client weights are given.",
     ),
     "waits": (
-        "needs the activations of all clients between two rounds",
+        "requires all clients' activations between two rounds",
         "fedloom updates clusters between rounds from all clients' activations, which this schedule does not allow.",
     ),
     "asks": REASONS["asks"],
     "honest": (
-        "cannot read the honest uploads",
+        "cannot read a round's honest uploads",
         "The attackers read the honest uploads from their round, but a stream has no rounds.",
     ),
     "one row": ("needs m >", "The rule requires several uploads, but every upload is a separate server update."),
     "single models": (
-        "mixtures of individual models, but noise on a mean does not protect",
+        "mixtures of individual models, but noise added to a mean does not protect",
         "Personalized aggregation sends mixtures of individual models, which noise on the mean does not protect.",
     ),
 }

@@ -228,10 +228,10 @@ def test_what_works_and_is_seldom_meant_has_a_note() -> None:
         (lambda: run(task={"loss": noisy}), "noisy' returns different values in two identical calls"),
         (lambda: run(task={"metrics": [luck]}), "luck' returns different values in two identical calls"),
         (lambda: run(sampler=Unseeded(clients=1)), "sampler Unseeded draws different clients in two identical calls"),
-        (lambda: run(Thrown()), "code at the server draws from a global generator"),
+        (lambda: run(Thrown()), "server code draws from a global generator"),
         (lambda: Restless(clients=3)((X, Y), seed=0), "partition Restless gives different results in two calls"),
-        (lambda: run(model=Odd(lambda x: x.softmax(0))), "depend on the other samples of its batch"),
-        (lambda: run(model=Odd(lambda x: x.flip(0))), "depend on the other samples of its batch"),
+        (lambda: run(model=Odd(lambda x: x.softmax(0))), "depend on the other samples in its batch"),
+        (lambda: run(model=Odd(lambda x: x.flip(0))), "depend on the other samples in its batch"),
         (lambda: run(model=Odd(torch.sigmoid)), "in plain lists or dicts (hidden[0])"),
     ],
 )
@@ -243,7 +243,7 @@ def test_code_whose_result_depends_on_what_it_should_not_has_a_note(make: Callab
 def test_a_model_that_draws_or_counts_by_itself_mixes_no_samples(odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
     notes = str(run(model=Odd(odd)).notes)
     assert "draws random numbers that do not depend on the seed" in notes
-    assert "other samples of its batch" not in notes
+    assert "other samples in its batch" not in notes
 
 
 def test_code_that_draws_from_global_generators_alone_is_seeded() -> None:

@@ -148,6 +148,6 @@ def test_whose_statistics_a_global_model_is_scored_with(statistics: Any) -> None
         index = fed.indices("test", i)
         loss = torch.nn.functional.cross_entropy(module.eval()(fed.fetch(index)), fed.data.y[index])
         assert float(loss.detach()) == pytest.approx(float(result.final("global", "loss")[i]), rel=1e-4)
-    whose = {"averaged": "averaged over the round's clients", "own": "the client's own"}[statistics]
+    whose = {"averaged": "average over the round's clients", "own": "the client's own"}[statistics]
     assert any(whose in note for note in result.notes)
     assert not any("normalization" in note for note in simulate("fedavg", fed, rounds=1, local=LOCAL).notes)

@@ -530,7 +530,7 @@ def test_a_trusted_client_is_there_is_honest_and_is_in_every_round(fed: Federati
         return " ".join(check(Setting.create("fedavg", sampler=sampler, **rule), fed))
 
     assert not said(good, everyone)
-    assert "but it attacks" in said(bad[0], everyone)
+    assert "which is an attacker" in said(bad[0], everyone)
     with pytest.raises(ConfigError, match=f"fltrust trusts client {good}, which is not in this cohort"):
         said(good, some)
     with pytest.raises(Refused, match="clients are numbered 0 to 19"):
@@ -568,13 +568,13 @@ def test_refusals_follow_from_the_kinds() -> None:
     fed = Iid(clients=9)(load("digits"), seed=0)
     for method, rule, sentence in (
         (FedDyn(), {"aggregator": PrivateMean()}, "accumulates uploads"),
-        (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "adds up uploads over rounds"),
-        (composed("flame"), {"aggregation_weights": SamplesWeigher()}, "keeps every client"),
+        (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "accumulates uploads over rounds"),
+        (composed("flame"), {"aggregation_weights": SamplesWeigher()}, "stores every client"),
         (composed("fedskip"), {"aggregator": Median()}, "mixes individual models"),
         (LocalOnly(), {"aggregator": Median()}, "uploads nothing"),
         (composed("scaffold"), {"local": LocalSGD(momentum=0.5)}, "momentum"),
-        (FedAvg(), {"aggregation_weights": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
-        (FedAvg(), {"aggregation_weights": SIGNED, "sampler": SizeWeighted(clients=3)}, "may have a sum"),
+        (FedAvg(), {"aggregation_weights": SIGNED, "aggregator": GeometricMedian()}, "allows negative weights"),
+        (FedAvg(), {"aggregation_weights": SIGNED, "sampler": SizeWeighted(clients=3)}, "may sum to zero"),
     ):
         with pytest.raises(Refused, match=sentence):
             run(fed, method, **rule)

@@ -186,7 +186,7 @@ def test_parts_that_need_something_else_say_so() -> None:
     with pytest.raises(ConfigError, match="needs numbers, but these samples are tokens"):
         fl.simulate(method, fed, model="mlp", rounds=1)
     with pytest.raises(
-        Refused, match="augment changes images, of shape .*, but a sample of 'docstrings' has shape 8. Omit"
+        Refused, match="augment requires images of shape .*, but a sample of 'docstrings' has shape 8. Omit"
     ):
         fl.simulate(method, fed, model="lstm", rounds=1, augment={"flip": 0.5})
     numbers = fl.partitions.iid(clients=2)((torch.rand(20, 4), torch.arange(20) % 2))

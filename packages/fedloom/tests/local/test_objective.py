@@ -181,7 +181,7 @@ class Learned(torch.nn.Module):
             {"loss": Learned()},
             r"loss '.*Learned' is computed from tensors that no client trains, of shape \[3\]\. Call detach",
         ),
-        ({"loss": unreal}, "has no gradient. Compute the loss from the outputs with PyTorch's real-valued functions"),
+        ({"loss": unreal}, "has no gradient. Compute the loss from the outputs with real-valued PyTorch functions"),
         ({"loss": in_place}, "the gradient of loss '.*in_place' cannot be computed: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' cannot be computed: RuntimeError: .*in-?place operation"),
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),

@@ -148,11 +148,11 @@ def test_what_fused_cannot_compute_is_left_to_others(case: str) -> None:
     fed, module = handwritten.federation(), seeded(UNFUSED[case])
     assert chains_of(module) is None
     assert oracle_of(module, fed).name == "loop"
-    with pytest.raises(Refused, match="gradient engine 'compiled' needs a sequence of linear layers"):
+    with pytest.raises(Refused, match="gradient engine 'compiled' requires a sequence of linear layers"):
         oracle_of(module, fed, "compiled")
     expected = by_hand(module, fed, lr=0.3, epochs=2)
     if case in TWICE:  # vmap leaves its tensors in such a layer, so that no score can be computed
-        with pytest.raises(Refused, match="vmap says"):
+        with pytest.raises(Refused, match="vmap reports"):
             oracle_of(module, fed, "vmap")
     for name in ("loop",) if case in TWICE else ("vmap", "loop"):
         got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.3, epochs=2), module)
@@ -221,7 +221,7 @@ def test_the_rule_on_an_accelerator(
     ],
 )
 def test_stacked_refuses_batch_statistics_and_own_randomness(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(Refused, match="'vmap' does not work with .* Set engine="):
+    with pytest.raises(Refused, match="'vmap' does not support .* Set engine="):
         oracle_of(seeded(make), handwritten.federation(), "vmap")
 
 
@@ -244,7 +244,7 @@ class Branches(nn.Module):
 
 def test_a_model_that_vmap_refuses_names_the_way_out() -> None:
     fed, module = handwritten.federation(), seeded(Branches)
-    with pytest.raises(Refused, match=r"vmap says .*item.*engine=\{\"gradient_engine\": 'loop'\}") as refused:
+    with pytest.raises(Refused, match=r"vmap reports .*item.*engine=\{\"gradient_engine\": 'loop'\}") as refused:
         oracle_of(module, fed, "vmap")
     assert refused.value.rule == "oracle-stacked"
     expected = by_hand(module, fed, lr=0.3)

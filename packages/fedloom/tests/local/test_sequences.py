@@ -196,5 +196,5 @@ def test_a_layer_for_every_position_trains() -> None:
     for oracle in ("auto", "vmap"):
         rows.append(fl.simulate("fedavg", fed, net, rounds=2, engine={"gradient_engine": oracle}).models.rows("global"))
     torch.testing.assert_close(*rows)
-    with pytest.raises(fl.errors.Refused, match="gradient engine 'compiled' needs"):
+    with pytest.raises(fl.errors.Refused, match="gradient engine 'compiled' requires"):
         fl.simulate("fedavg", fed, net, rounds=2, engine={"gradient_engine": "compiled"})

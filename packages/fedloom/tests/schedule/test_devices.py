@@ -242,13 +242,13 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "sentence"),
     [
-        ({"schedule": Buffered()}, "needs simulated times, but the run has no devices. Set devices="),
+        ({"schedule": Buffered()}, "requires simulated time, but the run has no devices. Set devices="),
         ({"schedule": Buffered(buffer=9), "devices": "equal"}, "schedule.buffer must be at most the number of clients"),
         ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "use one of fednova, fedprox"),
         ({"schedule": Buffered(buffer=2), "devices": "equal", "aggregator": KRUM}, r"multi-krum needs m >= 2 f \+ 3"),
         ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
-        ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot ask candidates"),
-        ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads of a round"),
+        ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "cannot query candidates"),
+        ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "a round's honest uploads"),
         (
             {"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4},
             "cohorts are lists of clients per round",
@@ -264,12 +264,12 @@ def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) 
     ("method", "cure"), [("fedamp", "Set among='all' in the method"), ("fedskip", "Omit schedule=")]
 )
 def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str) -> None:
-    with pytest.raises(Refused, match=rf"clients train one by one\. {cure}"):
+    with pytest.raises(Refused, match=rf"clients train one at a time with this schedule\. {cure}"):
         run_rounds(method, LogNormal(), Buffered(buffer=2))
 
 
 def test_a_run_in_which_everyone_would_be_given_up_is_refused() -> None:
-    with pytest.raises(Refused, match="no client answers within 0.1 s, because the fastest client needs") as refused:
+    with pytest.raises(Refused, match="no client answers within 0.1 s, because the fastest client takes") as refused:
         run_rounds("fedavg", Equal(speed=1.0), Buffered(buffer=2, timeout=0.1))
     assert refused.value.rule == "deadline-unmet"
 

@@ -410,7 +410,7 @@ def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models,
         program.scores(BYTES)
     export_model(of_bytes.model("global"), tmp_path / "m.pt2", "torch")
     program = load(tmp_path / "m.pt2")
-    with pytest.raises(DataError, match=r"the program accepts only bytes \(uint8\), got floats. Pass") as error:
+    with pytest.raises(DataError, match=r"this model accepts only bytes \(uint8\), got floats. Pass") as error:
         program.predict(FLOATS)
     np.testing.assert_allclose(program.scores(cured(error, FLOATS)), of_bytes.predict_proba(BYTES), atol=1e-6)
     with pytest.raises(DataError, match="got int64 values"):

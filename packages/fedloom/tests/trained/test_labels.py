@@ -106,7 +106,7 @@ def test_wrong_labels_are_a_sentence(make: Any, sentence: str) -> None:
         ),
         ({"task": {"metrics": ["accuracy"]}}, "'accuracy' is not defined for a multilabel"),
         ({"task": {"calibrate": True}}, "calibrate works only for binary tasks"),
-        ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor needs numeric samples with one class each"),
+        ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor requires numeric samples with one class each"),
         ({"attack": {"kind": "flipped-labels"}}, "class"),
     ],
 )

@@ -254,7 +254,7 @@ def test_a_graph_takes_markers_and_decides_by_the_threshold_that_it_is_given(
         assert classes[sure].tolist() == labels[sure].tolist()
     for format in ("torch", "safetensors"):
         said = call(*words, "--format", format, "--out", tmp_path / "m", "--threshold", 0.05, code=2)
-        assert f"{format} contains no class that a threshold could select. Export" in said
+        assert f"{format} does not predict classes, so a threshold has no effect. Export" in said
     assert not (tmp_path / "m").exists()
     said = call(*words, "--format", "onnx", "--out", tmp_path / "m", "--threshold", 5, code=2)
     assert "must be a probability from 0 to 1" in said

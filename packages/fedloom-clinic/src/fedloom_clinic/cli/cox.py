@@ -1,6 +1,6 @@
 """Command ``fedloom cox``: Cox regression computed from sums over sites.
 
-The result equals the result for the pooled rows.
+The result matches a fit on the pooled rows.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ def cox(
     file: FileArgument,
     time: Annotated[
         str | None,
-        typer.Option(help="column with the time to the event or to the end of observation (default: as in [data])"),
+        typer.Option(help="column with the time to the event or the end of observation (default: from [data])"),
     ] = None,
     event: Annotated[
         str | None,
-        typer.Option(help="column that contains 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
+        typer.Option(help="column that is 1 if the event was observed, otherwise 0 (default: from [data])"),
     ] = None,
     ties: Annotated[
         str, typer.Option(help="method for ties: efron or breslow", autocompletion=complete_one_of("efron", "breslow"))
     ] = "efron",
     bins: Annotated[
-        float | None, typer.Option(min=0, help="width of the agreed time bins. With bins, sites send only secure sums")
+        float | None, typer.Option(min=0, help="width of the time bins. With bins, sites send only secure sums")
     ] = None,
     min_events: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="with --bins: minimum number of events, and of rows at risk, in a bin. A site with fewer "
-            "sends nothing for that bin (default: 5)",
+            help="with --bins, minimum number of events and of rows at risk in a bin. A site with fewer sends nothing "
+            "for this bin (default: 5)",
         ),
     ] = None,
     stratify: Annotated[bool, typer.Option("--stratify", help="use a separate baseline hazard for each site")] = False,
@@ -44,11 +44,11 @@ def cox(
     strength: Strength = None,
     test: Annotated[
         str | None,
-        typer.Option(help="rows to leave out of the fit, as COLUMN=VALUE. The concordance on these rows is printed"),
+        typer.Option(help="rows to hold out from the fit, as COLUMN=VALUE. The concordance on these rows is printed"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Fit a Cox regression over the sites of a table.
+    """Fit a Cox regression across the sites of a table.
 
     The fit uses only sums. Hazard ratios are printed with confidence intervals.
 
@@ -82,8 +82,8 @@ def cox(
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
-                "with --stratify, every site sends its own results, so secure sums would protect "
-                "nothing. Omit one of the two options"
+                "with --stratify, every site sends its own results, so secure sums would not protect anything. Omit "
+                "one of the two options"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
@@ -98,8 +98,8 @@ def cox(
                 f"too few events or rows, {losses.uncovered} after the last bin)"
             )
             say(
-                f"rounding changes every coefficient by at most {significant(float(secure.bound.max()), 1)} compared "
-                "with the pooled fit of these rows"
+                f"rounding changes each coefficient by at most {significant(float(secure.bound.max()), 1)} relative "
+                f"to the pooled fit of these rows"
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
@@ -111,7 +111,7 @@ def cox(
             for row, beta, se in zip(rows, exact.beta, exact.se, strict=True):
                 row |= {"with exact times": beta, "its standard error": se}
         print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
-        baseline = "a baseline hazard for every site" if stratify else "one baseline hazard"
+        baseline = "one baseline hazard per site" if stratify else "one baseline hazard"
         say(f"{fit.row_count} rows at {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
         say_penalty(penalty, fit.ridge)
         parts = [SurvivalRows(x @ fit.beta, *y.T) for x, y in table.test]

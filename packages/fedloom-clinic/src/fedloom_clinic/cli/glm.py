@@ -1,6 +1,6 @@
 """Command ``fedloom glm``: linear, logistic and Poisson regression computed from sums over sites.
 
-The result equals the fit to the pooled rows.
+The result matches a fit on the pooled rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def glm(
     strength: Strength = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Fit a regression over the rows of all sites of a table.
+    """Fit a regression to the rows of all sites of a table.
 
     The fit uses only sums. Coefficients are printed with their names and confidence intervals.
 
@@ -42,7 +42,7 @@ def glm(
         rows = rows_by_site(read(file, trains=False).source, data_dir, centre=0.0, unit=1.0)
         families = {"binary": "logistic", "count": "poisson", "regression": "linear"}
         if rows.data.task not in families:
-            other = "set target to a column of two values, counts or measurements"
+            other = "set target to a column with two values, counts or measurements"
             cure = "use fedloom cox" if rows.data.task == "survival" else other
             raise ConfigError(f"{rows.data.name} is a {rows.data.task}; {cure}")
         family = families[rows.data.task]

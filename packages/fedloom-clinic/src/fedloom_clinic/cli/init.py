@@ -1,4 +1,4 @@
-"""Command ``fedloom init``: examines a table, reports what it finds, and drafts an experiment file that runs."""
+"""Command ``fedloom init``: examines a table, reports its findings, and drafts an experiment file that runs."""
 
 from __future__ import annotations
 
@@ -25,41 +25,38 @@ def init(
     ],
     client_column: Annotated[
         str | None,
-        typer.Option(help="column that identifies the client of a row, such as a hospital. Use '' if there is none"),
+        typer.Option(help="column that identifies the client of each row, such as a hospital. Use '' if there is none"),
     ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="column to predict. For a multilabel task, repeat the option with the column of each label"),
+        typer.Option(help="column to predict. For a multilabel task, repeat the option for each label's column"),
     ] = None,
     event: Annotated[
         str | None,
         typer.Option(
-            help="column that contains 1 for an event, if the target is the time to an event. Use '' if there is none"
+            help="column that is 1 for an observed event, if the target is a time to an event. Use '' if there is none"
         ),
     ] = None,
     subject: Annotated[
         str | None,
-        typer.Option(
-            help="column that identifies the subject of a row, such as a patient with several rows. Use "
-            "'' if there is none"
-        ),
+        typer.Option(help="column that identifies the subject of each row, such as a patient. Use '' if there is none"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file to write (default: next to the table)")] = None,
     agree: Annotated[
-        bool, typer.Option("--agree", help="also write an agreement on the columns, to be shared by all sites")
+        bool, typer.Option("--agree", help="also write an agreement on the columns for all sites")
     ] = False,
     values: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="option to set in the file, such as data.skip=2 or data.sheet='visits'"
+            "--set", metavar="KEY=VALUE", help="option to set in the draft, such as data.skip=2 or data.sheet='visits'"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing experiment file")] = False,
 ) -> None:
     """Examine a table and draft an experiment file for it.
 
-    All findings about the table are reported at once. The draft can be run unchanged unless questions remain. If
-    questions remain, the file contains them together with the options that answer them.
+    All findings about the table are reported at once. The draft runs unchanged unless questions remain. In that case,
+    the file contains the questions and the options that answer them.
 
     Example: fedloom init patients.csv --client-column hospital --target died
     """
@@ -72,7 +69,7 @@ def init(
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
-            raise ConfigError(f"{place} is a folder. Set --out to the path of the experiment file")
+            raise ConfigError(f"{place} is a folder. Set --out to a path for the experiment file")
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never_own), (table,), force=force)
@@ -103,13 +100,13 @@ def init(
             return
         say(f"\ndraft: {place}. Run it with: fedloom run {place}")
         if agree:
-            say(f"agreement: {document}. Fill in the units, and let every site read and sign the agreement")
+            say(f"agreement: {document}. Fill in the units, and have every site review and sign the agreement")
 
 
 def _try_reading(text: str, place: Path) -> Dataset:
-    """Read the data with the draft's options, and return them.
+    """Read the data with the draft's options, and return the data.
 
-    This ensures that a draft runs before it is written.
+    This verifies that a draft runs before it is written.
     """
     from fedloom.lab.experiment import parse
 

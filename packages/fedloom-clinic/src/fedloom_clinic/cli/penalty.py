@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 PenaltyName = Annotated[
     Literal["none", "ridge", "firth"],
-    typer.Option(help="ridge or firth. Both give finite coefficients even if columns separate the outcomes"),
+    typer.Option(help="ridge or firth. Both yield finite coefficients even if columns separate the outcomes"),
 ]
 Strength = Annotated[
     str | None,
     typer.Option(
         help=(
-            "strength of the ridge penalty, scaled per row and applied to standardized columns, like "
-            "lifelines' penalizer (default: cv, chosen by cross-validated likelihood)"
+            "strength of the ridge penalty, per row and for standardized columns, like lifelines' penalizer (default: "
+            "cv, chosen by cross-validated likelihood)"
         ),
         show_default=False,
     ),
@@ -28,7 +28,7 @@ Strength = Annotated[
 
 
 def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
-    """Return the value of the option --strength. Return None if the penalty is not a ridge.
+    """Return the value of --strength, or None if the penalty is not a ridge.
 
     Raises:
         ConfigError: the value is neither a number above 0 nor cv, or the penalty is not a ridge.
@@ -46,6 +46,8 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
     """Print a sentence about a regression's penalty and the meaning of its intervals."""
     if ridge is not None:
-        say(f"{ridge.words}. Standard errors belong to the penalized likelihood and ignore the bias due to shrinkage")
+        say(
+            f"{ridge.words}. Standard errors are based on the penalized likelihood and ignore the bias due to shrinkage"
+        )
     elif penalty == "firth":
         say("Firth's penalty. The intervals are Wald intervals, which are too narrow if columns separate the rows")

@@ -1,4 +1,4 @@
-"""Sections of the report on clinical analyses.
+"""Report sections on clinical analyses.
 
 The sections are built with the public toolkit `fedloom.lab.sections`.
 """

@@ -1,4 +1,4 @@
-"""Section on a run's Cox regressions: hazard ratios with intervals, and what is lost by bins and minimum counts."""
+"""Section on a run's Cox regressions: hazard ratios with intervals, and losses due to bins and minimum counts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COLUMN_NAMES = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the runs' Cox regressions, or None if the runs contain none."""
+    """Return the section on the runs' Cox regressions, or None if there are none."""
     body = cox_tables(runs)
     return Section("Cox regression", COX_TEXT, body, {"cox": cox_csv(runs)}) if body else None
 
 
 def cox_tables(runs: list[Run]) -> str:
-    """Return HTML with a table for each run that contains a Cox regression over the rows of all clients."""
+    """Return HTML with a table for each run with a Cox regression over the rows of all clients."""
     text = ""
     for run in runs:
         rows = _cox_rows(run)
@@ -39,7 +39,7 @@ def cox_tables(runs: list[Run]) -> str:
 
 
 def cox_csv(runs: list[Run]) -> str:
-    """Return a table with every column of every regression, without rounding."""
+    """Return an unrounded table with all columns of all regressions."""
     lines = [{"run": run.label, **row} for run in runs for row in _cox_rows(run)]
     return (
         render_csv(tuple(dict.fromkeys(["run", *COLUMN_NAMES, *(name for line in lines for name in line)])), lines)
@@ -58,12 +58,12 @@ def _cox_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def cox_sentence(row: dict[str, Any]) -> str:
-    """Return a sentence about the number of rows in a regression and its losses."""
+    """Return sentences about a regression's number of rows and its losses."""
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
     )
     text = f"{rows} rows of all sites with {events} events, fitted from sums. Ties by {row['ties'].title()}"
-    text += f", {bins} time bins, one baseline hazard." if bins else ", a baseline hazard for every site, exact times."
+    text += f", {bins} time bins, one baseline hazard." if bins else ", one baseline hazard per site, exact times."
     lost = [
         f"{count} {what}"
         for count, what in (
@@ -74,13 +74,15 @@ def cox_sentence(row: dict[str, Any]) -> str:
     ]
     text += f" Counted as censored: {' and '.join(lost)}." if lost and bins else ""
     text += f" Left out: sites with fewer than {least} events, which have {rare}." if rare and not bins else ""
-    text += f" {left_out} further rows have a missing cell, or a number beyond the agreed range." if left_out else ""
+    text += f" {left_out} further rows have a missing cell or a number outside its range." if left_out else ""
     if "ridge" in row:
         strength = significant(row["ridge"])
-        text += f" A ridge of strength {strength} shrinks the coefficients. The intervals ignore the bias of shrinkage."
+        text += (
+            f" A ridge of strength {strength} shrinks the coefficients. The intervals ignore the bias due to shrinkage."
+        )
     bound = row["bound"]
     moved = f"no coefficient by more than {significant(bound, 1)}" if math.isfinite(bound) else "by an unknown amount"
-    return f"{text} Rounding moves {moved}."
+    return f"{text} Rounding changes {moved}."
 
 
 def _cox_line(row: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Section on new clients: at each site, the results of models that were trained without this site."""
+"""Section on new clients: results at each site of models that were trained without it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from fedloom.rundir import analysis_file
 LEFT_OUT_COLUMNS = ("method", "seed", "client", "scaling", "metric", "value")
 LEFT_OUT_TEXT = (
     "Each site in turn is treated as a new site: the method trains on the other sites and is scored "
-    "on all samples of this site. Left out: columns are scaled by the medians of the other sites, as "
-    "for a new site. On its own rows: the site scales columns with its own samples first. The table "
-    "also shows the site's result with the same method when it takes part, on its test samples, and "
-    "when it trains alone. Mean over seeds ± half the width of the 95 % interval."
+    "on all samples of this site. Left out: columns are scaled by the other sites' medians, as for a new site. On its "
+    "own rows: columns are scaled by the site's own samples. The table also shows the site's results on its test "
+    "samples when it takes part in the same method and when it trains alone. Values are means over seeds ± half the "
+    "width of the 95 % interval."
 )
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on clients that some runs excluded, or None if no client was excluded in any run."""
+    """Return the section on clients that runs excluded, or None if no run excluded a client."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 
 
 def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Return HTML with a table of the methods with a global model, for each run that excluded every site in turn."""
+    """Return HTML with a table of the methods with a global model for each run that excluded every site in turn."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
@@ -79,7 +79,7 @@ def _table_of_left_out(run: Run, table: pa.Table, row: Row, alone: Row | None, l
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
-    """Return a table with each metric of each excluded site, by seed and without rounding."""
+    """Return an unrounded table with each metric of each excluded site by seed."""
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs

@@ -22,7 +22,7 @@ from fedloom.lab.sections import (
 from fedloom.rundir import analysis_file
 
 REFERENCES_TEXT = (
-    "Scikit-learn's models, fitted at each site on its own rows, compared with training alone and the federated method."
+    "Scikit-learn models that each site fitted to its own rows, compared with training alone and the federated method."
 )
 
 
@@ -33,7 +33,7 @@ def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
 
 
 def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Return HTML with a table for each run that has fitted reference models."""
+    """Return HTML with a table for each run with reference models."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))

@@ -1,6 +1,6 @@
-"""Sections on analyses that are computed by summing over clients.
+"""Sections on analyses computed from sums over clients.
 
-The sections show the numbers that readers compare, as means over seeds. The CSV file contains all numbers.
+The sections show the most important numbers as means over seeds. The CSV file contains all numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ShownTable(NamedTuple):
         title: heading of the section.
         lead: sentences that follow the heading.
         keys: headings of the columns that identify a row, keyed by column.
-        values: headings of those columns that contain numbers, keyed by column.
+        values: headings of the columns with numbers, keyed by column.
     """
 
     title: str
@@ -37,32 +37,33 @@ class ShownTable(NamedTuple):
 SHOWN_TABLES: Mapping[str, ShownTable] = {
     "calibration": ShownTable(
         "Calibration",
-        "Mean predicted probability and observed frequency in bins of scores, over the test rows of all clients. The "
-        "calibration error is the mean gap between both. The Brier score is the mean squared error of probabilities.",
+        "Mean predicted probability and observed frequency by score bin over the test rows of all clients. The "
+        "calibration error is the mean gap between the two. The Brier score is the mean squared error of the "
+        "probabilities.",
         {"low": "Scores from", "high": "to"},
         {"rows": "Rows", "predicted": "Predicted", "observed": "Observed", "calibration_error": "Calibration error",
          "brier": "Brier score"},
     ),
     "conformal": ShownTable(
         "Conformal sets",
-        "With the threshold, a set of classes contains the true class, or an interval the true number, with the wanted "
-        "probability. The coverage is measured on other test rows. A shared threshold has the wanted coverage over the "
-        "pooled clients, not at each client.",
+        "With this threshold, prediction sets contain the true class, or intervals the true number, with the target "
+        "probability. Coverage is measured on other test rows. A shared threshold reaches the target coverage over "
+        "the pooled clients, not at each client.",
         {"client": "Clients"},
         {"threshold": "Threshold", "rows": "Calibration rows", "wanted": "Wanted coverage", "test_rows": "Test rows",
          "coverage": "Coverage", "set_size": "Classes in a set", "interval_width": "Width of the interval"},
     ),
     "pooled-importance": ShownTable(
         "Importance of columns",
-        "Loss of accuracy and of the Brier score over the test rows of all clients when a column is permuted within "
-        "every client. The loss is 0 for a column that the model does not use.",
+        "Loss in accuracy and Brier score over the test rows of all clients when a column is permuted within each "
+        "client. The loss is 0 for a column that the model does not use.",
         {"column": "Column", "metric": "Metric"},
         {"value": "Loss", "unpermuted": "Metric before", "rows": "Rows"},
     ),
     "table-1": ShownTable(
         "Table 1",
-        "Rows of all clients, by column and group. The p values test whether the means, or the proportions of levels, "
-        "are equal in all groups and at all clients.",
+        "Rows of all clients, by column and group. The p-values test whether means or level proportions are equal in "
+        "all groups and at all clients.",
         {"column": "Column", "level": "Level", "group": "Group", "note": "Note"},
         {"rows": "Rows", "share": "Share", "missing": "Missing", "mean": "Mean", "deviation": "Standard deviation",
          "median": "Median", "standardized_difference": "Standardized difference", "p_groups": "p of groups",
@@ -70,7 +71,7 @@ SHOWN_TABLES: Mapping[str, ShownTable] = {
     ),
     "kaplan-meier": ShownTable(
         "Survival by group",
-        "Restricted mean survival times with standard errors, and the log-rank test over the groups. The CSV file "
+        "Restricted mean survival times with standard errors, and the log-rank test across groups. The CSV file "
         "contains the curves.",
         {"group": "Group"},
         {"restricted_mean": "Restricted mean", "restricted_mean_se": "Standard error", "log_rank": "Log-rank statistic",
@@ -93,7 +94,7 @@ SHOWN_TABLES: Mapping[str, ShownTable] = {
 
 
 def make_section(kind: str, runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on one kind of analysis in some runs, or None if no run contains this analysis."""
+    """Return the section on a kind of analysis, or None if no run contains this analysis."""
     shown, body, plain = SHOWN_TABLES[kind], "", plain_section(runs, analysis_file(kind))
     for run in runs:
         path = run.path / analysis_file(kind)

@@ -1,4 +1,4 @@
-"""Models that analyses fit by sums, scored as rows of a comparison: on the same test rows, by the same scorer.
+"""Models that analyses fit from sums. Each model is a row of a comparison, with the same test rows and metrics.
 
 A linear model is fitted to the training rows of all clients, in the representation that trained models use, and then
 takes the place of a trained model. There are no rounds.
@@ -37,12 +37,12 @@ from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.values import dump
 
 DEPENDENCE_TOLERANCE = 1e-8
-"""Part of an input's deviation that other inputs do not explain, below which the input is treated as dependent on
-them."""
+"""Threshold for the fraction of an input's deviation that other inputs do not explain. Below it, the input is treated
+as linearly dependent."""
 
 
 class Fitted(FedAvg):
-    """Linear model that an analysis fits by sums. It is never trained."""
+    """Linear model that an analysis fits from sums. It is never trained."""
 
     analysis: str = Field(description="the analysis as JSON: its kind and its options")
 
@@ -83,7 +83,7 @@ def run_setting(
         fed: the clients.
         folder: folder for checkpoints and client states, or None.
         callbacks: functions that are called after every round of a method.
-        advance: False to only read the content of the folder.
+        advance: False to only read what the folder contains.
         ranks: processes that run a method together. Each process fits a model.
 
     Raises:
@@ -117,7 +117,7 @@ class FittedModel(NamedTuple):
 
     Attributes:
         weights: float64 weights by name, for the outputs that models of the task have.
-        notes: notes on the fit.
+        notes: notes about the fit.
         sent: number of bytes that all clients have sent, at 8 bytes per number.
         received: number of bytes that all clients have received.
     """
@@ -148,7 +148,7 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
         rows[name] = replace(some, x=inputs, columns={}, fetch=None)
     whole = [some for some in rows.values() if len(some)]
     if not whole:
-        raise DataError("no client has training rows. Set larger training parts in the partition")
+        raise DataError("no client has training rows. Increase the fraction of training rows in the partition")
     x = torch.cat([some.x for some in whole])
     width = x.shape[1]
     used = find_independent(x) if analysis.needs_independent else torch.ones(width, dtype=torch.bool)
@@ -173,7 +173,7 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
         weight, bias = weight / data.unit, (bias - data.centre) / data.unit
     notes = [f"fitted by {len(result.log)} sums over {len(x)} training rows, without rounds", *result.notes]
     if dependent := int((~used).sum()):
-        notes.append(f"{dependent} of {width} inputs are constant or linearly dependent, and have the coefficient 0")
+        notes.append(f"{dependent} of {width} inputs are constant or linearly dependent, so their coefficients are 0")
     sent, received = (len(rows) * sum(sizes) for sizes in (
         (8 * len(record.total) for record in result.log), (len(record.question.encode()) for record in result.log),
     ))  # fmt: skip

@@ -1,6 +1,6 @@
 """Base classes of analyses.
 
-An analysis is a frozen value with pure functions that asks all clients questions. The answers to a question are summed.
+An analysis is a frozen value with pure functions. It asks all clients questions and sums their answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ State = Any
 modified."""
 MAX_QUESTION_BYTES = 2**26
 BOUND_SLACK = 1e-12
-"""Maximum excess over a bound due to rounding errors, as a fraction of the bound, e.g.
+"""Maximum amount by which rounding errors may exceed a bound, as a fraction of the bound, e.g.
 
 in a sum over rows that are all at the limit.
 """
@@ -40,11 +40,11 @@ _LENGTH_STRUCT = struct.Struct("<I")
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Question, which consists of public numbers that are sent to all clients.
+    """Question, which is a set of public numbers sent to all clients.
 
     Args:
         name: name of the question, which is a key of the analysis' `questions`.
-        values: numbers in each field, as float64 tensors.
+        values: each field's numbers, as float64 tensors.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Question:
         return hash(self.encode())
 
     def check_form(self, forms: Mapping[str, Mapping[str, int]]) -> None:
-        """Raise an error if clients at real sites could not read the question.
+        """Raise an error if real sites could not read the question.
 
         Args:
             forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            CodeError: the question has a different structure, or a number is not finite.
+            CodeError: the structure differs from the declared one, or a number is not finite.
         """
         got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
         if form is None or [*got.items()] != [*form.items()]:
@@ -92,7 +92,7 @@ class Question:
             forms: fields of each question, with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            WireError: the bytes do not encode a question in one of these formats.
+            WireError: the bytes do not encode a question in any of these formats.
         """
         try:
             if len(content) > MAX_QUESTION_BYTES:
@@ -122,7 +122,7 @@ class Question:
 
 
 class QuestionOrderError(CodeError):
-    """Error: an analysis asks a question out of order, or repeats a question that is not in `Analysis.retried`."""
+    """Raised if an analysis asks a question out of order, or repeats a question that is not in `Analysis.retried`."""
 
 
 class Bounds(NamedTuple):
@@ -131,8 +131,8 @@ class Bounds(NamedTuple):
     Attributes:
         low: smallest possible values, ``[k]``.
         high: largest possible values, ``[k]``.
-        step: positive steps, ``[k]``. With masking, each number is rounded to a multiple of its step. If the whole
-            analysis runs in a single process, numbers are not rounded.
+        step: positive steps, ``[k]``. With masking, each number is rounded to a multiple of its step. Numbers are not
+            rounded if the whole analysis runs in a single process.
     """
 
     low: Tensor
@@ -141,7 +141,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def counts(cls, numbers: int, most: float) -> Bounds:
-        """Return the bounds of integers that are at least 0 and at most ``most``."""
+        """Return the bounds of integers between 0 and ``most``."""
         return cls.between(torch.zeros(numbers), torch.full((numbers,), float(most)), 1.0)
 
     @classmethod
@@ -169,9 +169,9 @@ class Info(NamedTuple):
 
     Attributes:
         clients: number of clients whose answers are included in the sum.
-        clipped: number of values that were outside their bounds. A result requires that this number is 0.
-        neutral: number of clients that have rows but answered with zeros, because they have fewer subjects than agreed
-            or declined to answer.
+        clipped: number of values that were outside their bounds. It must be 0 for a valid result.
+        neutral: number of clients that have rows but answered with zeros, because they have too few subjects or
+            declined to answer.
         rows: number of rows of the clients that answered.
     """
 
@@ -182,7 +182,7 @@ class Info(NamedTuple):
 
 
 class Rules(Value):
-    """Rules that all parties agree on before the first question of an analysis."""
+    """Rules that all parties agree on before an analysis asks its first question."""
 
     questions: int = Field(
         200,
@@ -193,11 +193,13 @@ class Rules(Value):
     min_subjects: int = Field(
         1,
         ge=1,
-        description="minimum number of subjects of a client or in a cell. A client with fewer subjects answers zero",
+        description="minimum number of subjects at a client or in a cell. Clients with fewer subjects send zeros",
     )
-    min_clients: int = Field(1, ge=1, description="minimum number of clients in a cell. Cells with fewer are merged")
+    min_clients: int = Field(
+        1, ge=1, description="minimum number of clients in a cell. Cells with fewer clients are merged"
+    )
     missing: int = Field(
-        0, ge=0, description="number of clients that may be absent without leaving a cell with too few clients"
+        0, ge=0, description="number of clients that may drop out without leaving a cell with too few clients"
     )
 
     @model_serializer(mode="wrap")
@@ -208,14 +210,14 @@ class Rules(Value):
 
 @dataclass(frozen=True, eq=False)
 class AnalysisTerms:
-    """All facts that are public before the first question. These facts are the same for all parties.
+    """Everything that is public before the first question. It is the same for all parties.
 
     Args:
-        schema: columns, levels and agreed ranges.
+        schema: columns, levels and agreed-upon ranges.
         sizes: number of rows of each client, ``[n]`` int64.
-        rules: the agreed rules.
-        published: numbers that each client publishes (see `Analysis.publish`), ``[c]``. If clients publish nothing, the
-            tensors are empty.
+        rules: the agreed-upon rules.
+        published: numbers that each client publishes (see `Analysis.publish`), ``[c]``. The tensors are empty if
+            clients publish nothing.
         names: names of the clients, which only the party that computes the result needs. Empty if clients have none.
     """
 
@@ -233,17 +235,17 @@ class AnalysisTerms:
 
     @property
     def most_rows(self) -> int:
-        """Number of rows of the client that has the most rows."""
+        """Number of rows at the largest client."""
         return int(self.sizes.max())
 
 
 class FurtherRun(NamedTuple):
-    """Additional run that an analysis needs, and the function that evaluates its result.
+    """An additional run that an analysis needs, and the function that evaluates the result of this run.
 
     Attributes:
         setting: setting of the additional run.
         fed: clients of this run.
-        measure: function that returns rows for the table of the analysis.
+        measure: function that returns rows for the analysis' table.
     """
 
     setting: Setting
@@ -279,27 +281,26 @@ class Analysis(Value):
     uses_models: ClassVar[bool] = False
     """True if answers use `ClientRows.models`, so that a run must precede the analysis."""
     wider: ClassVar[str] = "Agree on wider ranges"
-    """Advice for answers with numbers outside their bounds."""
+    """Advice in the error about answers outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
-    """Tasks whose data the analysis can use. If empty, every task is allowed."""
+    """Tasks that the analysis supports. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
     """True if the analysis uses the columns of a table."""
     assumes_independence: ClassVar[bool] = False
     """True if the table contains standard errors, intervals or p-values that treat rows as independent."""
     per: ClassVar[str] = "run"
-    """Scope of a table that `measure` returns. The scope is "run", or "seed" if the table is the same for all
-    methods."""
+    """Scope of the table that `measure` returns: "run", or "seed" if the table is the same for all methods."""
 
     rules: Rules | None = Field(
-        None, description="limits that all clients agree on (default: those for simulations or for real sites)"
+        None, description="limits that all clients agree on (default: the limits for simulations or for real sites)"
     )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         """Raise an error if the analysis is not suitable for the data or the setting.
 
-        This method is called before any work is done.
+        This method is called before anything is computed.
 
-        An analysis with additional conditions should call this method of the base class first.
+        Subclasses with additional conditions should call this method of the base class first.
 
         Args:
             schema: schema of the data.
@@ -308,7 +309,7 @@ class Analysis(Value):
         Raises:
             ConfigError: the analysis is unsuitable. The message states the problem, its location, and the required
                 action.
-            Refused: the analysis does not make sense for these data.
+            Refused: the analysis is meaningless for these data.
         """
         what = f"the analysis {kind_of(self)}"
         if self.tasks and schema.task not in self.tasks:
@@ -345,36 +346,36 @@ class Analysis(Value):
             raise missing_model_error(kind, kinds[0])
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
-        """Raise an error if real sites must not answer under an agreement.
+        """Raise an error if an agreement forbids real sites to answer.
 
         This method is called after `check`, when the sites create the agreement.
 
         Args:
-            schema: schema that contains the agreed ranges.
+            schema: schema that contains the agreed-upon ranges.
             masked: True if answers are summed under masks.
 
         Raises:
-            ConfigError: the analysis reveals values of individual clients, or no range has been agreed on for a number.
+            ConfigError: the analysis reveals individual clients' values, or a number has no agreed-upon range.
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"with these options, the analysis {kind_of(self)} shows results of individual "
-                "clients, but secure aggregation hides these results",
+                f"with these options, the analysis {kind_of(self)} shows individual clients' results, but secure "
+                f"aggregation hides them",
                 rule="analysis-shows-clients",
                 fix="omit these options, or deploy without secure aggregation",
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
-                f"the analysis {kind_of(self)} scales numbers by agreed ranges, but "
-                f"{', '.join(map(repr, unagreed[:5]))} has no agreed range",
+                f"the analysis {kind_of(self)} scales numbers by their ranges, but "
+                f"{', '.join(map(repr, unagreed[:5]))} has no range in the agreement",
                 rule="analysis-range",
                 fix="set range = [LOWEST, HIGHEST] for each of these columns in the agreement (fedloom init --agree)",
             )
 
     @property
     def most_questions(self) -> int:
-        """Maximum number of questions that a real site answers if the rules do not state this number."""
+        """Maximum number of questions that a real site answers if the rules do not set a limit."""
         return 24
 
     @property
@@ -384,7 +385,7 @@ class Analysis(Value):
 
     @property
     def shows_rows(self) -> bool:
-        """True if `publish` returns values of individual rows, which is allowed without masking but not with it."""
+        """True if `publish` returns values of individual rows, which is allowed only without masking."""
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -393,23 +394,23 @@ class Analysis(Value):
         In most analyses, clients publish nothing.
 
         Real sites publish only flags: 1 for a cell that reaches the minimum count at the client, and 0 otherwise. At
-        this time, a client does not know the sizes of the other clients.
+        this point, a client does not know the other clients' sizes.
         """
         return torch.zeros(0, dtype=torch.float64)
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        """Return the rows of a client that are included in sums. By default, all rows are included.
+        """Return the client's rows that are included in sums. By default, all rows are included.
 
-        If these rows belong to fewer subjects than agreed, the client answers with zeros.
+        If these rows belong to too few subjects, the client answers with zeros.
         """
         return client
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        """Return the sets of a client's rows over which sums are computed.
+        """Return the sets of client rows over which sums are computed.
 
         By default, the only set contains the rows that `used` returns.
 
-        If a set differs from an earlier set in only a few subjects, a site does not answer for it.
+        A site does not answer for a set that differs from an earlier set in only a few subjects.
         """
         return [self.used(client, terms)]
 
@@ -418,16 +419,16 @@ class Analysis(Value):
         raise NotImplementedError
 
     def question(self, state: State) -> Question | None:
-        """Return the next question. Return None after the last question."""
+        """Return the next question, or None after the last question."""
         raise NotImplementedError
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         """Raise an error if a client should not answer a question.
 
-        This method is called at the client and receives only public arguments.
+        This method runs at the client and receives only public arguments.
 
         Raises:
-            ConfigError: this question is not allowed under the rules.
+            ConfigError: the rules do not allow this question.
         """
 
     @property
@@ -446,14 +447,14 @@ class Analysis(Value):
             question: the question.
 
         Raises:
-            QuestionOrderError: `order` has another question at this step, or the question was already asked and is not
-                in `retried`.
+            QuestionOrderError: `order` has a different question at this step, or the question was already asked and is
+                not in `retried`.
         """
         order, what = self.order, f"the analysis {kind_of(self)}"
         if step >= len(order) and question.name not in self.retried:
             raise QuestionOrderError(
-                f"{what} asks each question once (a repeated question must be named in `retried`), so there is no step "
-                f"{step}, got {question.name!r}"
+                f"{what} asks each question only once (questions that may be repeated are listed in `retried`), so "
+                f"there is no step {step}, got {question.name!r}"
             )
         if question.name != (wanted := order[min(step, len(order) - 1)]):
             raise QuestionOrderError(f"step {step} of {what} asks {wanted!r}, got {question.name!r}")
@@ -465,9 +466,9 @@ class Analysis(Value):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return a client's answer, float64 ``[k]``, which is a sum over its rows.
 
-        If there are no rows, the answer consists of zeros. None also means zeros. An analysis returns None if a client
-        should not answer because of its rows, for instance because a single row would determine the sum. The server
-        learns only how many clients did not answer, but not which ones.
+        If there are no rows, the answer consists of zeros. None also stands for zeros. An analysis returns None if a
+        client's rows should not be revealed, for instance because a single row would determine the sum. The server
+        learns how many clients did not answer, but not which ones.
         """
         raise NotImplementedError
 
@@ -476,7 +477,7 @@ class Analysis(Value):
 
         Args:
             state: state before the question.
-            total: sum of the answers, ``[k]``.
+            total: sum of the clients' answers, ``[k]``.
             info: facts about the sum.
 
         Raises:
@@ -489,11 +490,11 @@ class Analysis(Value):
         raise NotImplementedError
 
     def remarks(self, table: pa.Table) -> Sequence[str]:
-        """Return notes on a finished analysis, such as sentences about rows that it does not use."""
+        """Return notes about a finished analysis, for example about rows that it does not use."""
         return ()
 
     def model(self, state: State) -> nn.Module | None:
-        """Return the predictor of a finished analysis, or None if the analysis does not compute one.
+        """Return a finished analysis' predictor, or None if it does not have one.
 
         The predictor maps inputs ``[b, *shape]``, in the representation that the federation's models use, to outputs
         ``[b, c]``.
@@ -501,16 +502,16 @@ class Analysis(Value):
         return None
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
-        """Return the table of an analysis that uses the models of a run, with notes about the table."""
+        """Return the table of an analysis that uses a run's models, and notes about the table."""
         raise NotImplementedError
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
-        """Yield the additional runs that the analysis needs for one method and one seed.
+        """Yield the additional runs that the analysis needs for a given method and seed.
 
         Args:
             setting: setting of the complete run.
             fed: clients of the complete run.
-            result: result of the complete run, which includes all clients.
+            result: result of the complete run with all clients.
         """
         yield from ()
 
@@ -533,15 +534,15 @@ class Analysis(Value):
 
 
 class ModelAnalysis(Analysis):
-    """Analysis by sums that fits a linear model, which can be a row of a comparison."""
+    """Analysis that fits a linear model from sums. The model can be a row of a comparison."""
 
     needs_independent: ClassVar[bool] = True
-    """True if the fit fails if an input is constant or a linear function of other inputs."""
+    """True if the fit fails when an input is constant or a linear function of other inputs."""
 
     compare: bool = Field(
         False,
-        description="also fit the model to each seed's training rows, and add it to the comparison of the methods as a "
-        "row with the name of the analysis",
+        description="also fit the model to each seed's training rows, and add it to the comparison as a row named "
+        "after the analysis",
     )
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
@@ -555,7 +556,7 @@ class ModelAnalysis(Analysis):
 
     @model_serializer(mode="wrap")
     def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize ``compare`` only if it is set, because sites do not agree on it."""
+        """Serialize ``compare`` only if it is set, because it is not part of the sites' agreement."""
         return {name: value for name, value in write(self).items() if name != "compare" or value}
 
 
@@ -572,7 +573,7 @@ def require_questions(analysis: Analysis) -> None:
 def needs_run(analysis: Analysis) -> ConfigError:
     """Return the error for an analysis that needs the models of a run although there is no run."""
     return ConfigError(
-        f"the analysis {kind_of(analysis)} needs the trained models of a run, but there is no run here",
+        f"the analysis {kind_of(analysis)} needs trained models, but no run was given",
         rule="analysis-needs-a-run",
         fix=f"write [[analysis]] kind = {kind_of(analysis)!r} into the experiment file of a run, or pass "
         f"the result of a run, as in fl.analyze({kind_of(analysis)!r}, fl.simulate(...))",
@@ -580,7 +581,7 @@ def needs_run(analysis: Analysis) -> ConfigError:
 
 
 def list_fitting_analyses(schema: Schema) -> str:
-    """Return the names of the analyses of rows that are suitable for the data, as part of a sentence."""
+    """Return a phrase that lists the analyses of rows that suit the data."""
     from fedloom.analyses.registry import ANALYSES
 
     entries = {name: ANALYSES[name] for name in ANALYSES}

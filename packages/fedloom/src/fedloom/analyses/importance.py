@@ -1,4 +1,4 @@
-"""Permutation importance of the columns of a table, at each client.
+"""Permutation importance of a table's columns at each client.
 
 Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10. The importance is computed with
 scikit-learn's `permutation_importance`.
@@ -38,7 +38,7 @@ MIN_IMPORTANCE_SAMPLES = 10
 
 
 class Importance(Analysis):
-    """Drop of each client's primary metric when a column of its test part is permuted, after the last round."""
+    """Drop in each client's primary metric after the last round when a column of its test set is permuted."""
 
     kind: ClassVar[str] = "importance"
 
@@ -50,10 +50,10 @@ class Importance(Analysis):
 
 
 class PooledImportance(Analysis):
-    """Deterioration of accuracy and Brier score over all clients' test rows when a column is permuted within clients.
+    """Loss in accuracy and Brier score over all clients' test rows when a column is permuted within each client.
 
-    Both metrics are sums over rows, so that real sites can also answer. Metrics that rank rows, such as AUROC, are not
-    sums. Such metrics are available in a simulation, with `Importance`.
+    Both metrics are sums over rows, so real sites can compute them. Metrics that rank rows, such as AUROC, are not
+    sums. They are available in simulations with `Importance`.
     """
 
     kind: ClassVar[str] = "pooled-importance"
@@ -101,7 +101,7 @@ class PooledImportance(Analysis):
         self, state: tuple[AnalysisTerms, Tensor | None], total: Tensor, info: Info
     ) -> tuple[AnalysisTerms, Tensor | None]:
         if not total[0]:
-            raise DataError("no client has test rows. Set a test fraction in the partition")
+            raise DataError("no client has test rows. Set a larger test fraction in the partition")
         return state[0], total
 
     def result(self, state: tuple[AnalysisTerms, Tensor | None]) -> pa.Table:
@@ -118,7 +118,7 @@ class PooledImportance(Analysis):
         return table_of(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
 
     def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
-        """Return the number of correct predictions and the sum of squared errors (half of it for two classes)."""
+        """Return the number of correct predictions and the sum of squared errors (halved for two classes)."""
         outputs, label = compute_outputs(rows, self.model_kind, inputs), rows.y[:, 0].long()
         if classes == 2 and outputs.shape[1] == 1:
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
@@ -128,9 +128,9 @@ class PooledImportance(Analysis):
 
 
 def _permutations(rows: ClientRows) -> Iterator[Tensor]:
-    """Yield permutations of rows, as the source of each row ``[N]``.
+    """Yield permutations of rows. Each one lists the source of every row ``[N]``.
 
-    The permutations depend on digests of the rows but not on the order of the rows.
+    The permutations depend on digests of the rows but not on their order.
     """
     cells = torch.cat([rows.x, rows.y], 1).numpy()
     for repeat in range(PERMUTATION_REPEATS):
@@ -158,11 +158,11 @@ def check_importance(fed: Federation) -> Table:
 
 
 def importance(result: Result) -> pa.Table:
-    """Measure how much the primary test metric of a client deteriorates when a column is permuted at this client.
+    """Measure how much a client's primary test metric drops when a column is permuted at this client.
 
-    A column is permuted together with all features that are derived from it, which are its levels and the missing-value
-    flag. Table with the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS` permutations),
-    and spread (standard deviation over these permutations).
+    A column is permuted together with all features derived from it: its levels and its missing-value flag. The table
+    has the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS` permutations), and spread
+    (standard deviation over these permutations).
     """
     job = result.job
     check_importance(job.eval_fed)
@@ -201,7 +201,7 @@ class Scored:
         self.lead = leading(self._scores(self.places))
 
     def fit(self, *_: object) -> Scored:
-        """Do nothing. This method is required by scikit-learn."""
+        """Do nothing. scikit-learn requires this method."""
         return self
 
     def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
@@ -223,7 +223,7 @@ def measure_permutations(scored: Scored, seed: int, client: int) -> list[tuple[s
         seed: seed of the run. Together with ``client``, the seed determines the permutations.
         client: number of the client.
     """
-    from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for
+    from sklearn.inspection import permutation_importance  # slow to import, so imported only where it is used
 
     costs = permutation_importance(
         scored, scored.places, np.zeros(len(scored.places)), scoring=scored, n_repeats=PERMUTATION_REPEATS,

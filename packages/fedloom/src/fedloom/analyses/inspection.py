@@ -1,4 +1,4 @@
-"""Analyses of models at individual clients after the last round: confusion counts and representations."""
+"""Analyses of models at individual clients after the last round: confusion matrices and representations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TSNE_PERPLEXITY = 30.0
 
 
 class Confusion(Analysis):
-    """Numbers of samples by true and predicted class on the test part of each client, after the last round."""
+    """Number of samples by true and predicted class in each client's test set after the last round."""
 
     kind: ClassVar[str] = "confusion"
 
@@ -37,7 +37,7 @@ class Confusion(Analysis):
         super().check(schema, setting)
         if schema.task not in CLASS_TASKS:
             raise Refused(
-                f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
+                f"the analysis 'confusion' requires predicted classes, but the task of {schema.name} is {schema.task}",
                 rule="confusion-needs-classes",
                 fix="omit this analysis",
             )
@@ -47,7 +47,7 @@ class Confusion(Analysis):
 
 
 class Tsne(Analysis):
-    """Projections of some clients' test samples onto the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
+    """Two-dimensional t-SNE projections of some clients' test samples after the last round (FedSLR, Fig. 4)."""
 
     kind: ClassVar[str] = "tsne"
     clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="indices of the clients to plot")
@@ -73,9 +73,9 @@ class Tsne(Analysis):
 
 
 def confusion(result: Result) -> pa.Table:
-    """Return confusion counts on each client's test part, in the columns client, model, true, predicted, count.
+    """Return confusion counts on each client's test set, in the columns client, model, true, predicted, count.
 
-    Classes are given by their codes. Cells that contain no sample are omitted. Rows are sorted.
+    Classes are given by their codes. Empty cells are omitted. Rows are sorted.
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
@@ -104,15 +104,15 @@ def confusion(result: Result) -> pa.Table:
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
-    """Return t-SNE coordinates of the head's inputs for test samples of clients: client, model, label, x, y.
+    """Return t-SNE coordinates of the head's inputs for clients' test samples: client, model, label, x, y.
 
-    Also return notes about clients that are omitted.
+    Also return notes about omitted clients.
 
     The model is the personal model of the client, or the global model if there are no personal models (FedSLR, Fig. 4).
-    Each client has its own projection, which is determined by the seed of the run. A label is the code of a class, or
-    NaN if there are no classes.
+    Each client has its own projection, which is determined by the seed of the run. A label is a class code, or NaN if
+    there are no classes.
     """
-    from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
+    from sklearn.manifold import TSNE  # slow to import, so imported only where it is used
 
     oracle, fed, kinds = result.job.oracle, result.job.eval_fed, result.models.kinds()
     model = "personal" if "personal" in kinds else "global"

@@ -1,4 +1,4 @@
-"""Models of a run as functions of inputs, for one client at a time, for analyses that use models."""
+"""A run's models as functions of inputs, for one client at a time. Analyses of models use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
 
     If the run does not have such models, nothing is yielded.
 
-    The statistics of the global model come from the cohort or from the client itself (see `Evaluate.batchnorm_stats`).
+    The global model's statistics come from the cohort or from the client itself (see `Evaluate.batchnorm_stats`).
     """
     oracle, separately = result.job.oracle, result.job.setting.evaluate.batchnorm_stats == "own"
     if model not in result.models.kinds():
@@ -47,9 +47,9 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
 
 
 def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tensor], Tensor]]]:
-    """Return a function that maps a client's number to the client's models, keyed by kind.
+    """Return a function that maps a client number to the client's models, keyed by kind.
 
-    Each of these models maps inputs to outputs.
+    Each model maps inputs to outputs.
     """
     kinds = [kind for kind in ("global", "personal") if kind in result.models.kinds()]
 
@@ -78,13 +78,13 @@ def missing_model_error(kind: str, present: str) -> Refused:
 def compute_outputs(client: ClientRows, kind: ModelKind, inputs: Tensor) -> Tensor:
     """Return a model's outputs ``[N, k]`` for inputs ``[N, *shape]`` of a client's rows, as float64.
 
-    The outputs are computed with the rows sorted by their cells, because float32 sums over a batch would otherwise
-    depend on the order of the rows.
+    Rows are sorted by their cells before the outputs are computed. Otherwise, float32 sums over a batch would depend on
+    the order of the rows.
 
     Args:
         client: client whose rows are used.
         kind: kind of the model.
-        inputs: inputs of the rows, for instance with a permuted column.
+        inputs: the rows' inputs, for instance with a permuted column.
 
     Raises:
         Refused: the run has no model of this kind.

@@ -1,4 +1,4 @@
-"""Analyses of individual test samples after the last round: predictions, and scores of groups within clients."""
+"""Analyses of individual test samples after the last round: predictions, and scores of groups at each client."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MAX_OUTPUTS = 64
 
 
 class KeptPredictions(Analysis):
-    """Predictions for every test sample after the last round, from which calibration and net benefit are computed."""
+    """Predictions for every test sample after the last round. Calibration and net benefit are computed from them."""
 
     kind: ClassVar[str] = "predictions"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise an error if the models of a federation have too many outputs.
+        """Raise an error if a federation's models have too many outputs.
 
         Raises:
-            ConfigError: samples have a label per position, or more than `MAX_OUTPUTS` outputs.
+            ConfigError: samples have a label per position or more than `MAX_OUTPUTS` outputs.
         """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
             raise Refused(
@@ -49,16 +49,16 @@ class KeptPredictions(Analysis):
 
 
 class Groups(Analysis):
-    """Scores of groups of rows in each client's test part, after the last round."""
+    """Scores of groups of rows in each client's test set after the last round."""
 
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
         min_length=1,
-        description="columns, or bounds such as 'age>=75', that define groups. Test parts are scored separately "
-        "for each group",
+        description="columns or thresholds such as 'age>=75' that define groups. Each group's test rows are scored "
+        "separately",
     )
     min_rows: int = Field(
-        10, ge=2, description="minimum number of rows in a scored group, and of each class or event in it"
+        10, ge=2, description="minimum number of rows of a scored group, and of each of its classes or its events"
     )
 
     @property
@@ -73,7 +73,7 @@ class Groups(Analysis):
 
 
 def _final_outputs(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield each kind of model, together with its outputs on the test samples, the samples' indices and their clients.
+    """Yield each kind of model together with its outputs on the test samples, the samples' indices and their clients.
 
     The outputs have the shape ``[N, k]``, and the indices and the clients have the shape ``[N]``.
     """
@@ -94,9 +94,9 @@ def predictions(result: Result) -> pa.Table:
     """Return a table with the columns client, model, row (index in the data), target [, event, subject], predictions.
 
     For a multilabel task, there is a column "target <k>" for every label. Its value is NaN if the label is unknown.
-    Predictions are probabilities of classes or labels (of the second class in a binary task), values in the unit of the
-    target, or means of counts. For a survival task, the predictions are risks by the horizon, or log hazards if there
-    is no horizon.
+    Predictions are probabilities of classes or labels (of the second class in a binary task), values in the target's
+    unit, or means of counts. For a survival task, predictions are risks by the horizon, or log hazards if there is no
+    horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
     for kind, outputs, index, owner in _final_outputs(result):
@@ -131,8 +131,8 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
     The first metric of a group is its number of samples.
 
-    This number is the only metric if the group has fewer than `least` samples (or subjects, if known) in total, in one
-    of the classes or among the events.
+    It is the only metric if the group has fewer than `least` samples (or subjects, if known) in total, in one of the
+    classes or among the events.
 
     Args:
         result: result of a run.

@@ -1,4 +1,4 @@
-"""Registry of analyses by name.
+"""Registry of analyses, keyed by name.
 
 Nothing is imported when the names are listed. Packages can add analyses through the entry point group of this name.
 """
@@ -58,8 +58,8 @@ ANALYSES = AnalysisRegistry(
 
 
 def name_of(analysis: Analysis) -> str:
-    """Return the name of an analysis in files, which is its kind or, if a user wrote it, its import path."""
-    from fedloom.imports import path_of  # pydantic is slow to import, and names alone need none
+    """Return an analysis' name in files: its kind or, if it is user-defined, its import path."""
+    from fedloom.imports import path_of  # pydantic is slow to import, and listing names does not require it
     from fedloom.values import kind_of
 
     kind = kind_of(analysis)

@@ -1,4 +1,4 @@
-"""Rows of a client as analyses use them, and the schema that all clients share."""
+"""A client's rows as analyses use them, and the schema that all clients share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class Schema:
     Args:
         name: name of the data set.
         task: kind of targets.
-        columns: columns of `ClientRows.x` in order, with their names, the levels of codes, units and agreed ranges.
-        classes: names of the classes. If the targets are numbers, this is empty.
+        columns: columns of `ClientRows.x` in order, with their names, the levels of codes, units and agreed-upon
+            ranges.
+        classes: names of the classes. Empty if the targets are numbers.
         outputs: number of outputs that a model for the task has.
-        target_ranges: agreed range for each number in a target. If no range has been agreed on, an entry is None.
-        levels: names that belong to the codes of each kept column.
+        target_ranges: agreed-upon range for each number in a target. An entry is None if no range has been agreed on.
+        levels: names of the codes of each kept column.
         is_table: True if samples are rows of a table.
         columns_are_inputs: True if the columns are the inputs of models, so that a linear model can be fitted to them.
     """
@@ -44,7 +45,7 @@ class Schema:
     columns_are_inputs: bool = False
 
     def place(self, column: str) -> int | None:
-        """Return the number of a column, or None if there is no column with this name."""
+        """Return the index of a column, or None if there is no column with this name."""
         names = [c.name for c in self.columns]
         return names.index(column) if column in names else None
 
@@ -54,17 +55,16 @@ class ClientRows:
     """Rows of a single client.
 
     Args:
-        x: raw columns ``[N, p]`` float64 in the order of the schema, which contain numbers or the codes of levels. A
-            missing cell is NaN. If samples are not rows of a table, x contains their features.
-        y: targets ``[N, k]`` float64, which are a class number, numbers in the unit of the target, or a time and an
-            event.
-        part: part to which each row belongs, ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
-        subjects: numbers of the persons or things that the rows describe, ``[N]`` int64.
+        x: raw columns ``[N, p]`` float64 in the order of the schema, which contain numbers or codes of levels. Missing
+            cells are NaN. If samples are not rows of a table, x contains their features.
+        y: targets ``[N, k]`` float64, each a class number, numbers in the target's unit, or a time and an event.
+        part: data part of each row, ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
+        subjects: number of the person or thing that each row describes, ``[N]`` int64.
         columns: codes of each column that the schema keeps, ``[N]`` int64.
         fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the representation that models use.
         place: index of the client in ``AnalysisTerms.sizes``.
-        models: models of a run by kind ("global", "personal", "hybrid"). Each of these models is a function of inputs.
-            Empty if there is no run.
+        models: a run's models by kind ("global", "personal", "hybrid"). Each model is a function of inputs. Empty if
+            there is no run.
     """
 
     x: Tensor
@@ -86,7 +86,7 @@ class ClientRows:
         return self.x if self.fetch is None else self.fetch(rows)
 
     def select(self, rows: Tensor) -> ClientRows:
-        """Return the client with only some of its rows, which are selected by positions ``[m]`` or flags ``[N]``."""
+        """Return the client with a subset of its rows, selected by positions ``[m]`` or flags ``[N]``."""
         at = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
         fetch = self.fetch
         return replace(
@@ -106,7 +106,7 @@ class ClientRows:
 
 
 def schema_of(data: Dataset) -> Schema:
-    """Return the schema of a data set, which may be raw or prepared by a federation."""
+    """Return the schema of a data set, either raw or prepared by a federation."""
     table = _declared_table(data)
     width = data.x[0].numel() if len(data) else 0
     columns = Table.numeric(max(width, 1)).columns if table is None else table.columns
@@ -120,18 +120,18 @@ def schema_of(data: Dataset) -> Schema:
 def client_rows(
     fed: Federation, client: int, models: Mapping[str, Callable[[Tensor], Tensor]] | None = None
 ) -> ClientRows:
-    """Return the rows of one client in a federation, from all parts.
+    """Return a client's rows in a federation, from all data parts.
 
     Args:
         fed: federation that contains the client.
         client: number of the client.
-        models: models of a run by kind.
+        models: a run's models by kind.
     """
     index = [fed.indices(part, client).cpu() for part in DATA_PARTS]
     rows = torch.cat(index)
     part = torch.arange(len(DATA_PARTS)).repeat_interleave(torch.tensor([len(some) for some in index]))
 
-    # common test rows belong to no client and are in no part
+    # common test rows belong to no client and no part
     def fetch(some: Tensor) -> Tensor:
         return fed.fetch(rows[some].to(fed.device))
 
@@ -139,7 +139,7 @@ def client_rows(
 
 
 def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
-    """Return the rows of each user of a data set, keyed by name.
+    """Return each user's rows in a data set, keyed by name.
 
     If there are no users, all rows belong to one client.
     """
@@ -153,10 +153,10 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
 
 
 def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
-    """Return the schema with pooled ranges in place of those that are not agreed, and the names of these ranges.
+    """Return the schema with pooled ranges in place of missing agreed-upon ranges, and the names of these ranges.
 
     Pooled ranges are intended only for simulations. Real sites must agree on ranges, because pooled ranges reveal
-    values of individual rows.
+    individual rows' values.
     """
     x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))
     columns, unagreed = list[TableColumn](), list[str]()

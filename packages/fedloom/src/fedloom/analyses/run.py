@@ -1,7 +1,7 @@
-"""Functions that run an analysis in one process, and functions that are shared by all other ways to run it.
+"""Functions that run an analysis in one process, and functions shared by all other ways to run it.
 
-`answer_question` runs at the client, and `run_questions` runs in the process that asks the questions. The code between
-these two functions only transports questions and sums.
+`answer_question` runs at the client, and `run_questions` runs in the process that asks the questions. The code in
+between only transports questions and sums.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from fedloom.values import dump, kind_of, make, make_kind
 
 SUM_FILE = "sum-{:04}.bin"
 SUM_FORM = {"sum": {"total": 1, "info": 1}}
-"""Form of a sum in a checkpoint."""
+"""Structure of a sum in a checkpoint."""
 
 
 class Answer(NamedTuple):
-    """Answer of a client, encoded as it leaves the client.
+    """A client's answer in the form in which it leaves the client.
 
     Attributes:
         values: numbers within the bounds, ``[k]`` float64.
         clipped: number of values that were outside their bounds.
-        neutral: True if the client has rows but answers with zeros, because it has too few subjects or declines to
+        neutral: True if the client has rows but answers with zeros, because it has too few subjects or declined to
             answer.
         rows: number of rows in the answer.
     """
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 class SumRecord(NamedTuple):
-    """Question, with the sum of the answers to it."""
+    """A question and the sum of the answers to it."""
 
     question: Question
     total: Tensor
@@ -80,7 +80,8 @@ class SumRecord(NamedTuple):
 
 
 Ask = Callable[[Question, Bounds], tuple[Tensor, Info]]
-"""Function that sends a question to all clients and returns the sum of their answers ``[k]`` with facts about it."""
+"""Function that sends a question to all clients and returns the sum of their answers ``[k]``, with facts about the
+sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class AnalysisResult:
         analysis: the analysis.
         table: resulting table.
         log: all questions with their sums.
-        notes: notes on the data and on omitted parts.
+        notes: notes about the data and about omitted results.
         model: predictor, if the analysis computes one.
     """
 
@@ -124,7 +125,7 @@ def analyze(
     folder: Path | str | None = None,
     **options: object,
 ) -> AnalysisResult:
-    """Run an analysis of the rows of all clients, computed only from sums, or of a run's models, and return its result.
+    """Run an analysis and return its result. The analysis uses only sums over all clients' rows, or a run's models.
 
     >>> import numpy as np
     >>> clients = {"north": ([[1.0], [2.0]], [0, 1]), "south": ([[3.0], [6.0]], [1, 0])}  # doctest: +SKIP
@@ -134,11 +135,11 @@ def analyze(
         analysis: an analysis, its name in `fedloom.analyses.ANALYSES`, or its import path.
         clients: a `Federation`, a `Dataset` whose users are the clients, or a value that `Federation.create` or
             `Dataset.create` accepts. For an analysis of models, this is the `Result` of a run.
-        rules: the clients' agreed rules (`Rules`), as a value or a table of options. If None, the rules in the
-            analysis are used.
-        folder: folder for the sums. If a call is interrupted, the same call resumes from this folder. If
-            None, sums are not saved.
-        options: options of an analysis that is given by name.
+        rules: rules that the clients agreed on (`Rules`), as a value or a table of options. If None, the analysis' own
+            rules are used.
+        folder: folder for the sums. If a call is interrupted, repeating it resumes from this folder. If None, sums are
+            not saved.
+        options: options of the analysis, if it is given by name.
 
     Raises:
         ConfigError: an analysis or an option is unknown, or the analysis is unsuitable for the data.
@@ -157,7 +158,7 @@ def analyze(
         return AnalysisResult(value, table, notes=tuple(notes))
     require_questions(value)
     schema, rows, notes = clients_of(clients, value)
-    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing")
+    place = None if folder is None else place_of(folder, "folder", ", or None to save nothing")
     return analyze_rows(value, schema, rows, agreed, place, notes)
 
 
@@ -169,15 +170,15 @@ def analyze_rows(
     folder: Path | None = None,
     notes: Sequence[str] = (),
 ) -> AnalysisResult:
-    """Run an analysis of given rows, computed only from sums.
+    """Run an analysis of the given rows, using only sums.
 
     Args:
         analysis: analysis that is computed from sums.
         schema: schema of the rows, with a range for each number.
-        rows: rows of each client, keyed by name.
-        rules: the clients' agreed rules.
+        rows: each client's rows, keyed by client name.
+        rules: rules that the clients agreed on.
         folder: folder for the sums. If None, sums are not saved.
-        notes: notes on the rows, which come first in the result.
+        notes: notes about the rows, which come first in the result.
 
     Raises:
         DataError: see `analyze`.
@@ -202,7 +203,7 @@ def analyze_rows(
 
 
 def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:
-    """Return the analysis given by a value, by a name with options, or by a table with its ``kind``.
+    """Return the analysis that a value, a name with options, or a table with a ``kind`` describes.
 
     Raises:
         ConfigError: a name or an option is unknown, or options are given together with a value.
@@ -233,10 +234,10 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
 def run_questions(
     analysis: Analysis, terms: AnalysisTerms, ask: Ask, folder: Path | None = None
 ) -> tuple[State, list[SumRecord]]:
-    """Run an analysis until its end, and return its last state and the log of its questions.
+    """Run an analysis to its end, and return its last state and the log of its questions.
 
-    The state follows from the sums, so that a checkpoint contains only sums. One file is written after every sum. If a
-    run was interrupted, only the remaining questions are asked.
+    The state follows from the sums, so a checkpoint contains only sums. One file is written after every sum. An
+    interrupted run asks only the remaining questions.
 
     Args:
         analysis: analysis that is computed from sums.
@@ -246,9 +247,9 @@ def run_questions(
 
     Raises:
         ConfigError: the analysis asks more questions than were agreed on.
-        CodeError: a question does not have the declared form, or is asked too late. Questions may be left out.
+        CodeError: a question does not have the declared form or is asked too late. Questions may be skipped.
         DataError: a number in an answer was outside its bounds.
-        CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
+        CheckpointError: the folder belongs to a different analysis, or one of its sums is damaged.
     """
     log, place = list[SumRecord](), 0
     kept = SumFolder(folder, analysis, terms) if folder is not None else None
@@ -267,8 +268,8 @@ def run_questions(
         place += 1
         if len(log) == terms.rules.questions:
             raise Refused(
-                f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
-                "Agree on a larger number: rules = {questions = ...}"
+                f"{kind_of(analysis)} needs more than the {terms.rules.questions} questions that the rules allow. "
+                f"Agree on a larger number: rules = {{questions = ...}}"
             )
         record = None if kept is None else kept.read(len(log), question)
         if record is None:
@@ -285,7 +286,7 @@ def run_questions(
 
 
 def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None = None) -> None:
-    """Raise an error if an analysis is unsuitable for a federation, or asks questions that no real site answers.
+    """Raise an error if an analysis is unsuitable for a federation, or asks questions that no real site would answer.
 
     Raises:
         ConfigError: see `Analysis.check_run`.
@@ -306,13 +307,13 @@ def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None 
 def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = False) -> None:
     """Raise an error if an analysis asks its questions in the wrong order when all sums are zeros.
 
-    Clients with too few subjects answer with zeros. All other errors are ignored here, because sums of zeros may be
-    impossible in a real run.
+    Clients with too few subjects answer with zeros. All other errors are ignored here, because a real run may never see
+    sums of zeros.
 
     Args:
         analysis: analysis that is computed from sums.
         terms: public facts about the analysis.
-        at_sites: True for real sites, which do not answer if an earlier question was left out.
+        at_sites: True for real sites, which do not answer if an earlier question was skipped.
 
     Raises:
         CodeError: see `Analysis.check_step`.
@@ -324,10 +325,10 @@ def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = Fa
             analysis.check_step(next(steps), question)
         return torch.zeros_like(bounds.low), Info(len(terms.sizes), 0, 0, int(terms.sizes.sum()))
 
-    most = analysis.most_questions  # with sums of zeros, an analysis may not converge
+    most = analysis.most_questions  # an analysis of zero sums may not converge
     rules = terms.rules.with_(questions=min(terms.rules.questions or most, most))
     try:
-        with warnings.catch_warnings(action="ignore"):  # for example about divisions by a total of zero
+        with warnings.catch_warnings(action="ignore"):  # such as division by a total of zero
             run_questions(analysis, replace(terms, rules=rules), ask)
     except QuestionOrderError:
         raise
@@ -336,32 +337,32 @@ def check_order(analysis: Analysis, terms: AnalysisTerms, *, at_sites: bool = Fa
 
 
 def check_info(analysis: Analysis, question: Question, info: Info) -> None:
-    """Raise an error if numbers in a sum were clipped, because such a sum must not be used for a result.
+    """Raise an error if numbers in a sum were clipped, because the result would be wrong.
 
     Raises:
         DataError: at least one number was clipped.
     """
     if info.clipped:
         raise DataError(
-            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers in the answers "
-            f"were outside their bounds, so the result would be wrong. {analysis.wider}"
+            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers in the answers were outside "
+            f"their bounds, so the result would be wrong. {analysis.wider}"
         )
 
 
 def answer_question(
     analysis: Analysis, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds, where: str
 ) -> Answer:
-    """Return the answer of a client, clipped to the bounds.
+    """Return a client's answer, clipped to the bounds.
 
-    If a client has fewer subjects than agreed, it answers with zeros.
+    A client with too few subjects answers with zeros.
 
     Args:
         analysis: analysis that is computed from sums.
-        question: question as the client received it.
-        client: rows of the client.
+        question: question that the client received.
+        client: the client's rows.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, which is used in messages.
+        where: client's name for messages.
 
     Raises:
         ConfigError: the analysis does not answer this question.
@@ -388,9 +389,9 @@ def answer_question(
 
 
 def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
-    """Return the sum of answers, with facts about the sum.
+    """Return the sum of answers and facts about the sum.
 
-    Numbers are added exactly (`math.fsum`), so the sum is bitwise the same for any order of the clients.
+    Numbers are added exactly (`math.fsum`), so the sum is bitwise identical for any order of the clients.
     """
     columns = zip(*(reply.values.tolist() for reply in answers), strict=True)
     total = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
@@ -402,12 +403,12 @@ class SumFolder:
     """Folder that contains the sums of one analysis, with one file per sum.
 
     Args:
-        folder: path of the folder, which is created if it does not exist.
+        folder: path to the folder, which is created if it does not exist.
         analysis: analysis that requested the sums.
         terms: public facts about the analysis.
 
     Raises:
-        CheckpointError: the folder contains the sums of a different analysis or of different data.
+        CheckpointError: the folder contains sums of a different analysis or of different data.
     """
 
     def __init__(self, folder: Path, analysis: Analysis, terms: AnalysisTerms) -> None:
@@ -425,7 +426,7 @@ class SumFolder:
         path = folder / "analysis.json"
         if path.exists() and path.read_text() != text:
             raise CheckpointError(
-                f"{folder} contains the sums of a different analysis, or of different rows. Choose another folder"
+                f"{folder} contains sums of a different analysis or of different rows. Choose another folder"
             )
         write_atomic(path, text.encode())
 
@@ -443,7 +444,7 @@ class SumFolder:
         head = question.encode()
         if digest != self._hash(body) or body[: len(head)] != head:
             raise CheckpointError(
-                f"{path} is damaged or belongs to a different question. Delete {self._folder} and start again"
+                f"{path} is damaged or belongs to a different question. Delete {self._folder} and start over"
             )
         sums = Question.decode(body[len(head) :], SUM_FORM).values
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
@@ -459,7 +460,7 @@ class SumFolder:
 
 
 def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
-    """Return the schema with a range for each number, the rows of each client keyed by name, and notes.
+    """Return the schema with a range for each number, each client's rows keyed by name, and notes.
 
     Raises:
         ConfigError: see `analyze`.
@@ -474,8 +475,8 @@ def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, C
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
-            f"no ranges are agreed for {', '.join(unagreed[:5])}{more}. This simulation uses the "
-            "ranges of the columns, but real sites must agree on ranges"
+            f"no ranges have been agreed on for {', '.join(unagreed[:5])}{more}. This simulation uses the columns' "
+            f"actual ranges, but real sites must agree on ranges"
         )
     return schema, rows, notes
 

@@ -1,4 +1,4 @@
-"""Analyses written as a single function that asks questions, which is suitable for Newton's method, for example.
+"""Analyses written as a single function that asks questions. This form suits iterative fits such as Newton's method.
 
 The state of such an analysis is the list of all previous sums.
 """
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from fedloom.analyses.form import Analysis, AnalysisTerms, Info, Question
 
 Total = tuple[Tensor, Info]
-"""Sum of the answers to a question ``[k]``, with facts about the sum."""
+"""Sum of the answers to a question ``[k]``, and facts about the sum."""
 
 
 class _Pending(BaseException):
-    """Signal that carries the next question of the function.
+    """Signal that carries the function's next question.
 
-    The signal is a `BaseException`, so that the code of an analysis does not catch it by accident.
+    The signal is a `BaseException`, so an analysis does not catch it by accident.
     """
 
     def __init__(self, question: Question) -> None:
@@ -31,12 +31,12 @@ class _Pending(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """Answers received so far by a scripted analysis.
+    """Answers that a scripted analysis has received so far.
 
     Args:
         script: the scripted analysis.
         terms: public facts about the analysis.
-        totals: sums of the answers to the analysis' questions, in order.
+        totals: sums of the answers to the questions, in order.
     """
 
     script: ScriptedAnalysis
@@ -45,7 +45,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """Next question of the analysis. After the last question, the table and the predictor."""
+        """The analysis' next question, or its table and predictor after the last question."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:
@@ -61,14 +61,14 @@ class Transcript:
 
 
 class ScriptedAnalysis(Analysis):
-    """Analysis that is written as a single function `conclude`, which is run again from the beginning after every sum.
+    """Analysis written as a single function `conclude`, which runs again from the beginning after every sum.
 
-    Therefore, the code between two questions should not take much time. `conclude` must be pure, so that equal sums
-    lead to equal questions.
+    The code between two questions should therefore be fast. `conclude` must be pure, so that identical sums lead to
+    identical questions.
     """
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, nn.Module | None]:
-        """Return the table and the predictor. If the analysis does not compute a predictor, the predictor is None.
+        """Return the table and the predictor, which is None if the analysis does not compute one.
 
         Args:
             ask: function that sends a question to all clients and returns the sum of their answers.

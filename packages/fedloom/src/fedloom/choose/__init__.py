@@ -1,4 +1,4 @@
-"""Choices that the server makes: the clients of a round, their weights, and the mixture that each client receives."""
+"""The server's choices: the clients of a round, their weights, and the mixture of models that each client receives."""
 
 from fedloom.choose.mixers import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity
 from fedloom.choose.samplers import (

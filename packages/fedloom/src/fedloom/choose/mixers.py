@@ -1,4 +1,4 @@
-"""Mixers, with which every client receives a mixture of the clients' last models instead of one global model."""
+"""Mixers, which send every client its own mixture of the clients' last models instead of one global model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fedloom.values import Value
 
 Among = Literal["cohort", "seen", "all"]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function that combines a client's own model ``[d]`` with the models ``[k, d]`` of its mixture, given their weights
-``[k, 1]`` and ids, and returns one model ``[d]``."""
+"""Function that combines a client's own model ``[d]`` with the models ``[k, d]`` of its mixture, given the weights
+``[k, 1]`` and ids of these models, and returns one model ``[d]``."""
 Similarity = Literal["model", "change"]
 WEIGHT_ERROR = 1e-6
 """Maximum rounding error in a sum of weights. A sum of weights that is not a whole number differs from the nearest
@@ -30,9 +30,9 @@ whole number by at least 1/n^2."""
 
 
 class Mixer(Value, ABC):
-    """Rule that computes, for each client, a separate mixture of the clients' last models.
+    """Rule that computes a separate mixture of the clients' last models for each client.
 
-    A mixer has no state, because the server stores the models.
+    Mixers are stateless, because the server stores the models.
     """
 
     kind: ClassVar[str]
@@ -44,8 +44,7 @@ class Mixer(Value, ABC):
         1.0,
         ge=0,
         le=1,
-        description="weight of the mixture in the model that a client receives. The rest of the weight goes to "
-        "the server's model",
+        description="weight of the mixture in the model that a client receives. The server's model gets the rest",
     )
 
     @property
@@ -57,12 +56,11 @@ class Mixer(Value, ABC):
         """Return a mixture for each client of the cohort, ``[m, d]``.
 
         Args:
-            models: last models of the cohort ``[m, d]`` or, with `mixes_all`, of all clients ``[n, d]``. The initial
-                model represents a client that has never participated.
+            models: last models of the cohort ``[m, d]`` or, with `mixes_all`, of all clients ``[n, d]``. The model of a
+                client that has never participated is the initial model.
             start: initial model ``[d]``.
-
             ctx: context with the cohort.
-            rule: function that combines the models of a mixture and is used instead of their weighted mean.
+            rule: function that combines the models of a mixture, in place of their weighted mean.
         """
         place, ids = torch.arange(ctx.m), torch.arange(ctx.n) if self.mixes_all else ctx.ids
         if self.mixes_all:
@@ -91,7 +89,7 @@ class Mixer(Value, ABC):
 
     @abstractmethod
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the weight of each model in each mixture, ``[k, k]``. Each row adds up to 1."""
+        """Return the weight of each model in each mixture, ``[k, k]``. Each row sums to 1."""
 
     def check(self, n: int) -> None:
         """Raise an error if the mixer does not work with ``n`` clients.
@@ -102,14 +100,14 @@ class Mixer(Value, ABC):
 
 
 class Attention(Mixer):
-    """Mixer of the models most similar to a client's own: models with cosines above a quantile, weighted by cosine.
+    """Mixer of the models most similar to a client's own: those above a cosine quantile, weighted by cosine.
 
     Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
 
-    Deviations: the same as those of the method ``fedacs``, in which clients train from these mixtures. Attackers that
-    send several copies with the same direction can fill the quantile with the cosines between copies, so that no honest
-    client exceeds the quantile. With ``copies``, such copies are treated as a single client. Attackers are still
-    treated separately if the cosine between their models is below ``copies``.
+    Deviations: the same as for the method ``fedacs``, in which clients train from these mixtures. Attackers that send
+    several copies with the same direction can fill the quantile with the cosines between copies, so that no honest
+    client exceeds it. With ``copies``, such copies are treated as a single client. Attackers are still treated
+    separately if the cosine between their models is below ``copies``.
     """
 
     kind: ClassVar[str] = "attention"
@@ -129,7 +127,7 @@ class Attention(Mixer):
         None,
         gt=0,
         le=1,
-        description="cosine similarity above which models are treated as copies of one model (None: no limit)",
+        description="cosine similarity at which models are treated as copies of one model (None: never)",
     )
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
@@ -145,12 +143,12 @@ class Attention(Mixer):
 
 
 class Proximity(Mixer):
-    """Mixer that weights models by their distances. It performs one step of FedAMP's attraction between clients.
+    """Mixer that weights models by distance. It performs one step of FedAMP's attraction between clients.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1, line 4.
 
-    Defaults: the same as for the method ``fedamp``, which are alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
+    Defaults: as in the method ``fedamp``, alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
     """
 
     kind: ClassVar[str] = "proximity"
@@ -185,7 +183,7 @@ class Proximity(Mixer):
 
 
 class Angles(Mixer):
-    """Mixer that weights models by a softmax of their cosines, FedAMP's heuristic for deep networks.
+    """Mixer that weights models by a softmax of their cosines (FedAMP's heuristic for deep networks).
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5.
@@ -210,7 +208,7 @@ class Angles(Mixer):
     def _self_and_peers(self, models: Tensor) -> tuple[float, Tensor]:
         direction = directions(models)
         score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
-        xi = torch.softmax(score, 1).nan_to_num(1.0)  # NaN: a single client has no others
+        xi = torch.softmax(score, 1).nan_to_num(1.0)  # NaN: a single client has no peers
         return (1 / len(models) if self.self_weight is None else self.self_weight), xi
 
 
@@ -222,9 +220,9 @@ class ClusterMeans(Mixer):
     Reference: the outlook in Equitable-FL (arXiv:2410.19207), which proposes clusters as a basis for personalized
     models. The clustering follows Algorithm 1 of the paper, but uses the directions of models instead of activations.
 
-    Deviations: in each round, the models of the current cohort are clustered anew. If ``clusters`` is not set,
-    `clear_clusters` estimates the number of clusters. If there are no clearly separated clusters, all clients form a
-    single cluster.
+    Deviations: the models of the current cohort are clustered again in each round. If ``clusters`` is not set,
+    `clear_clusters` estimates the number of clusters. If no clusters are clearly separated, all clients form a single
+    cluster.
     """
 
     kind: ClassVar[str] = "clusters"
@@ -234,7 +232,7 @@ class ClusterMeans(Mixer):
     )
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return 1/|cluster| for models in the same cluster, and 0 for all others."""
+        """Return 1/|cluster| for models in the same cluster, and 0 for other models."""
         a = directions(models if self.similarity == "model" else models - start)
         rng = random_state(ctx.rng("mixer"))
         labels = spectral_clusters(a, self.clusters, rng) if self.clusters else clear_clusters(a, rng)
@@ -256,7 +254,7 @@ def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor
 
     With ``copies``, a model has the weight 1/c in the quantile and in mixtures, where c is the number of models,
     including itself, whose cosine with it is at least ``copies``. k copies of a model then have the same influence as a
-    single model. If there are no copies, ``copies`` does not affect the weights.
+    single model. Without copies, ``copies`` does not affect the weights.
     """
     direction = directions(w)
     s = direction @ direction.T

@@ -1,4 +1,4 @@
-"""Clients' shares in the objective: by number of samples, by groups, or by clusters computed from activations."""
+"""Clients' shares in the objective, determined by numbers of samples, groups, or clusters of activations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fedloom.rows.attacks import Attack
 
 
 def uses_clusters(weights: object) -> bool:
-    """Return True if the shares depend on clusters that are computed in the run."""
+    """Return True if the shares depend on clusters that the run computes."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 
 def clusters_of(weights: object) -> int | None:
-    """Return the number of clusters that `Setting.client_weights` contains, or None if the number is estimated."""
+    """Return the number of clusters in `Setting.client_weights`, or None if the number is estimated."""
     number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None
 
 
 def period_of(weights: Any) -> int | None:
-    """Return the number of rounds after which clusters are recomputed, or None if they are not recomputed."""
+    """Return the number of rounds after which clusters are recomputed, or None if they stay the same."""
     return int(str(weights).rpartition(" ")[2]) if uses_clusters(weights) and " every " in weights else None
 
 
@@ -39,17 +39,16 @@ def column_of_shares(weights: Any) -> str | None:
 
 
 def shares_of(weights: Any, fed: Federation) -> Tensor:
-    """Return the clients' shares alpha_i in the objective, ``[n, 1]`` float64, which add up to 1.
+    """Return the clients' shares alpha_i in the objective, ``[n, 1]`` float64, which sum to 1.
 
     Args:
         weights: value of `Setting.client_weights`.
-        fed: federation that contains the clients. If shares are proportional to the numbers of samples, clients without
-            training samples have the share 0.
+        fed: federation with the clients. If shares are proportional to numbers of samples, clients without training
+            samples have a share of 0.
 
     Raises:
-        ConfigError: the number of entries in the list differs from the number of clients, no number is positive, or the
-            column does not exist. The error is also raised if a client is in no group or has several levels of the
-            column.
+        ConfigError: the length of the list differs from the number of clients, no number is positive, the column does
+            not exist, or a client is in no group or has several levels of the column.
     """
     column = column_of_shares(weights)
     if weights == "samples":
@@ -57,7 +56,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     elif weights == "groups":
         if fed.groups is None:
             raise Refused(
-                "client_weights = 'groups' needs clients in groups, but this partition defines no groups",
+                "client_weights = 'groups' requires groups of clients, but this partition defines no groups",
                 rule="shares-need-groups",
                 fix="set {client_weights = 'samples'}",
             )
@@ -79,12 +78,12 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
 
 def _equal_group_masses(groups: Tensor) -> Tensor:
-    """Return client weights ``[n]`` that are equal within each group and add up to the same total for every group."""
+    """Return client weights ``[n]`` that are equal within each group and sum to the same total for every group."""
     return 1 / torch.bincount(groups)[groups].double()
 
 
 def _client_levels(column: str, fed: Federation) -> Tensor:
-    """Return the level ``[n]`` of a column at each client. All training samples of a client must have the same level.
+    """Return each client's level ``[n]`` of a column. All of a client's training samples must have the same level.
 
     Raises:
         ConfigError: the column does not exist, a client has several levels, or a row has no level.
@@ -102,7 +101,7 @@ def _client_levels(column: str, fed: Federation) -> Tensor:
         names = [data.levels[column][code] or "none" for code in codes]
         if len(codes) != 1 or data.levels[column][codes[0]] == MISSING_LEVEL:
             raise Refused(
-                f"{what} needs the same level in all rows of a client, but client "
+                f"{what} requires the same level in all rows of a client, but client "
                 f"{fed.names[client]!r} has {', '.join(names[:4])}",
                 rule="shares-need-one-level",
                 fix="set {client_weights = 'uniform'}, or partition by that column",
@@ -112,7 +111,7 @@ def _client_levels(column: str, fed: Federation) -> Tensor:
 
 
 def describing_activations(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
-    """Return the mean activations ``[m, k]`` that clients send after they trained a model ``[d]`` for one round."""
+    """Return the mean activations ``[m, k]`` that clients send after training a model ``[d]`` for one round."""
     activations = EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
     return activations if attack is None else attack.disguised(activations, work.ids, attackers)
 
@@ -121,20 +120,20 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     """Return the shares p_i = 1/(C |cluster of i|) of Equitable-FL, ``[n, 1]`` float64.
 
     Args:
-        clusters: C. If None, the number is estimated.
+        clusters: number of clusters C. If None, it is estimated.
         activations: activations of all clients ``[n, k]`` (`describing_activations`).
-        ctx: context of all clients, in the round that starts with these shares or before round 1.
+        ctx: context of all clients before round 1 or in the round that starts with these shares.
 
     Raises:
-        RunStopped: some of the activations are not finite.
+        RunStopped: some activations are not finite.
     """
     finite = activations.isfinite().all(1)
     if not bool(finite.all()):
         when = f"round {ctx.round}" if ctx.round else "before round 1"
         raise RunStopped(
             Stop.DIVERGED,
-            f"{when}: {int((~finite).sum())} of {ctx.n} clients have activations that are not finite, "
-            "so no clusters can be found. Use a smaller local.lr",
+            f"{when}: {int((~finite).sum())} of {ctx.n} clients have non-finite activations, so no clusters can be "
+            f"found. Lower local.lr",
         )
     weigher = EquitableWeigher(clusters=clusters)
     shares, _ = weigher.apply(weigher.init(ctx), activations, ctx)
@@ -145,19 +144,19 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
     """Raise an error if the clients cannot form the required number of clusters.
 
     Raises:
-        ConfigError: there are more clusters than clients, or a client has no training samples, so that it has no
+        ConfigError: there are more clusters than clients, or a client has no training samples and therefore no
             activations.
     """
     if clusters is not None and clusters > ctx.n:
         raise ConfigError(
-            f"client_weights = 'clusters-{clusters}' needs at least as many clients as clusters, but "
-            f"the federation has {ctx.n} clients",
+            f"client_weights = 'clusters-{clusters}' requires at least as many clients as clusters, but the "
+            f"federation has {ctx.n} clients",
             rule="shares-clusters",
             fix="set {client_weights = 'uniform'}, or use fewer clusters",
         )
     if not bool((ctx.sizes > 0).all()):
         raise Refused(
-            "weighting by clusters needs training samples at every client",
+            "weights by clusters require training samples at every client",
             rule="shares-of-empty-clients",
             fix="set {client_weights = 'uniform'}",
         )
@@ -168,23 +167,23 @@ def cluster_shares(
 ) -> tuple[Tensor, Tensor]:
     """Compute Equitable-FL's shares p_i = 1/(C |cluster of i|), ``[n, 1]`` float64, and the cost ``[7]``.
 
-    Every client trains the initial model for one round, in the same way as in the run, and sends its mean activations
-    under the trained model (Equitable-FL, Algorithm 1, lines 5-10. In the paper, the cohort does this in every round).
+    Every client trains the initial model for one round, as in the run, and sends its mean activations under the trained
+    model (Equitable-FL, Algorithm 1, lines 5-10). In the paper, the cohort does this in every round.
 
     Args:
-        clusters: C. If None, the number is estimated.
+        clusters: number of clusters C. If None, it is estimated.
         oracle: local problems.
         x0: initial model ``[d]``.
         ctx: context of all clients, before round 1.
-        attack: the attack, whose attackers may forge their activations.
+        attack: attack, which may forge the attackers' activations.
         attackers: ids ``[b]`` of the attackers.
 
     Returns:
-        Shares, and the total cost over all clients: backward and forward samples, steps, bytes up and down, and the
-            bytes up and down by the papers' convention.
+        Shares, and the total cost over all clients: backward and forward samples, steps, bytes up and down, and bytes
+            up and down by the papers' convention.
 
     Raises:
-        RunStopped: some of the activations are not finite.
+        RunStopped: some activations are not finite.
     """
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):

@@ -1,4 +1,4 @@
-"""Weighers, which determine the weight of each client in the mean of the cohort's uploads."""
+"""Weighers, which determine each client's weight in the mean of the cohort's uploads."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Floats = NDArray[np.float64]
 class Weigher(Value, ABC):
     """Rule that weights the uploads of the accepted cohort.
 
-    The state of a weigher is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
+    A weigher's state is a NamedTuple of tensors. It is passed explicitly and stored in checkpoints.
     """
 
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
-    """True if clients answer a question after training and send the answer together with their reply. The answers are
-    recorded as work and traffic."""
+    """True if clients answer a query after training and send the answer with their reply. The answers are recorded as
+    work and traffic."""
     describes: ClassVar[bool] = False
     """True if the answers consist of the clients' activations."""
 
     @property
     def signed(self) -> bool:
-        """True if individual shares may be negative. The sum of the shares of a cohort is always positive."""
+        """True if individual shares may be negative. The sum of a cohort's shares is always positive."""
         return False
 
     def init(self, ctx: Ctx) -> Any:
@@ -52,10 +52,10 @@ class Weigher(Value, ABC):
         """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides the shares by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Return the weigher after setting the options that depend on the groups of the run.
+        """Return the weigher with the options that depend on the run's groups.
 
         Raises:
-            ConfigError: the weigher needs groups, but the run has no groups.
+            ConfigError: the weigher requires groups, but the run has none.
         """
         return self
 
@@ -72,7 +72,7 @@ class Weigher(Value, ABC):
 
 
 class SharesWeigher(Weigher):
-    """Weigher that uses the share alpha_i of each client in the objective.
+    """Weigher that uses each client's share alpha_i in the objective.
 
     By default, shares are proportional to samples.
     """
@@ -80,7 +80,7 @@ class SharesWeigher(Weigher):
     kind: ClassVar[str] = "shares"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return alpha_i divided by the largest share of any client."""
+        """Return alpha_i divided by the largest alpha of any client."""
         return ctx.cohort_masses, state
 
 
@@ -105,7 +105,7 @@ class SamplesWeigher(Weigher):
 
 
 class Labels(NamedTuple):
-    """Most recent cluster of each client ``[n]``, or -1 before the client's first round."""
+    """Each client's most recent cluster ``[n]``, or -1 before its first round."""
 
     labels: Tensor
 
@@ -116,21 +116,21 @@ class EquitableWeigher(Weigher):
     The clusters are computed from the clients' activations. Within a cluster, all clients have the same weight.
 
     Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1.
-    The algorithm computes S = A A', a spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on
-    the rows of the embedding, and p_i = 1/(C |cluster of i|).
+    The algorithm computes S = A A' and its spectral embedding (the eigenvectors of the C largest eigenvalues), runs
+    k-means on the rows of the embedding, and sets p_i = 1/(C |cluster of i|).
 
-    Deviations: C is the number of nonempty clusters, so that the weights add up to 1. The paper does not state how a
-    client's activations are combined into one vector. Here, the vector is a mean of log-softmax values of the
-    penultimate representation, computed with the client's trained model over its training samples or its last
-    mini-batch. The server receives the activations of individual clients. In the paper, C is fixed in advance. If C is
-    not set, `clear_clusters` estimates it in every round.
+    Deviations: C is the number of nonempty clusters, so the weights sum to 1. The paper does not state how a client's
+    activations are combined into one vector. Here, the vector is the mean log-softmax of the penultimate
+    representation, computed with the client's trained model over its training samples or its last mini-batch. The
+    server receives individual clients' activations. In the paper, C is fixed in advance. If C is not set,
+    `clear_clusters` estimates it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
     clusters: int | None = Field(
         None,
         ge=1,
-        description="C, number of groups (default: estimated). The paper uses the true number (2, 2, 3, 5; Table 1)",
+        description="number of clusters C (default: estimated). The paper uses the true number (2, 2, 3, 5; Table 1)",
     )
     layer: Literal["penultimate", "logits"] = Field("penultimate", description="representation a_i (Fig. 1)")
     log_softmax: bool = Field(
@@ -138,19 +138,18 @@ class EquitableWeigher(Weigher):
     )
     reduce: Literal["mean", "last_batch"] = Field(
         "mean",
-        description="samples to average over: the whole training part, or the last mini-batch (not stated in the "
-        "paper)",
+        description="samples to average over: the whole training set or the last mini-batch (not stated in the paper)",
     )
 
     probes: ClassVar[bool] = True
     describes: ClassVar[bool] = True
 
     def init(self, ctx: Ctx) -> Labels:
-        """Return -1 for every client, because no client has been in a cluster yet."""
+        """Return -1 for every client, because no client has a cluster yet."""
         return Labels(torch.full((ctx.n,), -1))
 
     def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
-        """Compute the activation vector a_i of each client."""
+        """Compute each client's activation vector a_i."""
         batch = None if self.reduce == "mean" else work.last_batch()
         return work.activations(model, self.layer, _log_softmax if self.log_softmax else None, batch)
 
@@ -170,8 +169,8 @@ class EquitableWeigher(Weigher):
         if self.clusters is not None:
             return []
         return [
-            f"aggregation_weights {self.kind!r} looks for clusters of clients in every round, and weights clients "
-            "equally if no clusters are clearly separated. Set clusters to the number of clusters of the federation"
+            f"aggregation_weights {self.kind!r} searches for clusters of clients in every round, and weights clients "
+            f"equally if no clusters are clearly separated. Set clusters to the federation's number of clusters"
         ]
 
     def check(self, n: int) -> None:
@@ -188,26 +187,25 @@ def _log_softmax(a: Tensor) -> Tensor:
 
 
 def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> Tensor:
-    """Return cluster labels ``[m]`` of the rows of ``a [m, k]``, by k-means on leading eigenvectors of A A'."""
+    """Return cluster labels ``[m]`` of the rows of ``a [m, k]`` from k-means on the leading eigenvectors of A A'."""
     if clusters >= len(a):
         return torch.arange(len(a))
     return torch.as_tensor(_k_means(_eigenvectors(a), clusters, rng)[0], dtype=torch.long)
 
 
 CLEAR_SILHOUETTE = 0.7
-"""Minimum mean silhouette of clearly separated clusters. Such a silhouette indicates a strong structure
-according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal distribution is
-split in the middle, the silhouette of its two halves is 0.59."""
+"""Minimum mean silhouette of clearly separated clusters. According to Kaufman and Rousseeuw ("Finding Groups in Data",
+1990, chapter 2, Table 4), it indicates a strong structure. The two halves of a normal distribution that is split in the
+middle have a silhouette of 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
     """Return cluster labels ``[m]``.
 
-    The number of clusters, at most sqrt(m), has the largest mean silhouette (Rousseeuw 1987).
+    The number of clusters is the one up to sqrt(m) with the largest mean silhouette (Rousseeuw 1987).
 
     All rows form a single cluster if this silhouette is below `CLEAR_SILHOUETTE`, or if a cluster would contain only
-    one client. In the second case, one outlier would otherwise have half of the total weight, which would be unfair to
-    groups.
+    one client. Otherwise, a single outlier could have half of the total weight, which would be unfair to groups.
     """
     from sklearn.metrics import silhouette_score
 
@@ -224,7 +222,7 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
 
 def _eigenvectors(a: Tensor) -> Floats:
     values = a.double().cpu().numpy()
-    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # scaled so that no product overflows
+    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # scaled to prevent overflow in the product
     return np.asarray(np.linalg.eigh(values @ values.T)[1])
 
 
@@ -239,48 +237,48 @@ def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tupl
 
 
 class Masses(NamedTuple):
-    """Weights omega ``[n]`` of all clients, which are not normalized over a cohort."""
+    """Weights omega ``[n]`` of all clients, not normalized over a cohort."""
 
     omega: Tensor
 
 
 class FairFedWeigher(Weigher):
-    """Weigher that down-weights clients whose metric deviates more from the global metric than other clients' do.
+    """Weigher that down-weights clients whose metric deviates more than average from the global metric.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
     Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eqs. 6 and 7: Delta_i is |F - F_i| for a metric F that compares
-    two groups, or |Acc - Acc_i| if F_i is undefined. With ``accuracy`` or ``loss``, Delta_i is computed from this
-    metric only.
+    two groups, or |Acc - Acc_i| if F_i is undefined. With ``accuracy`` or ``loss``, Delta_i uses only this metric.
 
     F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``),
-    where 1 is the predicted class, and A and B are the two groups. The global value F is computed on the pooled samples
-    of the cohort.
+    where 1 is the predicted class, and A and B are the two groups. The global value F is computed on the cohort's
+    pooled samples.
 
-    Deviations: the metric of a client is computed for the received model on the client's training part, and the global
-    value is computed over the cohort. The metric is sent in plain text, without secure aggregation. For a metric that
-    compares groups, the answer consists of counts by group. Clients that do not participate keep their weights.
-    Negative weights are set to 0, as in Equitable-FL (``floor``). If the weights of a cohort do not have a positive
-    sum, the cohort is weighted by numbers of samples.
+    Deviations: a client's metric is computed for the received model on the client's training set, and the global value
+    is computed over the cohort. The metric is sent in plain text, without secure aggregation. For a metric that
+    compares groups, clients send counts per group. Clients that do not participate keep their weights. Negative weights
+    are set to 0, as in Equitable-FL (``floor``). If a cohort's weights do not have a positive sum, its clients are
+    weighted by numbers of samples.
     """
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
         None,
         ge=0,
-        description="fairness budget beta (Eq. 7; default: 1/(n * rounds)). 0 weights clients by their samples",
+        description="fairness budget beta (Eq. 7; default: 1/(n * rounds)). With 0, clients are weighted by numbers "
+        "of samples",
     )
     metric: Literal["accuracy", "loss", "equal-opportunity", "statistical-parity"] = Field(
         "accuracy",
         description=(
-            "metric whose value at each client is compared with the global value. The last two "
-            "choices compare groups within clients"
+            "metric whose value at each client is compared with its global value. The last two metrics compare groups "
+            "within clients"
         ),
     )
     group: str | None = Field(
         None,
         description=(
-            "column with two levels, or a bound such as 'age>=75', that defines the groups (default: "
-            "the first group of an analysis of kind 'groups')"
+            "column with two levels, or a threshold such as 'age>=75', that defines the groups (default: the first "
+            "group of an analysis of kind 'groups')"
         ),
     )
     floor: bool = Field(True, description="set negative weights to 0 (Equitable-FL). The paper allows negative weights")
@@ -298,20 +296,20 @@ class FairFedWeigher(Weigher):
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """If the metric compares groups and no groups were set, use the first groups of the run."""
+        """If the metric compares groups and no group is set, use the run's first group."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows. Set group, for "
-                "example group = 'sex' or group = 'age>=75', or add an analysis of the kind 'groups'"
+                f"weigher.metric = {self.metric!r} compares two groups of rows. Set group, for example group = 'sex' "
+                f"or group = 'age>=75', or add an analysis of kind 'groups'"
             )
         return self.with_(group=groups[0])
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
         """Return each client's metric for the received model.
 
-        If groups are compared, return counts and the accuracy ``[m, 9]``.
+        If groups are compared, return counts and accuracies ``[m, 9]``.
         """
         if self.metric == "loss":
             return work.loss(down[0])
@@ -337,7 +335,7 @@ class FairFedWeigher(Weigher):
     def _difference(self, counts: Tensor) -> Tensor:
         """Return F ``[m, 1]`` from counts ``[m, 8]`` (`Work.group_counts`).
 
-        F is NaN if it is undefined for one of the groups.
+        F is NaN if it is undefined for either group.
         """
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)

@@ -1,6 +1,6 @@
-"""Checkpoints of a run, and the fingerprint that must be the same for all checkpoints and all ranks.
+"""A run's checkpoints, and the fingerprint that all checkpoints and all ranks must share.
 
-With several ranks, the first rank reads and writes the checkpoints for all ranks.
+With several ranks, the first rank reads and writes the checkpoints for all of them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.values import Value
 from fedloom.version import __version__
 
-UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
-"""Note that is added after the last round if no attacker ever participated."""
+UNATTACKED_NOTE = "no attacker took part in any round, so no attack took place"
+"""Note that is added after the last round if no attacker participated."""
 
 
 class ResumedRun(NamedTuple):
-    """State of a run as described by its newest checkpoint.
+    """State of a run according to its newest checkpoint.
 
     Attributes:
         state: state to continue from.
         stop: reason why the run ended in this state. None if the run can be resumed by the same command.
-        detail: text that describes how the run ended, such as the round, the clients and the numbers involved.
+        detail: description of how the run ended, for example the round, the clients and the numbers involved.
         diverged: round in which divergence was detected, if the run still continued to its end.
-        extras: additional values that are saved only by some kinds of runs.
+        extras: additional values that only some kinds of runs save.
     """
 
     state: State
@@ -57,9 +57,8 @@ class RunCheckpoints:
     Args:
         job: the run.
         folder: checkpoint folder.
-        mark: fingerprint that a checkpoint must have so that it can be resumed. If None, the job's own fingerprint is
-            used.
-        every_round: True to save after every round, regardless of how recent the last checkpoint is.
+        mark: fingerprint that a checkpoint must have to be resumed. If None, the job's own fingerprint is used.
+        every_round: True to save after every round, no matter how recent the last checkpoint is.
     """
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
@@ -97,7 +96,7 @@ class RunCheckpoints:
         meta = loaded.meta
         times = Times.resumed(meta["seconds"], meta.get("firsts", [0]))
         state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
-        if shorter is not None:  # drop the results that belong to the earlier last round
+        if shorter is not None:  # drop the results of the earlier last round
             records = Records([r for r in state.records.items if r.round < shorter], state.records.ids)
             notes = tuple(note for note in state.notes if note != UNATTACKED_NOTE)
             return ResumedRun(state.with_(records=records, notes=notes))
@@ -106,10 +105,10 @@ class RunCheckpoints:
         return ResumedRun(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the number of rounds of a shorter, finished run in the folder that this run can extend, or None.
+        """Return the number of rounds of a shorter, finished run in the folder that this run can extend, if any.
 
         Raises:
-            RunDirError: a setting depends on the number of rounds, so the longer run would have given different
+            RunDirError: a setting depends on the number of rounds, so the longer run would have produced different
                 results.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
@@ -130,7 +129,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of ``state``. The values in ``extras`` must be representable as JSON."""
+        """Write a checkpoint of ``state``. The values in ``extras`` must be JSON-serializable."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
@@ -198,7 +197,7 @@ def fingerprint(job: Job) -> str:
 
 
 def _external_digests(job: Job) -> dict[str, str]:
-    """Return digests of inputs that the settings only refer to: frozen parameters, a weight file, a device file."""
+    """Return digests of inputs that the settings only refer to: frozen parameters, a weight file, and a device file."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
     digests = dict[str, str]()
     if isinstance(job.setting.devices, Trace):
@@ -239,5 +238,5 @@ def check_ranks(job: Job) -> None:
             if value != remote[what]:
                 raise ConfigError(
                     f"rank {rank} differs from rank {job.ranks.rank} in {what}: {remote[what]} there, {value} here. "
-                    "Give every machine the same files and installation"
+                    "Use the same files and installation on every machine"
                 )

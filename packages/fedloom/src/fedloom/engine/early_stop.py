@@ -1,4 +1,4 @@
-"""Early stopping: ends a run when its validation metric no longer improves, and chooses the round to keep."""
+"""Early stopping, which ends a run when its validation metric no longer improves and selects the round to keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScoredState(Protocol):
-    """State of a run together with its scores (see `fedloom.engine.state.State`)."""
+    """State of a run with its scores (see `fedloom.engine.state.State`)."""
 
     @property
     def round(self) -> int:
@@ -30,24 +30,25 @@ class ScoredState(Protocol):
 
 
 class EarlyStop(Value):
-    """Early stopping: the run ends if its validation metric did not improve in the most recent evaluations.
+    """Early stopping: the run ends if its validation metric has not improved in the most recent evaluations.
 
     The monitored value is the mean of the metric over clients. With ``result = "best"``, the result is taken from the
     best evaluated round instead of the last round. To obtain the models, the rounds up to the best round are run again,
-    so the run costs up to twice as much. An EarlyStop that is passed as a callback only ends the run, and ``best``
-    raises an error there.
+    so the run takes up to twice as long. An EarlyStop that is passed as a callback only ends the run. In this case,
+    ``best`` raises an error.
     """
 
-    metric: str = Field("loss", description="metric that should improve, from `fedloom.metrics.METRICS`")
+    metric: str = Field("loss", description="metric to monitor, from `fedloom.metrics.METRICS`")
     model: Literal["global", "personal", "hybrid"] | None = Field(
-        None, description="model to watch (None: the personal model, or the global model if there is no personal model)"
+        None,
+        description="model to monitor (None: the personal model, or the global model if there is no personal model)",
     )
     part: Literal["validation", "train"] = Field(
         "validation",
-        description="part of the clients' data used to monitor the metric. It is never the test part",
+        description="data part on which the metric is computed. The test part is not allowed",
     )
     patience: int = Field(5, ge=1, description="number of evaluations without an improvement before the run stops")
-    min_delta: float = Field(0.0, ge=0, description="smallest change that is treated as an improvement")
+    min_delta: float = Field(0.0, ge=0, description="minimum change that counts as an improvement")
 
     @field_validator("metric")
     @classmethod
@@ -59,7 +60,7 @@ class EarlyStop(Value):
     result: Literal["last", "best"] = Field("last", description="round whose models and metrics become the result")
 
     def __call__(self, state: ScoredState) -> str | None:
-        """Return a sentence that explains why the run should end now, or None to continue."""
+        """Return a sentence that explains why the run should end, or None to continue."""
         model, history = self._history(state.records)
         if not history or history[-1][0] != state.round:
             return None
@@ -72,13 +73,13 @@ class EarlyStop(Value):
     def best_round(self, records: Records) -> int | None:
         """Return the number of the best evaluated round (counted from 1).
 
-        Return None if the metric was never measured in round 1 or later.
+        Return None if the metric was not measured in round 1 or later.
         """
         history = [(round, value) for round, value in self._history(records)[1] if round]
         return history[self._best(history)][0] if history else None
 
     def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
-        """Return the monitored model, and pairs of a round and the value of its metric."""
+        """Return the monitored model and the pairs of a round and its metric value."""
         models = {r.model for r in records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]

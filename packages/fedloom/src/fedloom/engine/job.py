@@ -1,4 +1,4 @@
-"""Job: everything about a run that is known to all processes and fixed before the first round."""
+"""Job: everything about a run that all processes know and that is fixed before the first round."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fedloom.storage.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobFacts):
-    """Facts about a run, plus the storage for client states and the processes that train the clients.
+    """Facts about a run, storage for client states, and the processes that train the clients.
 
     Attributes:
         workers: number of worker processes that this process forks.
         ranks: distributed processes that run the job together.
         clients: states of the clients.
         kept: rows that the server stores for each client.
-        models: last model of each client, if a mixer needs it and `kept` does not contain it.
+        models: each client's last model, if a mixer needs it and `kept` does not contain it.
         summed: sum of each client's uploads, for fields that accumulate (see `JobFacts.summed_fields`).
-        residue: for each client, the portion of its updates that the channel has not sent yet.
-        optimizer: state of each client's optimizer, if it is stored.
-        locations: record of which machines hold the latest row of each client.
+        residue: part of each client's updates that the channel has not sent yet.
+        optimizer: each client's optimizer state, if it is stored.
+        locations: record of the machines that hold each client's latest row.
     """
 
     workers: int
@@ -46,7 +46,7 @@ class Job(JobFacts):
 
     @property
     def stores(self) -> dict[str, Store[Fields]]:
-        """Stores of all states that are kept per client."""
+        """Stores of all per-client states."""
         return {
             "clients": self.clients,
             "kept": self.kept,
@@ -62,7 +62,7 @@ class Job(JobFacts):
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
     def drop_states(self) -> Job:
-        """Return the job of a server whose clients themselves store their states."""
+        """Return the job of a server whose clients store their own states."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
@@ -75,9 +75,9 @@ class Job(JobFacts):
         return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
-        """Return the local problems of clients in a round, with the replayed batches if the clients train.
+        """Return the clients' local problems in a round, with the replayed batches if the clients train.
 
-        If ``steps [m]`` is given, each client takes this number of steps. If optimizer states are stored, the
+        If ``steps [m]`` is given, it sets the number of steps of each client. If optimizer states are stored, the
         optimizers continue from the previous round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
@@ -91,7 +91,7 @@ class Job(JobFacts):
         )  # fmt: skip
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """Return the model to which the server compares an upload to measure its change (see `Messages.tracks`)."""
+        """Return the model relative to which the server measures an upload's change (see `Messages.tracks`)."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
@@ -107,9 +107,9 @@ class Job(JobFacts):
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """Replace the model in a download by a mixture of models that is different for each client.
+        """Replace the model in a download by a separate mixture of models for each client.
 
-        If only a part of the model is sent, only the coordinates of this part are replaced.
+        If only part of the model is sent, only these coordinates are replaced.
         """
         if not mixer.mixing_weight:
             return down
@@ -118,7 +118,7 @@ class Job(JobFacts):
         mask, shared = self.messages.masks.get(self.primary), down[0]
         if mask is not None:
             rows, start = rows[:, mask.cpu()], start[mask.cpu()]
-        if not rows.shape[1]:  # nothing of the model is shared
+        if not rows.shape[1]:  # no part of the model is shared
             return down
         with attribute_error("mixer", mixer, f"round {ctx.round}"):
             mixtures = mixer.mix(rows, start, ctx, self._robust_mixture(ctx.round) if self.robust else None)
@@ -137,7 +137,7 @@ class Job(JobFacts):
     def _robust_mixture(self, round: int) -> Rule:
         """Return the aggregator as a rule that a mixer can apply.
 
-        If there are too few models for the aggregator, a client gets its own last model.
+        If there are too few models for the aggregator, a client receives its own last model.
         """
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None

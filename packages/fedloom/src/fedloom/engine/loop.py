@@ -1,4 +1,4 @@
-"""Main loop of a run in a simulation or deployment: rounds, their evaluation, and checkpoints."""
+"""Main loop of a run in a simulation or deployment: rounds, evaluation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunEnd(NamedTuple):
     Attributes:
         state: state after the last round.
         stop: reason why the run ended.
-        detail: text that states the round, the clients and the numbers that explain an early end.
+        detail: round, clients and numbers that explain an early end, as text.
         diverged: round in which divergence was detected, if the run still continued to its end.
     """
 
@@ -34,13 +34,12 @@ class RunEnd(NamedTuple):
 
 
 class Hooks:
-    """Actions that a simulation or a deployment takes before and after each round.
+    """Hooks that a simulation or a deployment runs before and after each round.
 
-    The methods of this base class do nothing.
+    The methods of this base class have no effect.
 
     Attributes:
-        scores_with_training: True if the message that requests the next training also requests the scores of the last
-            round.
+        scores_with_training: True if the message that requests training also requests the scores of the last round.
         robust_losses: True if divergence is detected by the median of the clients' losses instead of their mean.
         pause: last round before the run is evaluated and interrupted. None if the run is not interrupted.
     """
@@ -50,47 +49,47 @@ class Hooks:
     pause: int | None = None
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Prepare for the next round. Return a reason if the next round must not start, or None otherwise."""
+        """Prepare the next round. Return a reason if this round must not start, or None otherwise."""
         return None
 
     def ask_for_scores(self, state: State) -> None:
-        """Request the scores of this state together with the next training, so that `evaluate` can use them."""
+        """Request this state's scores together with the next training, so that `evaluate` can use them."""
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        """Return the state with its scores added to the records, and a sentence if these scores must end the run."""
+        """Return the state with its scores added to the records, and a sentence if the scores end the run."""
         return state, ""
 
     def trained(self, state: State) -> tuple[str, ...]:
-        """Record that a round has changed the server's state. Return sentences to add to the run's notes."""
+        """Record that a round has changed the server's state. Return sentences for the run's notes."""
         return ()
 
     def diverges(self, state: State, sentence: str) -> None:
-        """Record that a run diverges but will continue."""
+        """Record that a run is diverging but will continue."""
 
     def record_failure(self, state: State, error: GivenUp) -> None:
-        """Record that a round was abandoned and changed nothing."""
+        """Record that a round was abandoned without changing anything."""
 
     def review_round(self, state: State) -> str | None:
-        """Inspect a round as soon as its scores are known. If a sentence is returned, the run ends."""
+        """Inspect a round once its scores are known. The run ends if this returns a sentence."""
         return None
 
     def interrupted(self) -> bool:
-        """Return True if the user wants to stop the run and resume it later."""
+        """Return True if the user wants to pause the run and resume it later."""
         return False
 
     def extras(self, state: State) -> dict[str, Any]:
-        """Return values, representable in JSON, that a checkpoint stores in addition to the state."""
+        """Return JSON-serializable values that a checkpoint stores in addition to the state."""
         return {}
 
 
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> RunEnd:
     """Run the remaining rounds, and save the final state.
 
-    If no upload was ever used, or if no loss changed, the run has trained nothing. A run that has trained nothing is
-    reported as failed, no matter how many rounds it took. If losses change only by rounding errors, they are considered
-    unchanged, unless the step size is so small that training may be the reason. In that case, the run has a note. A
-    failed round changes nothing, so the final result contains the state as it was before that round. If the run can be
-    resumed after the failure, no checkpoint is written, and the run later resumes from the newest checkpoint.
+    If no upload was used or no loss changed, nothing was trained, and the run is reported as failed no matter how many
+    rounds it took. Changes within rounding errors do not count as changes, unless the step size is so small that
+    training may have caused them. In that case, a note is added. A failed round changes nothing, so the final result
+    contains the state from before that round. If the run can be resumed after the failure, no checkpoint is written,
+    and the run later resumes from the newest checkpoint.
 
     Raises:
         ClientError: the code of the method failed.
@@ -109,10 +108,10 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
         stop, diverged = Stop.DIVERGED, loop.divergence.round
         detail = "; ".join(filter(None, (loop.divergence.sentence, detail)))
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
-        unused = f"no upload was used in any of {state.round} rounds, so nothing was trained"
+        unused = f"no upload was used in {state.round} rounds, so nothing was trained"
         stop, detail = Stop.UNUSABLE, write_singular("; ".join(filter(None, (unused, detail))))
     elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged(ROUNDING_UNITS * precision):
-        same = write_singular(f"after {state.round} rounds every loss is unchanged, except for rounding errors")
+        same = write_singular(f"after {state.round} rounds, every loss is unchanged except for rounding errors")
         small = NEGLIGIBLE_STEP_UNITS * precision <= job.setting.local.lr < precision**0.5
         if not small or state.records.is_unchanged():
             stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
@@ -124,7 +123,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
 
 
 class _RunLoop:
-    """Run in progress. `state` is the state after the latest round or evaluation."""
+    """A run in progress. `state` is the state after the latest round or evaluation."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
@@ -133,7 +132,7 @@ class _RunLoop:
         self._step = run_round if state.clock is None else advance_to_server_step
 
     def run(self) -> tuple[Stop, str]:
-        """Run the remaining rounds. Return the reason why the run ended, together with details.
+        """Run the remaining rounds. Return the reason why the run ended, and details.
 
         Raises:
             RunStopped: the run ends during a round or an evaluation.
@@ -194,7 +193,7 @@ class _RunLoop:
             state, events = self._step(self._job, self._clients, before)
             events += self._hooks.trained(state)
         except GivenUp as error:
-            state, events = _abandon_round(before, error), (f"round {before.round + 1} was given up: {error}",)
+            state, events = _abandon_round(before, error), (f"round {before.round + 1} was abandoned: {error}",)
             self._hooks.record_failure(state, error)
         times = state.times.add_round(time.perf_counter() - start)
         return state.with_(notes=(*state.notes, *events), times=times)
@@ -225,5 +224,5 @@ class _RunLoop:
 
 
 def _abandon_round(before: State, error: GivenUp) -> State:
-    """Return the state after an abandoned round: only the round number and the privacy cost change."""
+    """Return the state after an abandoned round, which changes only the round number and the privacy cost."""
     return before.with_(round=before.round + 1, tally=before.tally.plus(torch.tensor(error.clients)))

@@ -1,12 +1,12 @@
-"""Privacy guarantee of the noise: epsilon for a given delta, computed with dp-accounting (extra ``privacy``).
+"""Privacy guarantee of the noise: epsilon for a given delta, computed by dp-accounting (extra ``privacy``).
 
-Noise of the channel is local, because each client adds it before its upload leaves the device. In this case, epsilon
-measures the client-level local differential privacy of everything that a client has sent, and it holds for every
-recipient, including the server. Noise of the aggregator ``private-mean`` is central, because the server adds it to the
-sum. In this case, epsilon holds for recipients of the models, but not for the server. In both cases, Gaussian
-mechanisms are composed over the rounds of the client that participated most often. Together, they are equivalent to a
-single Gaussian mechanism with the multiplier divided by sqrt(rounds), whose epsilon ``pld`` computes exactly.
-Privacy amplification by sampling is not used.
+The channel's noise is local, because each client adds it before its upload leaves the device. In this case, epsilon
+measures the client-level local differential privacy of everything that a client has sent, and it holds against every
+recipient, including the server. The noise of the aggregator ``private-mean`` is central, because the server adds it to
+the sum. In this case, epsilon holds against recipients of the models, but not against the server. In both cases,
+Gaussian mechanisms are composed over the rounds of the client that participated most often. Together, they are
+equivalent to a single Gaussian mechanism with the multiplier divided by sqrt(rounds), whose epsilon ``pld`` computes
+exactly. Privacy amplification by sampling is not used.
 
 A simulation draws continuous noise from seeded generators, which does not protect any client. The epsilon is the one
 that the same run would have with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid
@@ -35,11 +35,11 @@ Accountant = Literal["rdp", "pld"]
 
 
 Noise = GaussianNoise | PrivateMean
-"""Source of Gaussian noise: either clients add the noise before they send, or the server adds it to the sum."""
+"""Source of Gaussian noise: clients add it before sending, or the server adds it to the sum."""
 
 
 def find_accounted_noise(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
-    """Return the Gaussian noise with a delta for which epsilon is recorded (preferably the clients' noise), or None."""
+    """Return the Gaussian noise with a delta whose epsilon is recorded (preferably the clients' noise), or None."""
     noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
     return noises[0] if noises else None
 
@@ -57,15 +57,15 @@ def check_privacy(
     if isinstance(aggregator, PrivateMean):
         if any(k.primary and k.base == "zero" for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' clips differences, but {name} uploads models",
+                f"aggregator 'private-mean' clips differences, but clients of {name} upload models",
                 rule="noise-needs-differences",
                 fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}, which adds noise "
                 "to the changes of the models",
             )
         if any(k.single for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' protects only means, but the server in {name} also "
-                "receives uploads from individual clients",
+                f"aggregator 'private-mean' protects only means, but the server of {name} also receives individual "
+                f"clients' uploads",
                 rule="noise-misses-single-uploads",
                 fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
             )
@@ -97,10 +97,10 @@ def check_privacy(
 
 
 def epsilon(channel: Noise, uploads: int) -> float:
-    """Return the epsilon (at ``channel.delta``) of a client after ``uploads`` uploads.
+    """Return a client's epsilon (at ``channel.delta``) after ``uploads`` uploads.
 
-    The sensitivity is 2 clip if any two uploads are compared (``replace``, local differential privacy) and clip if an
-    upload is compared to the absence of an upload (``zero``). The noise multiplier is therefore sigma / 2 or sigma.
+    The sensitivity is 2 clip if any two uploads are compared (``replace``, local differential privacy), and clip if an
+    upload is compared to its absence (``zero``). The noise multiplier is therefore sigma / 2 or sigma.
     """
     assert channel.delta is not None
     multiplier = channel.sigma / (2 if channel.neighbours == "replace" else 1)
@@ -112,8 +112,8 @@ def largest_epsilon(channel: Noise, sampler: Sampler, uploads: Tensor, round: in
 
     Args:
         channel: channel that adds noise and has a delta.
-        sampler: sampler of the run. The choices of a sampler that learns from uploads could reveal information, so with
-            such a sampler, every round counts for all clients.
+        sampler: sampler of the run. The choices of a sampler that learns from uploads could reveal information, so
+            every round then counts for all clients.
         uploads: number of rounds in which each client participated ``[n]``.
         round: number of completed rounds.
     """
@@ -122,7 +122,7 @@ def largest_epsilon(channel: Noise, sampler: Sampler, uploads: Tensor, round: in
 
 @cache
 def composed_epsilon(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
-    """Return the epsilon of ``times`` composed Gaussian mechanisms, that is, of one with multiplier/sqrt(times)."""
+    """Return the epsilon of ``times`` composed Gaussian mechanisms, i.e., of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0
     from dp_accounting import dp_event, get_epsilon_gaussian, rdp

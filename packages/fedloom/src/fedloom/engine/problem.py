@@ -29,18 +29,17 @@ class JobFacts:
     """Settings, data and local problems of a run, without any state.
 
     Attributes:
-        setting: settings chosen by the user, with presets resolved.
-        oracle: local problems of the clients.
-        fed: training data of the clients.
+        setting: the user's settings, with presets resolved.
+        oracle: the clients' local problems.
+        fed: the clients' training data.
         eval_fed: federation with the evaluation data, which is `fed` unless the
             clients were pooled.
         attackers: ids of the attackers ``[b]``.
-        alpha: weights ``[n, 1]`` of the clients in the objective, before round 1 or after `Job.replace_shares`.
+        alpha: clients' weights ``[n, 1]`` in the objective, before round 1 or after `Job.replace_shares`.
         chunk: maximum number of clients per chunk.
-        memory: layout of the clients' stored optimizer states. None if optimizers start every round
-            without a state.
-        notes: notes that are already known before the first round.
-        replay: given values that replace the run's own random draws.
+        memory: layout of the clients' stored optimizer states. None if optimizers start every round from scratch.
+        notes: notes from before the first round.
+        replay: values that replace the run's own random draws.
         spent: work and traffic before round 1 ``[7]`` (see `CLIENT_COUNTS`), or None.
     """
 
@@ -68,12 +67,12 @@ class JobFacts:
 
     @cached_property
     def fields(self) -> Mapping[str, Kind]:
-        """Upload fields of the method and their kinds."""
+        """The method's upload fields and their kinds."""
         return upload_fields(type(self.algorithm))
 
     @cached_property
     def masses(self) -> Tensor:
-        """Weights of clients in stored or accumulated sums, float64 ``[n, 1]`` (see `Ctx.masses`).
+        """Clients' weights in stored or accumulated sums, float64 ``[n, 1]`` (see `Ctx.masses`).
 
         All weights are 1 if the aggregator ignores weights, or if the uploads of the method already contain the client
         weights.
@@ -84,7 +83,7 @@ class JobFacts:
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 
     def weights(self, up: Fields) -> list[Tensor]:
-        """Return the upload fields ``[m, 1]`` that are weights in the mean of other fields that the server stores."""
+        """Return the upload fields ``[m, 1]`` that weight other fields in means that the server stores."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
 
@@ -101,7 +100,7 @@ class JobFacts:
 
     @property
     def gathers(self) -> bool:
-        """True if the rows of all uploads are gathered rather than summed chunk by chunk."""
+        """True if all uploads' rows are gathered instead of summed chunk by chunk."""
         return self.setting.aggregation_weights.probes or self.robust
 
     @property
@@ -111,7 +110,7 @@ class JobFacts:
 
     @property
     def forges(self) -> bool:
-        """True if attackers forge uploads, which requires that the method uploads something."""
+        """True if attackers forge uploads. This requires a method with uploads."""
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
@@ -128,7 +127,7 @@ class JobFacts:
     def model_field(self) -> str:
         """Name of the upload field that the weigher or sampler reads as a model.
 
-        It is empty if neither of them reads one.
+        It is empty if neither reads a model.
         """
         return primary_field(type(self.algorithm)) if self.asks else ""
 
@@ -146,7 +145,7 @@ class JobFacts:
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
     def places_by_honesty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions, within a cohort, of the honest clients and of the clients that forge uploads."""
+        """Return the positions of honest clients and of forging clients within a cohort."""
         if not self.forges:
             return torch.arange(len(ids)), torch.zeros(0, dtype=torch.long)
         forges = self.malicious[ids]
@@ -154,21 +153,21 @@ class JobFacts:
 
     @property
     def kept_fields(self) -> list[str]:
-        """Names of the upload fields whose last row is stored on the server for each client."""
+        """Names of the upload fields whose last row the server stores for each client."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
     def regroups(self) -> bool:
-        """True if clients are clustered again during the run, which also changes the client weights."""
+        """True if clients are clustered again during the run, which changes the client weights."""
         period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Names of accumulated fields whose sums are also stored for each client.
+        """Names of accumulated fields whose sums are also stored per client.
 
-        A robust rule needs these sums to account for changes of the clients' rows. If client weights change, weighted
-        sums are recomputed from these sums.
+        A robust rule needs these sums to account for changes in the clients' rows. If client weights change, weighted
+        sums are recomputed from them.
         """
         fields = self.fields.items() if self.robust or self.regroups else ()
         whole = self.regroups and not self.robust
@@ -176,13 +175,13 @@ class JobFacts:
 
     @property
     def has_personal(self) -> bool:
-        """True if each client has its own model: a personal model of the method, or a mixture that a mixer sends."""
+        """True if each client has its own model: the method's personal model, or a mixture that a mixer sends."""
         return (
             self.setting.personalized_aggregation is not None or type(self.algorithm).personal is not Algorithm.personal
         )
 
     def model_kinds(self, server: Fields) -> list[str]:
-        """Return the kinds of models that the run evaluates: global and personal models, and their hybrid.
+        """Return the kinds of models that the run evaluates: global, personal and hybrid models.
 
         Args:
             server: state of the server before round 1.
@@ -200,7 +199,7 @@ class JobFacts:
 
     @property
     def mixes(self) -> bool:
-        """True if downloads are mixtures of rows that the server stores for the clients."""
+        """True if downloads are mixtures of the rows that the server stores for the clients."""
         return self.setting.personalized_aggregation is not None or self.algorithm.mixes
 
     @cached_property
@@ -214,7 +213,7 @@ class JobFacts:
         return torch.arange(self.n)
 
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
-        """Return the server's context in a round with the cohort ``ids``.
+        """Return the server's context for a round with the cohort ``ids``.
 
         If ``ids`` is None, all clients are included.
         """

@@ -1,4 +1,4 @@
-"""Records of everything that is measured in a run (except durations), as a tidy table."""
+"""Records of everything that a run measures (except durations), as a tidy table."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
 ROUNDING_UNITS = 8
-"""Largest relative change of a loss, in units of the numbers' precision, that is considered a rounding error."""
+"""Largest relative change in a loss, in units of the floating-point precision, that is considered a rounding error."""
 NEGLIGIBLE_STEP_UNITS = 1e-3
-"""Smallest step size, in units of the numbers' precision, that may change a loss.
+"""Smallest step size, in units of the floating-point precision, that may change a loss.
 
-Some methods compute with a model that they do not train, which changes the last digits of the model. From this step
-size up to the square root of the precision, training may change a loss as little as this. With a larger step size, a
-gradient that changes no loss is zero."""
+Some methods compute with a model that they do not train, which changes the model's last digits. With step sizes from
+this value up to the square root of the precision, training may change a loss by no more than that. With a larger step
+size, a gradient that changes no loss is zero."""
 DIVERGENCE_FACTOR = 10.0
 """A run is diverging as long as its mean training loss exceeds this multiple of the initial loss (or of 1, if larger).
 
-The value follows from a calculation rather than from experiments: with ten classes, training begins at a loss of ln 10
-= 2.3, and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that
-learns."""
+The value was calculated, not tuned: with ten classes, training begins at a loss of ln 10 = 2.3. A loss of 23 means that
+the true class has a probability of 1e-10, which never happens in a run that learns."""
 WATCHED_PARTS = {"train": DIVERGENCE_FACTOR, "validation": 1000.0, "test": 1000.0}
-"""Parts for detecting divergence, with the multiple of the initial loss. The first evaluated part is used.
+"""Data parts for detecting divergence, with their multiples of the initial loss. The first evaluated part is used.
 
-On validation and test samples, the loss of a run that only overfits may exceed ten times its start.
+On validation and test samples, the loss of a run that merely overfits may exceed ten times its initial value.
 """
 DIVERGING_EVALUATIONS = 3
-"""A run is reported as diverged after this number of consecutive evaluations above the multiple.
+"""Number of consecutive evaluations above the multiple after which a run is reported as diverged.
 
 Fewer evaluations are enough at the end of the run.
 
-The value was chosen without experiments: after an unlucky cohort, a single evaluation may exceed the multiple, but the
-next one is then below it again."""
+The value was not tuned: after an unlucky cohort, a single evaluation may exceed the multiple, but the next one is below
+it again."""
 
 FEDERATION_CLIENT = -1
-"""Client number in records about the federation as a whole."""
+"""Client number in records of the federation as a whole."""
 
 
 class Record(NamedTuple):
-    """Values of a metric for all evaluated clients, or a single value for the whole federation.
+    """A metric's values for all evaluated clients, or its value for the whole federation.
 
     Attributes:
-        round: number of the round, or 0 before the first round.
+        round: round number, or 0 before the first round.
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
         metric: name of the metric.
@@ -70,17 +69,17 @@ class Record(NamedTuple):
 
     @classmethod
     def make_client_record(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
-        """Create the record of a metric with one value per evaluated client ``[s]``."""
+        """Create a record of a metric with one value per evaluated client ``[s]``."""
         return cls(round, model, part, metric, values.double().numpy(), total=False)
 
     @classmethod
     def make_federation_record(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
-        """Create the record of a metric with a single value for the federation."""
+        """Create a record of a metric with one value for the federation."""
         return cls(round, model, part, metric, np.array([float(value)]), total=True)
 
 
 class Records:
-    """Immutable collection of a run's records. It can be converted to a table, or to tensors for a checkpoint.
+    """Immutable collection of a run's records, which can be converted to a table or to tensors for a checkpoint.
 
     Args:
         items: records to hold.
@@ -96,7 +95,7 @@ class Records:
 
     @property
     def round(self) -> int:
-        """Round of the newest record, or -1 before the first record."""
+        """Round of the newest record, or -1 if there are no records."""
         return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
@@ -127,14 +126,14 @@ class Records:
         return None
 
     def is_unchanged(self, tolerance: float = 0.0) -> bool:
-        """Return True if each loss measured in several rounds is equal in all rounds.
+        """Return True if each loss that was measured in several rounds has the same value in all of them.
 
-        A loss that is NaN for every client, because the part has no rows, has not been measured. The same holds for a
-        held-out loss that is 0 for every client, as the partial likelihood of rows without an event is. Under secure
-        aggregation, only the means of the loss over the sites are measured, and they take the place of the losses.
+        A loss that is NaN for every client, because the part has no rows, counts as not measured. The same applies to a
+        held-out loss that is 0 for every client, such as the partial likelihood of rows without an event. Under secure
+        aggregation, only means of the loss over the sites are measured, and these means are compared instead.
 
         Args:
-            tolerance: largest relative change of a loss that is ignored.
+            tolerance: largest relative change in a loss to ignore.
         """
         first: dict[tuple[str, str, str, bool], Record] = {}
         is_repeated = False
@@ -173,14 +172,14 @@ class Records:
 def score_records(
     round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
 ) -> Iterator[Record]:
-    """Yield records of the scores, and of the metrics of the federation that are computed from the scores.
+    """Yield records of the scores, and of the federation's metrics that are computed from them.
 
     Args:
         round: last round before the evaluation.
         scores: scores of each model on each part.
-        sizes: number of samples of each evaluated client ``[s]``, keyed by part.
-        benign: float mask ``[s]`` with NaN for attackers, so that the federation's metrics ignore them. None if there
-            are no attackers.
+        sizes: each evaluated client's number of samples ``[s]``, keyed by part.
+        benign: float mask ``[s]`` with NaN for attackers, which excludes them from the federation's metrics. None if
+            there are no attackers.
     """
     for (model, part), metrics_of_part in scores.items():
         for name, value in metrics_of_part.items():
@@ -200,20 +199,19 @@ def score_records(
 
 
 class Divergence:
-    """Detector of divergence in a run whose metrics are still finite. Its verdict depends only on the records.
+    """Detector of divergence in a run whose metrics are still finite. It uses only the records.
 
     Losses are compared to the largest training loss of any model at the first evaluation. If the ``train`` part is not
     evaluated, losses on another part are compared (see `WATCHED_PARTS`).
 
     Args:
-        robust: True to use the median loss over clients, so that a single client (of three or more) cannot decide the
-            verdict. In this case, divergence is not detected if the records contain only values of the federation as a
-            whole. False to use the mean over clients, or, if only this is recorded, the mean over samples.
+        robust: True to use the median loss over clients, so that a single client (out of three or more) cannot decide
+            the result. In this case, divergence is not detected if the records contain only values of the federation as
+            a whole. False to use the mean over clients or, if only this is recorded, the mean over samples.
 
     Attributes:
         round: evaluated round in which divergence was detected. None if the run has not diverged so far.
-        sentence: sentence that states the model, its loss and the initial loss. If the run has not diverged, it is
-            empty.
+        sentence: sentence that states the model, its loss and the initial loss. Empty if the run has not diverged.
     """
 
     def __init__(self, *, robust: bool = False) -> None:
@@ -224,12 +222,12 @@ class Divergence:
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
-        """Read the new records of a run. If they show for the first time that the run has diverged, return a sentence.
+        """Read a run's new records. If they show for the first time that the run has diverged, return a sentence.
 
-        Otherwise, an empty text is returned.
+        Otherwise, return an empty string.
 
         Args:
-            records: all records of the run. Records that have already been read are skipped.
+            records: all records of the run. Those that have already been read are skipped.
             ended: True if no further evaluation will follow.
         """
         before = self.sentence
@@ -269,8 +267,8 @@ class Divergence:
             (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
             part = "training" if self._part == "train" else self._part
             self.sentence = (
-                f"round {self.round}: the {part} loss of the {model} model is {loss:.3g}, and since round {first} it "
-                f"is more than {WATCHED_PARTS[self._part]:g} times its start of {self._start:.3g}"
+                f"round {self.round}: the {part} loss of the {model} model is {loss:.3g}, and it has exceeded "
+                f"{WATCHED_PARTS[self._part]:g} times its initial value of {self._start:.3g} since round {first}"
             )
 
 
@@ -285,7 +283,7 @@ def unmeasured_metric_error(
     models = sorted({kind for kind, _, _ in names})
     if model not in models:
         return ConfigError(
-            f"no scores were recorded for a {model} model. Models of this method: {', '.join(models) or 'none'}"
+            f"no scores were recorded for {model} models. Models of this method: {', '.join(models) or 'none'}"
         )
     listing = ", ".join(sorted(map("/".join, names)))
     return ConfigError(f"{model}/{part}/{metric} was not recorded. Recorded: {listing}")

@@ -1,4 +1,4 @@
-"""Replay: given values replace the random draws of a run, so that other code can be followed step by step."""
+"""Replay: given values replace a run's random draws, so that the run can reproduce other code step by step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedloom.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Replay:
-    """Given values. The run itself draws every value that is None.
+    """Given values. The run draws every value that is None.
 
     Attributes:
         initial: initial model, as a vector ``[d]`` in the order of the model's ``named_parameters()``, or as tensors
             keyed by name (a state dict).
-        cohorts: ids of the clients in each round. A client that is listed twice is counted twice in a mean.
-        batches: training batches of each client (a list with n entries, or a dict keyed by client id). The entry of a
-            client contains one item per round. Each item is a list of steps, and each step is a list of positions in
-            the client's training part. The batches are used for the stream "local". If a method uses more than one
-            stream, the item of a round is a dict of such lists, keyed by stream. If a stream is unknown, an error is
-            raised that lists the known streams. A client takes one step per batch, unless ``local.steps`` is given. (In
-            Per-FedAvg, a step uses two or three batches.) If a round has streams other than "local", they are also used
-            to train personal models during evaluation.
+        cohorts: ids of the clients in each round. A client that is listed twice counts twice in a mean.
+        batches: training batches of each client (a list with n entries, or a dict keyed by client id). A client's entry
+            contains one item per round. Each item is a list of steps, and each step is a list of positions in the
+            client's training set. The batches are used for the stream "local". If a method uses more than one stream,
+            the item is a dict of such lists, keyed by stream. An unknown stream raises an error that lists the known
+            streams. A client takes one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step uses two
+            or three batches.) If a round has streams other than "local", they are also used to train personal models
+            during evaluation.
         projection: matrix ``[dim, d]`` of a method that works in a subspace (Lp-Proj, ADMM-Lp-Proj).
     """
 
@@ -54,11 +54,11 @@ class Replay:
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
             more = [str(name) for name in self.initial if name not in shapes]
             if more:
-                buffers = "remove buffers, which start with the module's values: dict(MODULE.named_parameters())"
+                buffers = "remove buffers, which start with the module's values: pass dict(MODULE.named_parameters())"
                 cure = buffers if shapes.keys() <= self.initial.keys() else nearest(more[0], shapes)
                 raise ConfigError(f"initial: the model has no parameter {more[0]!r}; {cure}")
             values = {
-                name: _convert_to_tensor(f"initial: parameter {name!r} must be numbers", value)
+                name: _convert_to_tensor(f"initial: parameter {name!r} must consist of numbers", value)
                 for name, value in self.initial.items()
             }
             for name, shape in shapes.items():
@@ -106,12 +106,10 @@ class Replay:
 
         Raises:
             ConfigError: a length, an id or a position is invalid, a client in a cohort has no batches, a given value
-                has no effect, or cohorts are given together with a sampler other than the default.
+                has no effect, or cohorts are given with a sampler other than the default.
         """
         if self.cohorts is not None and sampler != Uniform():
-            raise Refused(
-                f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Omit one of the two"
-            )
+            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Omit one of them")
         if self.projection is not None and not algorithm.projects:
             raise Refused(
                 f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Omit `projection`"
@@ -136,7 +134,7 @@ class Replay:
             missing = sorted(set(range(n) if cohort is None else cohort.tolist()) - set(self._read))
             if missing:
                 raise ConfigError(
-                    f"batches: round {t} contains client {missing[0]}, but no batches of this client are given"
+                    f"batches: round {t} contains client {missing[0]}, but no batches are given for this client"
                 )
 
     def marks(self) -> dict[str, str]:
@@ -154,7 +152,7 @@ class Replay:
 
 
 def _batch_streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
-    """Return a client's batches in one round, as arrays ``[steps, b]`` that are padded with -1, keyed by stream."""
+    """Return a client's batches in one round as arrays ``[steps, b]``, padded with -1 and keyed by stream."""
     named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
     tables = {}
     for stream, steps in named.items():
@@ -171,8 +169,8 @@ def _convert_to_tensor(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
-        ConfigError: the value does not consist of numbers. ``rule`` describes which value is required. The message
-            contains this description.
+        ConfigError: the value does not consist of numbers. The message contains ``rule``, which describes the required
+            value.
     """
     try:
         return torch.as_tensor(value)
@@ -187,7 +185,7 @@ def _check_entries(where: str, what: str, entries: object, wanted: int) -> None:
 
 
 def _check_integers(where: str, what: str, numbers: object, below: int) -> Tensor:
-    """Check that ``numbers`` is a list of at least one integer and that all are between 0 and ``below`` - 1."""
+    """Check that ``numbers`` is a nonempty list of integers between 0 and ``below`` - 1."""
     try:
         integers = torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError):
@@ -195,7 +193,7 @@ def _check_integers(where: str, what: str, numbers: object, below: int) -> Tenso
     whole = not (integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool)
     if integers.dim() != 1 or not len(integers) or not whole:
         raise ConfigError(
-            f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short_repr(numbers)}"
+            f"{where}: must be a nonempty list of {what} from 0 to {below - 1}, got {_short_repr(numbers)}"
         )
     out = (integers < 0) | (integers >= below)
     if bool(out.any()):
@@ -209,7 +207,7 @@ def _short_repr(value: object) -> str:
 
 
 def _update_digest(digest: Any, value: Any) -> None:
-    """Add the content of ``value`` to a digest."""
+    """Add ``value`` to a digest."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             digest.update(repr(key).encode())

@@ -1,4 +1,4 @@
-"""Result of a run: its metrics and its models."""
+"""Result of a run: its metrics and models."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Result:
 
     Attributes:
         stop: reason why the run ended.
-        detail: text that states the round, the clients and the numbers that explain an early end.
+        detail: round, clients and numbers that explain an early end, as text.
         rounds: number of completed rounds.
         notes: sentences that start with ``data:`` and describe the data and their split, and sentences about the run,
-            such as a note on dropped clients. Identical notes are listed only once, with the number of occurrences.
+            for example about dropped clients. Identical notes are listed once, with the number of occurrences.
         status: done, diverged, interrupted or failed.
         diverged: round in which divergence was detected, if the run still continued to its last round with finite
-            metrics, or else None.
+            metrics. Otherwise None.
         seconds: duration of each round in seconds, excluding evaluation and the one-time costs in the first round of a
             process.
-        startup: one-time costs in each round, such as compilation, forks and page faults (see
+        startup: one-time costs of each round, such as compilation, forks and page faults (see
             `fedloom.engine.state.Times`).
-        models: the "global", "personal" and "hybrid" models that the method provides (see `Models`).
+        models: the method's "global", "personal" and "hybrid" models (see `Models`).
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
@@ -72,13 +72,12 @@ class Result:
         return as_pandas(self.table())
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return the last value of a metric for each evaluated client (see `Job.scored_ids`), float64 ``[s]``.
+        """Return a metric's last value for each evaluated client (see `Job.scored_ids`), float64 ``[s]``.
 
         Args:
-            model: "global", "personal" or "hybrid". If None, the model is the one that a client would use: the hybrid
-                model if it was measured, or else the personal model, or else the global model.
-            metric: name of the metric. If None, the metric is accuracy, or the task's primary metric if accuracy was
-                not measured.
+            model: "global", "personal" or "hybrid". If None, the model that a client would use: the hybrid model if it
+                was measured, otherwise the personal model, otherwise the global model.
+            metric: name of the metric. If None, accuracy, or the task's primary metric if accuracy was not measured.
             part: part of the clients' data.
 
         Raises:
@@ -90,7 +89,7 @@ class Result:
         return torch.from_numpy(values)
 
     def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
-        """Check that the requested metric was measured for each client, and return the metric and the model."""
+        """Check that a metric was measured for each client, and return the metric and the model."""
         model = model or self.used
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
@@ -106,10 +105,10 @@ class Result:
         return next((kind for kind in KIND_PREFERENCE if kind in measured), KIND_PREFERENCE[-1])
 
     def uploads(self) -> pa.Table:
-        """Return a table with each training task in virtual time, ordered by end time.
+        """Return a table of all training tasks in virtual time, ordered by end time.
 
         Columns: ``client``. ``version`` is the number of server steps when the task was dispatched. ``round`` is the
-        server step that used the result, or during which the task was abandoned. ``start``, ``end`` and ``busy`` are
+        server step that used the result or during which the task was abandoned. ``start``, ``end`` and ``busy`` are
         times in seconds. ``fate`` tells how the task ended (see `fedloom.engine.virtual.clock.ReplyOutcome`), and
         ``staleness`` is the number of server steps between the dispatch of the task and the use of its result.
 
@@ -130,16 +129,15 @@ class Result:
         part: str = "test",
         by: Literal["all", "client", "device"] = "all",
     ) -> dict[str, float]:
-        """Return the simulated seconds until an evaluation first reaches a target value, or inf if it is never reached.
+        """Return the simulated seconds until an evaluation first reaches the target value, or inf if none does.
 
         Args:
-            target: value of the metric to reach.
-            metric: name of the metric. If None, the metric is accuracy, or the task's primary metric if accuracy was
-                not measured.
-            model: "global", "personal" or "hybrid". If None, the model is the one that a client would use.
+            target: target value of the metric.
+            metric: name of the metric. If None, accuracy, or the task's primary metric if accuracy was not measured.
+            model: "global", "personal" or "hybrid". If None, the model that a client would use.
             part: part of the clients' data.
-            by: "all" for the mean over clients, "client" for each client (keyed by number), or "device" for the mean of
-                each device class.
+            by: "all" for the mean over clients, "client" for each client (keyed by number), or "device" for the mean
+                over each device class.
 
         Raises:
             ConfigError: the run has no devices, or the metric was not measured.
@@ -173,19 +171,19 @@ class Result:
         return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Draw a metric by round as an Altair chart (see `fedloom.lazy.import_display`)."""
+        """Plot a metric by round as an Altair chart (see `fedloom.lazy.import_display`)."""
         chart: LayerChart = import_display().draw_curve(self.table(), metric, part)
         return chart
 
     plot = chart
 
     def _repr_html_(self) -> str:
-        """Return a small table and a curve as HTML, for notebooks."""
+        """Return a small table and a curve as HTML for notebooks."""
         page: str = import_display().notebook_page(self.table(), repr(self))
         return page
 
     def __repr__(self) -> str:
-        """Return one line that summarizes the run and its outcome."""
+        """Return a one-line summary of the run and its outcome."""
         end = f" ({self.detail})" if self.detail else ""
         parts = [type(self.job.algorithm).__name__, f"{self.rounds} rounds", f"{self.stop.value}{end}"]
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (self.used, "test") and not r.total}
@@ -197,7 +195,7 @@ class Result:
 
 
 class LiveModels:
-    """Source of models that takes the models from a run in memory."""
+    """Source of models that takes them from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
@@ -280,7 +278,7 @@ class LiveModels:
         return ServerSide(job.algorithm, local, server, kept, job.alpha, job.train_sizes, self._state.round, seed)
 
     def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
-        """Compute the running statistics ``[b]`` of a model from the training data of clients."""
+        """Compute a model's running statistics ``[b]`` from clients' training data."""
         oracle = self._job.oracle
         oracle.set_statistics(row.to(oracle.device), ids)
         statistics = [s.flatten() for s in running_statistics(oracle.module)]

@@ -25,7 +25,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         The state after the round, and sentences about events in the round.
 
     Raises:
-        RunStopped: too few uploads are usable, or the server's state is not finite.
+        RunStopped: too few uploads are usable, or the server state is not finite.
     """
     t = state.round + 1
     job, state = recluster_if_due(job, clients, state)
@@ -56,10 +56,10 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
 def update_server(
     job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
-    """Update the server with the uploads of a cohort ``[m]`` that ``sampler`` drew at the cost ``query_counts [7]``.
+    """Update the server with the uploads of a cohort ``[m]``, which ``sampler`` drew at the cost ``query_counts [7]``.
 
     Raises:
-        RunStopped: too few uploads are usable, or the server's state is not finite.
+        RunStopped: too few uploads are usable, or the server state is not finite.
     """
     events, accepted = uploads.events(t), job.ctx(t, torch.cat(uploads.ids))
     if accepted.m < max(1.0, job.setting.engine.quorum * len(cohort)):
@@ -90,7 +90,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def draw_cohort(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
-    """Draw the cohort of a round. Return the clients, the sampler's new state, and the cost ``[7]`` of its queries."""
+    """Draw a round's cohort. Return the clients, the sampler's new state, and the cost ``[7]`` of its queries."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
@@ -99,7 +99,7 @@ def draw_cohort(job: Job, clients: Clients, state: State, t: int) -> tuple[Tenso
         with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             candidates = check_client_ids(job.setting.sampler.query(state.sampler, ctx), job.n)
         model = job.algorithm.global_model(state.server)
-        assert model is not None  # or the sampler is refused
+        assert model is not None  # otherwise the sampler is rejected
         answers = list(clients.ask(AskRequest(t, candidates, model)))
         info, cost = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
     with attribute_error("sampler", job.setting.sampler, f"round {t}"):
@@ -110,10 +110,10 @@ def draw_cohort(job: Job, clients: Clients, state: State, t: int) -> tuple[Tenso
 def check_client_ids(ids: Tensor, n: int) -> Tensor:
     """Check that client ids are valid, and return them."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
-        raise ValueError(f"clients must be an int64 tensor [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
+        raise ValueError(f"clients must be a nonempty int64 tensor [m] of numbers from 0 to {n - 1}, got {ids}")
     return ids
 
 
 def sort_by_samples(job: Job, cohort: Tensor) -> Tensor:
-    """Return the order of a cohort by decreasing number of training samples (ties keep their order)."""
+    """Return the cohort's order by decreasing number of training samples (ties keep their order)."""
     return torch.from_numpy(np.argsort(-job.train_sizes.numpy()[cohort.numpy(), 0], kind="stable"))

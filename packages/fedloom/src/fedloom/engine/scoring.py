@@ -1,4 +1,4 @@
-"""Evaluation after a round: the scores of all clients, diagnostics of the method, and their records."""
+"""Evaluation after a round: all clients' scores, the method's diagnostics, and their records."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Evaluate every model after a round.
 
     Returns:
-        The state with the scores added to its records, and a sentence if a loss is not finite. This is decided by the
-        training losses of the models or, if training parts are not evaluated, by their losses on any evaluated part.
+        The state with the scores added to its records, and a sentence if a loss is not finite. The check uses the
+            models' training losses or, if training sets are not evaluated, their losses on any evaluated part.
     """
     job = job.replace_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
@@ -53,13 +53,13 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     scored_kinds = ("train",) if "train" in parts else parts
     unusable = next((f"round {t}: {loss} is not finite" for part, loss, _ in lost if part in scored_kinds), "")
     for part, loss, ids in lost:
-        note = f"{loss} is not finite for {len(ids)} clients, so means over clients exclude them: {ids[:8]}"
+        note = f"{loss} is not finite for {len(ids)} clients, which are excluded from means: {ids[:8]}"
         notes += [note] if part not in scored_kinds and note not in state.notes else []
     return state.with_(records=state.records.plus(records), notes=(*state.notes, *notes)), unusable
 
 
 def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each part and model with the clients that have samples but whose loss is not finite."""
+    """Yield each part and model with the clients whose loss is not finite although they have samples."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
         if part in job.setting.evaluate.parts:
@@ -70,7 +70,7 @@ def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list
 
 
 def score_request(job: Job, state: State) -> ScoreRequest | None:
-    """Return a request for the scores of every model after a round. Return None if no model can be evaluated."""
+    """Return a request for every model's scores after a round, or None if no model can be evaluated."""
     t = state.round
     with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
@@ -87,7 +87,7 @@ def score_request(job: Job, state: State) -> ScoreRequest | None:
 
 
 def scores_of(job: Job, clients: Clients, state: State) -> Scores:
-    """Return the scores of every model after a round, including the hybrid model."""
+    """Return every model's scores after a round, including the hybrid model's."""
     request = score_request(job, state)
     if request is None:
         return {}
@@ -100,11 +100,11 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 
 
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
-    """Yield the records of a round: scores, total work so far, times, privacy cost, and clusters.
+    """Yield a round's records: scores, total work so far, times, privacy cost, and clusters.
 
-    The total work includes the training in all rounds and the training of the personal models that were evaluated after
-    this round. If only some clients are evaluated, the other clients are assumed to need as much work for their
-    personal models.
+    The total work covers the training in all rounds and the training of the personal models that are evaluated after
+    this round. If only some clients are evaluated, the others are assumed to need as much work for their personal
+    models.
     """
     t, scored = state.round, job.scored_ids
     cost, scores = scores.get(WORK_KEY, {}), {key: values for key, values in scores.items() if key != WORK_KEY}
@@ -143,7 +143,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
-    """Yield records of the virtual time of a round, and of how long clients were busy, idle or absent."""
+    """Yield records of a round's virtual time, and of how long clients were busy, idle or absent."""
     use = divide_client_time(clock, fleet)
     present = float((clock.now - use.absent).sum())
     yield Record.make_federation_record(t, "", "", "simulated_seconds", clock.now)
@@ -156,7 +156,7 @@ def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterato
 
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
-    """Yield records of how many uploads of each client have arrived by a round, and of their staleness."""
+    """Yield records of how many uploads each client has delivered by a round, and of their staleness."""
     log, counts = clock.history(), upload_counts(clock, n)
     yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
     used = log[log[:, FATE_COLUMN] == ReplyOutcome.USED]
@@ -171,7 +171,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
 def compute_diagnostics(job: Job, state: State) -> dict[str, float]:
     """Compute the method's diagnostics after a round.
 
-    The computation is not added to the recorded work of the method.
+    Their computation does not count toward the method's recorded work.
     """
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)

@@ -1,6 +1,6 @@
-"""Setting: all choices that define a single run.
+"""Setting: all choices that define a run.
 
-Its fields correspond to the tables of an experiment file, and the values of the fields identify the run.
+Its fields correspond to the tables of an experiment file, and their values identify the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """Options that determine when scores are computed, on which parts of the data, and for which models.
+    """Options that determine when scores are computed, on which data parts, and for which models.
 
     These options do not affect training.
     """
@@ -45,33 +45,33 @@ class Evaluate(Value):
     every: int = Field(5, ge=1, description="number of rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
         "validation",
-        description="data part used to select the hybrid model. 'test' follows FLAME's protocol, and the report says "
-        "so",
+        description="data part used to select the hybrid model. 'test' follows FLAME's protocol, which the report "
+        "mentions",
     )
     parts: tuple[Part, ...] = Field(
         ("train", "validation", "test"),
-        description="parts of each client's data used to score models",
+        description="parts of each client's data on which models are scored",
         min_length=1,
     )
     clients: int | None = Field(
         None,
         ge=1,
-        description="maximum number of clients to score (default: all). They are drawn once and stay the same in "
-        "every round",
+        description="maximum number of clients to score (default: all). They are drawn once and are the same in every "
+        "round",
     )
     batchnorm_stats: Literal["averaged", "own"] = Field(
         "averaged",
         description=(
-            "normalization statistics used when a client scores the global model: averaged over the "
-            "round's clients (like Flower's averaged buffers), or the client's own (like PFLlib)"
+            "normalization statistics for scoring the global model: the average over the round's clients (like "
+            "Flower's averaged buffers) or each client's own (like PFLlib)"
         ),
     )
     personal_on_common: bool = Field(False, description="also score personal models on the common test set")
     personal_at_start: bool = Field(
         False,
         description=(
-            "train personal models for the evaluation before round 1, instead of scoring the initial "
-            "models. Methods such as FedAvg-FT, FedBABU and Per-FedAvg then also fine-tune"
+            "train personal models before round 1 and evaluate them instead of the initial models. Methods such as "
+            "FedAvg-FT, FedBABU and Per-FedAvg then also fine-tune"
         ),
     )
 
@@ -86,40 +86,40 @@ def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
 class Engine(Value):
     """Options that control how a run is computed.
 
-    The number of workers does not change any result. The options that select hardware or precision change results only
-    by rounding.
+    The number of workers does not affect results. The options for hardware and precision affect results only by
+    rounding.
     """
 
     free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "state_memory_mib")
 
     workers: Annotated[int | Literal["auto"], AfterValidator(_check_workers)] = Field(
         1,
-        description="number of single-threaded processes on this machine, at most two per core. Under torchrun: "
-        "the number of ranks",
+        description="number of single-threaded processes on this machine (at most two per core). Under torchrun, the "
+        "number of ranks",
         union_mode="left_to_right",
     )
     gradient_engine: Literal["auto", "compiled", "vmap", "loop"] = Field(
         "auto",
         description=(
-            "method for computing gradients: compiled loops for linear layers, torch.func.vmap over "
-            "clients, or one client after the other. auto: the first of these that supports the model"
+            "engine that computes gradients: compiled loops for linear layers, torch.func.vmap over clients, or a "
+            "loop over clients. auto: the first engine that supports the model"
         ),
     )
     clients_per_batch: int | None = Field(
-        None, ge=1, description="maximum number of clients computed together (default: chosen by a fixed rule)"
+        None, ge=1, description="maximum number of clients that are computed together (default: set by a fixed rule)"
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="data type of models and samples")
     precision: Literal["full", "tf32", "bf16"] = Field(
         "full",
         description=(
-            "precision of gradients: full (that of dtype), TF32 in all products on a GPU, or bfloat16 in training "
-            "steps with convolutions. The clients' model vectors always keep dtype"
+            "precision of gradients: full (that of dtype), TF32 for all products on a GPU, or bfloat16 for training "
+            "steps with convolutions. The clients' model vectors always have dtype"
         ),
     )
     checkpoint_every: float = Field(30.0, gt=0, description="time between checkpoints, in seconds")
     state_memory_mib: int = Field(
-        1024, ge=0, description="amount of client state kept in memory, in MiB. The rest is stored in files"
+        1024, ge=0, description="maximum client state in memory, in MiB. The rest is stored in files"
     )
     quorum: float = Field(0.5, gt=0, le=1, description="minimum fraction of a cohort that must send usable updates")
     norm_bound: float | None = Field(None, gt=0, description="maximum norm of an accepted upload")
@@ -129,7 +129,7 @@ DATA_KEY_NAMES = (
     "target", "client_column", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
     "layout",
 )  # fmt: skip
-"""Options of `fedloom.Dataset.create` that users often pass to a run by mistake."""
+"""Options of `fedloom.Dataset.create` that users often pass to a run by accident."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
@@ -139,7 +139,7 @@ Shares = (
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
 """Name or specification of a model, or a user-defined module, class or function."""
 Options = Mapping[str, Any] | None
-"""Options of one table of an experiment file. None means that the defaults are used."""
+"""Options in a table of an experiment file. None selects the defaults."""
 
 
 class Choices(TypedDict, total=False):
@@ -169,10 +169,10 @@ Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: Named
 
 
 class Setting(Value):
-    """All choices for one run of one method on any data. Each choice is a key or a table in an experiment file.
+    """All choices for a run of one method on any data. Each choice is a key or a table in an experiment file.
 
     A new field in this class is automatically read from and written to experiment files, accepted by
-    `fedloom.simulate`, included in a checkpoint's fingerprint, and named in the message if a directory contains a
+    `fedloom.simulate`, included in a checkpoint's fingerprint, and named in the error for a directory that contains a
     different run.
     """
 
@@ -180,16 +180,16 @@ class Setting(Value):
         "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation", "aggregator", "attack",
         "upload_transform", "rounds", "client_weights", "schedule",
     )  # fmt: skip
-    """Fields that can be set separately for each method of an experiment."""
+    """Fields that can be set separately for each method in an experiment."""
 
-    algorithm: Method = Field(description="method, or preset that combines several parts")
+    algorithm: Method = Field(description="method, or preset that combines several components")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
         default_factory=Softmax, description="name of a model, or a model specification"
     )
     rounds: Rounds = 100
     seed: int = Field(0, ge=0, description="seed of all random draws")
     task: Annotated[Objective, SettingTable(Objective)] = Field(
-        default_factory=Objective, description="custom loss, class weights and further metrics"
+        default_factory=Objective, description="custom loss, class weights and additional metrics"
     )
     local: Annotated[LocalSGD, SettingTable(LocalSGD)] = Field(
         default_factory=LocalSGD, description="settings of the clients' local training"
@@ -199,10 +199,11 @@ class Setting(Value):
     )
     aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="weights of the client uploads in the cohort's mean: the clients' shares, or weights from a rule",
+        description="weights of client uploads in the cohort's mean: the clients' shares, or weights set by a rule",
     )
     personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
-        None, description="mixture of the clients' last models that each client receives (None: the server's model)"
+        None,
+        description="rule that mixes the clients' last models for each client (None: all receive the server's model)",
     )
     aggregator: Annotated[Aggregator | None, SettingTable(Aggregator, AGGREGATORS)] = Field(
         None, description="rule that combines uploads (None: their weighted mean)"
@@ -211,19 +212,19 @@ class Setting(Value):
         None, description="behavior of malicious clients"
     )
     upload_transform: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
-        None, description="transformation of a client's upload, such as compression or noise"
+        None, description="transformation of client uploads, such as compression or noise"
     )
     augment: Annotated[Augment, SettingTable(Augment)] = Field(
-        default_factory=Augment, description="random changes to training images"
+        default_factory=Augment, description="random augmentation of training images"
     )
     client_weights: Shares = Field(
         "samples",
         description=(
-            "weight alpha_i of each client in the objective, in every mean and local problem. samples: in proportion "
-            "to training samples. uniform: 1/n. groups: equal weights for planted groups, or for the levels of a "
-            "column with 'groups by region'. clusters-3: equal weights for three clusters of activations, found "
-            "before round 1 ('clusters' estimates their number) and, with 'clusters-3 every 10', again every 10 "
-            "rounds. A list: one number per client"
+            "weight alpha_i of each client in the objective, and thus in every mean and local problem. samples: "
+            "proportional to training samples. uniform: 1/n. groups: equal weights for planted groups, or for the "
+            "levels of a column with 'groups by region'. clusters-3: equal weights for three clusters of activations "
+            "that are found before round 1 and, with 'clusters-3 every 10', again every 10 rounds. clusters: the same "
+            "with an estimated number of clusters. A list: one number per client"
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
@@ -231,23 +232,23 @@ class Setting(Value):
     )
     schedule: Annotated[Schedule, SettingTable(Schedule, SCHEDULES, "synchronous")] = Field(
         default_factory=Synchronous,
-        description="rule for how many uploads the server waits for before each step, in simulated time",
+        description="rule that determines how many uploads the server waits for before each step in simulated time",
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
-        default_factory=Evaluate, description="rounds, models and parts of the data to score"
+        default_factory=Evaluate, description="rounds, models and data parts to score"
     )
     engine: Annotated[Engine, SettingTable(Engine)] = Field(
-        default_factory=Engine, description="settings of the computation, such as processes and devices"
+        default_factory=Engine, description="computation settings, such as processes and devices"
     )
     early_stop: Annotated[EarlyStop | None, SettingTable(EarlyStop)] = Field(
-        None, description="when to end a run whose validation metric no longer improves (None: run all rounds)"
+        None, description="rule that ends a run whose validation metric no longer improves (None: run all rounds)"
     )
 
     @classmethod
     def create(
         cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """Create the setting for a method. If a choice is None, its default is kept.
+        """Create a setting for a method. Choices that are None keep their defaults.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -255,7 +256,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return a copy of the setting with some choices changed. If a choice is None, it remains unchanged.
+        """Return a copy of the setting with some choices changed. Choices that are None remain unchanged.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -268,15 +269,14 @@ class Setting(Value):
     ) -> Setting:
         """Create a setting from a mapping.
 
-        In this function, all keyword arguments, tables and files are converted to a setting.
+        All keyword arguments, tables and files are converted to settings by this function.
 
         Args:
-            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
-                names or tables. None keeps a default.
-            where: name of the file or call in messages.
+            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting as values, names
+                or tables. None keeps a default.
+            where: name of the file or call, for messages.
             places: other allowed keys, and their notation. None if the mapping was created in Python.
-            base: setting that provides all choices that are missing from the mapping. None means that the defaults are
-                used.
+            base: setting that provides the choices that are missing from the mapping. None selects the defaults.
 
         Raises:
             ConfigError: a key is unknown, has the wrong type or is out of range.
@@ -297,11 +297,11 @@ class Setting(Value):
 
     @classmethod
     def places(cls, algorithm: Any = None, **changes: Any) -> KeyPlaces:
-        """Return the keys that the Python interface accepts, and the place of every other key.
+        """Return the keys that the Python interface accepts, and where every other key belongs.
 
         Args:
-            algorithm: method whose options must not be given next to it, or None if they may be given.
-            changes: fields of the result that are to be replaced.
+            algorithm: method whose options must not be passed separately, or None if they may be.
+            changes: fields of the result to replace.
         """
         tables = {name: table.keys() for name, table in cls.tables().items()}
         tables["partition"] = SettingTable(Partition, PARTITIONS, "iid").keys()
@@ -323,7 +323,7 @@ class Setting(Value):
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:
-        """Return the fields that are written as tables in an experiment file."""
+        """Return the fields that are tables in an experiment file."""
         parts = {
             name: [m for m in field.metadata if isinstance(m, SettingTable)] for name, field in cls.model_fields.items()
         }
@@ -331,14 +331,14 @@ class Setting(Value):
 
     @classmethod
     def plain(cls) -> list[str]:
-        """Return the fields that are written as plain keys in an experiment file.
+        """Return the fields that are plain keys in an experiment file.
 
-        The seed is not one of them, because a file lists several seeds.
+        They do not include the seed, because a file lists several seeds.
         """
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
-        """Return all choices except method and seed, including defaults, as they are written in an experiment file."""
+        """Return all choices except method and seed, including defaults, in the notation of an experiment file."""
         tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -351,7 +351,7 @@ class Setting(Value):
         return entries
 
     def numbers(self) -> dict[str, Any]:
-        """Return all values that affect the results of a run, keyed by dotted name."""
+        """Return all values that affect a run's results, keyed by dotted name."""
         run = self.resolved()
         algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
         entries = flatten_document({**run.document(), "algorithm": algorithm, "seed": run.seed})
@@ -360,12 +360,12 @@ class Setting(Value):
 
     @property
     def method(self) -> Algorithm:
-        """Algorithm of the run, which a preset may contain."""
+        """The run's algorithm, which may be part of a preset."""
         return self.algorithm.algorithm if isinstance(self.algorithm, PresetMethod) else self.algorithm
 
     @property
     def role(self) -> str:
-        """Role of the method in a comparison (see `fedloom.algorithms.role_of`)."""
+        """The method's role in a comparison (see `fedloom.algorithms.role_of`)."""
         return role_of(self.algorithm)
 
     @property
@@ -376,7 +376,7 @@ class Setting(Value):
     def resolved(self) -> Setting:
         """Return the setting with a preset replaced by its method, sampler and aggregation weights.
 
-        If a sampler already draws clients in proportion to their samples, the clients of a cohort get equal weights.
+        If a sampler already draws clients in proportion to their samples, all clients of a cohort get equal weights.
         """
         parts, preset = dict[str, Any](), self.algorithm
         if isinstance(preset, PresetMethod):

@@ -1,4 +1,4 @@
-"""Simulation of one method on one federation, from the first round to the last."""
+"""Simulation of a method on a federation, from the first round to the last."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Checkpoint folder of the run that repeats the rounds up to the best round. It is inside the run's own folder."""
+"""Checkpoint folder, inside the run's own folder, of the run that repeats the rounds up to the best round."""
 Progress = Callable[[State], object]
-"""Function that is called after every round with the state after this round. If it returns a sentence, the run ends
-(see `fedloom.callbacks`)."""
+"""Function that is called with the state after every round. If it returns a sentence, the run ends (see
+`fedloom.callbacks`)."""
 
 
 @isolate_torch_settings()
@@ -73,41 +73,41 @@ def simulate(
     """Run a method on a federation.
 
     Args:
-        algorithm: method, name of a method, value made by a preset, or complete `fedloom.Setting`.
+        algorithm: method, name of a method, value created by a preset, or complete `fedloom.Setting`.
         fed: clients and their data. A list of clients or a mapping from names to clients is also accepted, as in
             `Federation.create`.
-        model: name in `fedloom.models`, model specification, `nn.Module` whose weights are the initial values, or class
-            or function that returns a module (called as described in `fedloom.models.Import`). None selects softmax
-            regression.
-        folder: folder for checkpoints and client states. If the function is called again with the same arguments, the
-            run resumes from the state in this folder. If None, everything is kept in memory.
-        callbacks: functions that are called after every round. If one of them returns a sentence, the run ends, and if
-            one raises an error, a warning is logged (see `fedloom.callbacks`).
-        advance: False to only read the content of the folder, without running any further rounds.
-        pause: last round before the run is evaluated and interrupted. To resume the run, repeat the call with a later
-            round or without this argument.
+        model: name in `fedloom.models`, model specification, `nn.Module` whose weights are the initial values, or a
+            class or function that returns a module (called as described in `fedloom.models.Import`). None selects
+            softmax regression.
+        folder: folder for checkpoints and client states. A repeated call with the same arguments resumes the run from
+            this folder. If None, everything is kept in memory.
+        callbacks: functions that are called after every round. If one returns a sentence, the run ends. If one raises
+            an error, a warning is logged (see `fedloom.callbacks`).
+        advance: False to only read the folder, without running any more rounds.
+        pause: round after which the run is evaluated and paused. To resume the run, repeat the call with a later round
+            or without this argument.
         ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
             are then available only at rank 0.
-        initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three are used to follow
-            other code step by step: they replace the run's own random draws, and a folder can only be resumed with the
-            same values (see `Replay`).
+        initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three reproduce other
+            code step by step: they replace the run's own random draws, and a folder can be resumed only with the same
+            values (see `Replay`).
         cohorts: ids of the clients in each round.
-        batches: positions in a client's training part, listed for each client, round and step.
+        batches: positions in each client's training set, listed by client, round and step.
         projection: matrix ``[dim, d]`` of a method that works in a subspace.
-        defaults: kind of default values for a method that is given by name: "default", "paper" for the values in the
-            paper, or "released" for the values in its public code.
+        defaults: default values of a method that is given by name: "default", "paper" for the paper's values, or
+            "released" for the values in its public code.
         choices: other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``,
             ``augment``, ``client_weights``, ``devices``, ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None
             keeps a default.
 
     Returns:
-        Metrics and models of the run. `Result.stop` tells whether the run diverged or was interrupted. A run is also
-        considered to have diverged if its training loss is finite but exceeds ten times its initial value in three
-        consecutive evaluations or in the last evaluation. In this case, the run still continues until its last round.
+        Metrics and models of the run. `Result.stop` states whether the run diverged or was interrupted. A run has also
+            diverged if its training loss is finite but exceeds ten times its initial value in three consecutive
+            evaluations or in the last one. Such a run still continues to its last round.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined (Refused).
+        ConfigError: values are impossible or cannot be combined (Refused).
         RunDirError: the folder contains a different run.
         ClientError: the code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
@@ -125,10 +125,11 @@ def simulate(
     if not isinstance(fed, Federation):
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}. Split the data among clients first, as in "
-            "fl.partitions.iid(clients=10)(data, seed=0), or pass a list of clients, each ((x, y), (x_test, y_test)). "
+            f"fl.partitions.iid(clients=10)(data, seed=0), or pass a list of clients of the form ((x, y), (x_test, "
+            f"y_test)). "
             "If the samples belong to clients, pass clients to fl.Dataset.create, and use fl.partitions.natural()"
         )
-    callbacks = list_functions(callbacks, "callbacks must be a list of functions of a state")
+    callbacks = list_functions(callbacks, "callbacks must be a list of functions that take a state")
     if any(isinstance(call, EarlyStop) and call.result == "best" for call in callbacks):
         raise ConfigError(
             "an EarlyStop that is passed as a callback cannot keep the best round. Pass it as early_stop=EarlyStop(...)"
@@ -158,17 +159,17 @@ def simulate(
     for call in callbacks:
         if isinstance(call, EarlyStop):
             check_early_stop(call, job, server)
-    rule = setting.early_stop  # the result may come from an earlier round
+    rule = setting.early_stop  # the result may be from an earlier round
     calls: list[Progress] = [*callbacks, *([] if rule is None else [rule])]
     result = _resume_and_run(job, server, place, calls, pause, advance=advance)
     best = None if rule is None or rule.result == "last" else rule.best_round(result.state.records)
     if best is not None and best < result.state.round and result.stop in (Stop.DONE, Stop.STOPPED):
-        words = f"round {best} of {result.state.round} is the best one, and its models are the result"
+        words = f"round {best} of {result.state.round} is the best, and the result contains its models"
         reason, place = "; ".join(filter(None, (result.detail, words))), None if place is None else place / BEST_FOLDER
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
         calls = [lambda state: reason if state.round == best else None]
         result = _resume_and_run(job, server, place, calls, pause, advance=advance)
-        result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
+        result.notes.append(f"early_stop: {words}. The work of later rounds is not counted")
     result.notes[:0] = [place_note("data", note) for note in fed.remarks]
     return result
 
@@ -190,7 +191,7 @@ def _resume_and_run(
 
 
 class _Simulation(Hooks):
-    """Actions that a simulation takes before and after each round."""
+    """Hooks that a simulation runs before and after each round."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class _Simulation(Hooks):
         if state.round == 1 and rng_states() != self._drawn and GLOBAL_DRAWS_NOTE not in state.notes:
             notes.append(GLOBAL_DRAWS_NOTE)
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
-            notes.append("round 1 computed no gradient for any client, so nothing is trained")
+            notes.append("no client computed a gradient in round 1, so nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
             notes.append(UNATTACKED_NOTE)
         return tuple(notes)
@@ -237,7 +238,7 @@ class _Simulation(Hooks):
 
 
 def _is_own(callback: Progress) -> bool:
-    """Return True for a callback that is part of fedloom and does not change any state."""
+    """Return True for callbacks that are part of fedloom and do not change any state."""
     return str(getattr(callback, "__module__", None)).startswith("fedloom.")
 
 
@@ -255,9 +256,9 @@ def _copy_state(value: Any) -> Any:
 
 @contextmanager
 def clients_of(job: Job) -> Iterator[LocalClients]:
-    """Provide the clients of a simulation inside the block.
+    """Provide a simulation's clients inside the block.
 
-    The worker processes of these clients have enough shared memory for a download and for the results of a chunk.
+    Their worker processes have enough shared memory for a download and a chunk's results.
     """
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
@@ -280,10 +281,10 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 
 
 def _seed_before_call(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
-    """Return a function that seeds the global random generators (which user code may use) and then processes a chunk.
+    """Return a function that seeds the global random generators, which user code may use, and then processes a chunk.
 
-    The random draws do not depend on the number of workers, because the division into chunks does not depend on it.
-    Afterwards, the generators are restored.
+    Random draws do not depend on the number of workers, because the division into chunks does not. The generators are
+    restored afterwards.
     """
 
     def call(shared: S, task: K) -> T:
@@ -296,6 +297,6 @@ def _seed_before_call(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K],
 
 @contextmanager
 def fix_arithmetic(job: Job) -> Iterator[None]:
-    """Let torch use one thread, and deterministic operations on a GPU, so that results do not depend on the machine."""
+    """Let torch use one thread, and deterministic GPU operations, so results do not depend on the machine."""
     with isolate_torch_settings(), make_repeatable(job.oracle.device, job.setting.engine.precision):
         yield

@@ -1,4 +1,4 @@
-"""State of a run between two rounds. It contains everything in a checkpoint except the states of the clients."""
+"""State of a run between two rounds: everything in a checkpoint except the clients' states."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
 START_UP_BASELINE_ROUNDS = 5
-"""Number of later rounds to compare with the first round of a process, to determine its one-time costs."""
+"""Number of later rounds with which a process's first round is compared to determine its one-time costs."""
 PACE_WINDOW_ROUNDS = 10
 """Number of recent rounds and evaluations whose median determines the time per round."""
 MAX_TALLY_COHORTS = 64
-"""Maximum number of cohorts that a tally collects before they are added up. Otherwise, the counts of all clients would
-be copied in each round."""
+"""Maximum number of cohorts that a tally collects before adding them up. This avoids copying all clients' counts in
+each round."""
 
 
 class ParticipationTally(NamedTuple):
     """Number of times that each client has participated.
 
     Attributes:
-        before: counts ``[n]`` that exclude the latest cohorts.
-        latest: ids ``[m]`` of the cohorts that are not included yet.
+        before: counts ``[n]`` without the latest cohorts.
+        latest: ids ``[m]`` of the cohorts that are not counted yet.
     """
 
     before: Tensor
     latest: tuple[Tensor, ...] = ()
 
     def plus(self, ids: Tensor) -> ParticipationTally:
-        """Return a tally that includes one more cohort."""
+        """Return the tally with one more cohort."""
         longer = ParticipationTally(self.before, (*self.latest, ids))
         return longer if len(longer.latest) < MAX_TALLY_COHORTS else ParticipationTally(longer.counts())
 
     def counts(self) -> Tensor:
-        """Return the counts of all clients ``[n]``."""
+        """Return all clients' counts ``[n]``."""
         if not self.latest:
             return self.before
         ids = torch.cat(self.latest)
@@ -53,17 +53,17 @@ class ParticipationTally(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Measured durations of a run in seconds.
+    """Durations measured in a run, in seconds.
 
-    The first round of a process also includes the time for compilation, forks and page faults. These one-time costs are
-    reported separately: they are the time by which this round exceeds the median of the later rounds. If a process has
-    only one round, this round is compared to the rounds of the other processes. If a run has only one round, its
-    one-time costs are unknown and are reported as 0.
+    A process's first round also includes the time for compilation, forks and page faults. These one-time costs are
+    reported separately, as the time by which this round exceeds the median of later rounds. If a process has only one
+    round, this round is compared to the rounds of other processes. If a run has only one round, its one-time costs are
+    unknown and reported as 0.
 
     Attributes:
-        rounds: duration of each round in seconds, without evaluation but with one-time costs.
+        rounds: duration of each round in seconds, excluding evaluation but including one-time costs.
         process_starts: indices in `rounds` of the first round of each process.
-        evaluations: durations of the evaluations in this process, in seconds.
+        evaluations: durations of this process's evaluations in seconds.
     """
 
     rounds: tuple[float, ...] = ()
@@ -72,7 +72,7 @@ class Times:
 
     @classmethod
     def resumed(cls, rounds: Sequence[float], process_starts: Sequence[int]) -> Times:
-        """Return the durations of earlier processes as a list that the rounds of a new process continue."""
+        """Return the durations of earlier processes, to which a new process will add its rounds."""
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
     def add_round(self, seconds: float) -> Times:
@@ -80,7 +80,7 @@ class Times:
         return replace(self, rounds=(*self.rounds, seconds))
 
     def add_evaluation(self, seconds: float) -> Times:
-        """Return the durations after adding one more evaluation."""
+        """Return the durations with one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
@@ -101,10 +101,10 @@ class Times:
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Return the recent seconds per round, including the prorated cost of an evaluation every ``every`` rounds.
+        """Return the recent seconds per round, including a share of the evaluation every ``every`` rounds.
 
-        Return None before the third round of this process. Also return None before the second evaluation of a process
-        if evaluations take at least a fifth of the time, because the first evaluation also has one-time costs.
+        Return None before this process's third round. If evaluations take at least a fifth of the time, also return
+        None before its second evaluation, because the first one includes one-time costs.
         """
         rounds = self.rounds[self.process_starts[-1] + 1 :][-PACE_WINDOW_ROUNDS:]
         if len(rounds) < 2:
@@ -120,22 +120,22 @@ class State:
 
     Attributes:
         round: number of completed rounds.
-        server: server state of the method.
+        server: the method's server state.
         sampler: state of the sampler.
         weigher: state of the weigher.
         aggregator: state of the aggregator.
-        sums: sums over all clients of the rows that the server stores, float64, keyed by field.
-        totals: the values of `CLIENT_COUNTS` and the number of dropped uploads, each summed over all rounds ``[8]``.
+        sums: sums of the rows that the server stores for all clients, float64, keyed by field.
+        totals: values of `CLIENT_COUNTS` and number of dropped uploads, summed over all rounds ``[8]``.
         tally: number of rounds in which each client sent an upload or an answer.
         cohort: clients of the last round ``[m]``.
-        trained: last round that changed the state of the server. It is earlier than `round` if a round was abandoned.
-        records: records of all measurements so far.
-        notes: notes on events, such as dropped clients.
-        times: durations of rounds and evaluations in seconds. No result depends on these times.
-        clock: current time (simulated, or real at real sites) and the uploads that are still expected. None if no
-            devices are simulated in the run and there is no asynchronous schedule.
-        shares: weights ``[n, 1]`` of the clients in the objective, if the run recomputes them between rounds. None if
-            the weights in `Job.alpha` always apply.
+        trained: last round that changed the server state. Earlier than `round` if a round was abandoned.
+        records: records of everything measured so far.
+        notes: notes about events, such as dropped clients.
+        times: durations of rounds and evaluations in seconds. Results do not depend on them.
+        clock: current time (simulated, or real at real sites) and the pending uploads. None if the run has neither
+            simulated devices nor an asynchronous schedule.
+        shares: clients' weights ``[n, 1]`` in the objective, if the run recomputes them between rounds. None if
+            `Job.alpha` always applies.
     """
 
     round: int
@@ -161,7 +161,7 @@ class State:
 
     @property
     def is_scored(self) -> bool:
-        """True if the records contain the scores of the current models."""
+        """True if the records contain the current models' scores."""
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
@@ -177,9 +177,9 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Return the state after the given round of this run, read from the tensors returned by `tensors`.
+        """Read the state after the given round of this run from the tensors returned by `tensors`.
 
-        ``self`` provides the types of the fields.
+        ``self`` provides the field types.
         """
 
         def like(value: F, name: str) -> F:
@@ -206,7 +206,7 @@ class State:
 
 
 def initial_state(job: Job, server: Fields) -> State:
-    """Return the state of a run before the first round."""
+    """Return a run's state before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(CLIENT_COUNTS) + 1, dtype=torch.long)
     if job.spent is not None:

@@ -1,4 +1,4 @@
-"""Functions that read a setting's methods and tables from values, names and tables of options."""
+"""Functions that read a setting's method and tables from values, names and tables of options."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedloom.values import choose, fields_of, make, make_kind
 
 
 class NamedMethod(NamedTuple):
-    """A method together with its name in files.
+    """A method with its name in files.
 
     Attributes:
         name: name in the registry, import path, or the name of the class if it cannot be imported.
-        entry: class or preset of the method. If a composition of parts is not a known preset, this is the class of its
+        entry: class or preset of the method. For a composition of parts that is not a known preset, the class of its
             algorithm.
-        value: the method, or the combination of parts that the preset returned.
+        value: the method, or the composition that the preset returned.
     """
 
     name: str
@@ -39,13 +39,12 @@ class NamedMethod(NamedTuple):
     def read(
         cls, method: object, options: Mapping[str, Any], where: str = "", places: KeyPlaces | None = None
     ) -> NamedMethod:
-        """Read a method together with its options.
+        """Read a method with its options.
 
         Args:
             method: name in the registry, import path, class, method, or value returned by a preset.
-            options: options of the method, and ``defaults``, which selects the values of all options that are not
-                given.
-            where: file and table, which are named in messages.
+            options: options of the method, and ``defaults``, which selects the values of all other options.
+            where: file and table, for messages.
             places: description of where other keys belong.
 
         Raises:
@@ -61,8 +60,8 @@ class NamedMethod(NamedTuple):
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
         if options and isinstance(built, PresetMethod):
-            fixed = "a method created by a preset has fixed options"
-            raise ConfigError(f"{_value_prefix(where)}{fixed}. Use the name of the preset")
+            fixed = "the options of a method created by a preset are fixed"
+            raise ConfigError(f"{_value_prefix(where)}{fixed}. Use the preset's name")
         return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
@@ -87,14 +86,14 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
 
 @dataclass(frozen=True)
 class SettingTable:
-    """Description of how a field of `Setting` can be given: as a value, by a name, or as a table of options.
+    """Describes the forms of a field of `Setting`: a value, a name, or a table of options.
 
     Attributes:
         base: base class of the values.
-        kinds: classes, keyed by the ``kind`` in the table. The key is empty if there is only one class.
-        default: kind that is assumed if a table does not contain ``kind``. None if every table must contain ``kind``.
-            The field is then optional, and its kind may be "none".
-        key: name of the key that contains the kind.
+        kinds: classes, keyed by the ``kind`` in the table. If there is only one class, its key is empty.
+        default: kind of a table without ``kind``. If None, every table must contain ``kind``, and the field is optional
+            (kind "none").
+        key: name of the key for the kind.
     """
 
     base: type[Any]
@@ -103,16 +102,16 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class that belongs to each kind.
+        """Return the class of each kind.
 
-        If a table has no kinds, its class is listed under an empty name.
+        The class of a table without kinds is listed under an empty name.
         """
         return dict(self.kinds) or {"": self.base}
 
     def keys(self) -> dict[str, Iterable[str]]:
-        """Return the allowed keys of each kind, except for `key`.
+        """Return each kind's allowed keys except `key`.
 
-        If a table does not name a kind, its keys are listed under an empty name.
+        The keys of a table without kinds are listed under an empty name.
         """
         kinds: dict[str, Iterable[str]] = {
             kind: (fields_of(entry).keys() | getattr(entry, "aliases", {}).keys()) - {self.key}
@@ -125,8 +124,8 @@ class SettingTable:
 
         Args:
             choice: value, name of a kind, table of options, or None. In a file, only a table is allowed.
-            where: file and table, which are named in messages.
-            name: name of the table, which is used in messages.
+            where: file and table, for messages.
+            name: name of the table, for messages.
             places: description of where other keys belong.
 
         Raises:
@@ -163,7 +162,7 @@ class SettingTable:
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
     def _form(self, choice: object, name: str) -> str:
-        """Return advice on how to write a table, for a value that is not a table."""
+        """Return advice on how to write a table in place of the given value."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
         is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
@@ -184,7 +183,7 @@ def _value_prefix(where: str) -> str:
 
 
 def _read_model_table(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
-    """Return the model specification that a table describes by a kind, a name from a paper, or a path to user code."""
+    """Return the model specification that a table defines by a kind, a name from a paper, or a path to user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
         raise ConfigError(
             f"{_value_prefix(where)}this is a state dict. Load the state dict into a module, and pass the module"
@@ -202,12 +201,13 @@ def _read_model_table(options: Mapping[str, Any], where: str, hint: Hint) -> Mod
         return make(InProcessModel, rest, where, fields_of(InProcessModel))
     if kind == InProcessModel.kind and "digest" in rest:
         raise ConfigError(
-            f"{_value_prefix(where)}the model {rest.get('name')!r} was passed as a Python object, and no file refers "
-            "to it. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
+            f"{_value_prefix(where)}the model {rest.get('name')!r} was passed as a Python object, which is not stored "
+            f"in any file. Pass the model again in Python, as in fl.open_run(FOLDER, MODEL) or in the same call of "
+            f"fl.compare"
         )
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
-        cure = "weights are in that file. Load them into a module, and pass the module" if saved else ""
+        cure = "this file contains weights. Load them into a module, and pass the module" if saved else ""
         raise unknown("model kind", kind, MODEL_CLASSES, where, cure=cure)
     return make(
         lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint

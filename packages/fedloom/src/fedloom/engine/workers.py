@@ -1,4 +1,4 @@
-"""Number of worker processes that a run starts."""
+"""Number of a run's worker processes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from fedloom.engine.problem import JobFacts
 
 MIN_FORKING_WORK = 2e11
-"""Number of multiply-adds in a run (about four seconds on one core) above which additional workers save time."""
+"""Number of multiply-adds in a run above which additional workers save time (about four seconds on one core)."""
 
 
 def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
     """Return the number of worker processes for a run.
 
-    ``auto`` uses all cores if the run is long enough to justify starting processes.
+    ``auto`` uses all cores if the run is long enough to justify it.
 
-    The number of workers never exceeds the number of clients, because a chunk has at least one client, or the number of
-    processes that the cores can use.
+    The number never exceeds the number of processes that the cores can use, or the number of clients, because a chunk
+    has at least one client.
 
     Raises:
-        Refused: several processes would have to share one GPU.
+        Refused: several processes would share one GPU.
     """
     on_cpu = engine.device == "cpu"
     if engine.workers == "auto":
@@ -32,8 +32,8 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
         return useful_processes(usable_cores(), problem.n) if on_cpu and work > MIN_FORKING_WORK else 1
     if engine.workers > 1 and not on_cpu:
         raise Refused(
-            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork "
-            f"cannot use the GPU {engine.device!r} of its parent process",
+            f"engine.workers is {engine.workers}, but workers are forks of this process, and forks cannot use its GPU "
+            f"{engine.device!r}",
             rule="workers-on-a-gpu",
             fix="omit {engine.workers}, or start one process per GPU with torchrun",
         )
@@ -46,6 +46,6 @@ def note_idle_workers(engine: Engine) -> list[str]:
         return []
     return [
         f"engine.workers = {engine.workers}, but at most {PROCESSES_PER_CORE * usable_cores()} processes start "
-        f"({PROCESSES_PER_CORE} for each of the {usable_cores()} cores that this program may use), "
-        "and no more than there are clients or runs"
+        f"({PROCESSES_PER_CORE} for each of the {usable_cores()} cores available to this program), and at most one "
+        f"per client or run"
     ]

@@ -1,4 +1,4 @@
-"""Local training: its settings, the training loop, and the oracles that compute gradients.
+"""Local training: settings, the training loop, and the oracles that compute gradients.
 
 No other layer calls autograd.
 """

@@ -1,4 +1,4 @@
-"""Batches of samples that the clients of a chunk use in each step."""
+"""Batches that a chunk's clients use in each step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
 PASS_STREAM = "pass"
-"""Name of the stream for passes over a client's whole training part."""
+"""Name of the stream for passes over a client's whole training set."""
 
 PIECE_SAMPLES = 1024
-"""Number of samples of each client that are processed together in a pass over the whole training part."""
+"""Number of samples per client that are processed together in a pass over the whole training set."""
 
 MIN_COMPILED_CLIENTS = 8
-"""Minimum number of clients for drawing the batches in a compiled loop. If there are fewer clients, waiting for the
-compiler would take longer than the time that it saves."""
+"""Minimum number of clients for drawing batches in a compiled loop. With fewer clients, compilation would take longer
+than the loop saves."""
 
 FixedBatches = Mapping[Purpose, Tensor]
-"""Batches of a client in a round ``[steps, b]``, keyed by stream: positions in its training part, padded with -1. These
-batches are given by the user and are not drawn."""
+"""A client's batches in a round ``[steps, b]``, keyed by stream: positions in its training set, padded with -1. The
+user provides these batches. They are not drawn."""
 
 
 class BatchKey(NamedTuple):
@@ -37,22 +37,22 @@ class BatchKey(NamedTuple):
     k: int
 
     def generator(self, row: int, purpose: str) -> torch.Generator:
-        """Return the generator of the client in ``row``, seeded by (seed, round, client, (*stream, k, purpose))."""
+        """Return the generator of the client in ``row``, seeded with (seed, round, client, (*stream, k, purpose))."""
         stream = self.stream if isinstance(self.stream, tuple) else (self.stream,)
         return generator(self.seed, self.round, self.ids[row], (*stream, self.k, purpose))
 
 
 class Batch(NamedTuple):
-    """One batch per client, given by positions in the client's training part. Short batches are padded with -1.
+    """One batch per client, given by positions in the client's training set. Short batches are padded with -1.
 
     Attributes:
         position: positions ``[m, b]`` from 0 to n_i - 1, or -1 for padding. Padding comes after the samples.
         where: result ``[m, b]`` of `Oracle.locate` for these positions.
-        count: number of samples in each client's batch ``[m, 1]``.
+        count: size of each client's batch ``[m, 1]``.
         ids: client ids ``[m]``.
         draw: key of additional random draws for this batch, such as dropout masks.
-        total: divisor of the sum of sample losses ``[m, 1]``. This is ``count``, or the client's size
-            if the batch is a part of its data.
+        total: divisor of the sum of sample losses ``[m, 1]``. This is ``count``, or the client's size if the batch is
+            part of a pass over its data.
         full: True if no client's batch is padded.
     """
 
@@ -65,17 +65,17 @@ class Batch(NamedTuple):
     full: bool
 
     def scaled(self, factor: Tensor) -> Batch:
-        """Multiply the losses of each client's samples (and thus the batch's gradient) by ``factor [m, 1]``."""
+        """Multiply each client's sample losses (and thus the batch's gradient) by ``factor [m, 1]``."""
         return self._replace(total=self.total / factor.to(self.total.device))
 
 
 class BatchPlan(NamedTuple):
-    """All batches of a chunk's clients that belong to one stream.
+    """All batches of a chunk's clients in one stream.
 
     Attributes:
         position: positions ``[steps, m, b]``.
         where: result ``[steps, m, b]`` of `Oracle.locate` for these positions.
-        count: number of samples in each client's batch ``[steps, m, 1]``.
+        count: size of each client's batch ``[steps, m, 1]``.
         width: size of the largest batch in each step.
         narrowest: size of the smallest batch in each step.
         ids: client ids ``[m]``.
@@ -91,7 +91,7 @@ class BatchPlan(NamedTuple):
     draw: BatchKey
 
     def take(self, clients: slice | Tensor) -> BatchPlan:
-        """Select the batches of some clients."""
+        """Select some clients' batches."""
         ids = self.ids[clients]
         draw = self.draw._replace(ids=tuple(ids.tolist()))
         position, where, count = self.position[:, clients], self.where[:, clients], self.count[:, clients]
@@ -115,11 +115,11 @@ def make_plan(
     ids: Tensor, sizes: Tensor, steps: Tensor, batch_size: int | None, seed: int, round: int, stream: Purpose,
     locate: Callable[[Tensor, Tensor], Tensor], fixed_batches: Sequence[FixedBatches] | None = None,
 ) -> BatchPlan:  # fmt: skip
-    """Draw the batches of all clients in a chunk, for one stream of a round.
+    """Draw the batches of a chunk's clients for one stream of a round.
 
-    If ``batch_size`` is None, every batch contains the whole training part.
+    If ``batch_size`` is None, every batch contains the whole training set.
 
-    If ``fixed_batches`` has an entry for each client, its batches are used instead.
+    If ``fixed_batches`` has an entry for each client, these batches are used instead.
 
     Raises:
         ConfigError: a client has fewer fixed batches than steps.
@@ -141,7 +141,7 @@ def _draw_positions(
     names: list[int], sizes: Tensor, steps: Tensor, batch_size: int | None, seed: int, round: int, stream: Purpose,
     fixed_batches: Sequence[FixedBatches] | None,
 ) -> Tensor:  # fmt: skip
-    """Return positions ``[most steps, m, b]``, drawn for one client after another."""
+    """Return positions ``[most steps, m, b]``, drawn client by client."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
@@ -171,12 +171,12 @@ def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream
     have = 0 if indices is None else len(indices)
     if have < count:
         named = f"client {client}, round {round}, stream {stream!r}"
-        raise ConfigError(f"batches: {named}: the method needs {count} batches, but only {have} are listed")
+        raise ConfigError(f"batches: {named}: the method requires {count} batches, but only {have} are listed")
     return torch.empty(0, 1, dtype=torch.long) if indices is None else indices[:count]
 
 
 def convert_positions(position: Tensor, places: Tensor) -> Tensor:
-    """Convert positions ``[..., m, b]`` among the samples ``places [m, c]`` to positions in the whole training part."""
+    """Convert positions ``[..., m, b]`` among the samples ``places [m, c]`` to positions in the whole training set."""
     places = places.expand(*position.shape[:-1], -1)
     return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
 
@@ -190,9 +190,10 @@ def iterate_pieces(
     together: int | None = None,
     places: Tensor | None = None,
 ) -> list[Batch]:
-    """Return batches that together cover each client's training part (of size ``sizes [m, 1]``), or only ``places``.
+    """Return batches that together cover each client's training set (of size ``sizes [m, 1]``), or only ``places``.
 
-    Each batch contains up to ``together`` samples of every client, except clients at the end that have no samples left.
+    Each batch contains up to ``together`` samples of every client. Clients at the end are omitted once they have no
+    samples left.
     """
     longest, together = int(sizes.max()), PIECE_SAMPLES if together is None else together
     batches = []

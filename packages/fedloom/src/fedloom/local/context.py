@@ -1,4 +1,4 @@
-"""Context of a round, which contains what the functions of the server know."""
+"""Context of a round: everything that server functions know."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Nothing(NamedTuple):
 
 
 class Ctx(NamedTuple):
-    """Information about a round for the functions of the server. It is the same in simulations and in deployments.
+    """Information about a round for server functions. It is the same in simulations and deployments.
 
     Attributes:
         round: number of the round, counted from 1, or 0 in `Algorithm.init`.
         n: number of all clients.
-        m: number of clients in the cohort (after rejecting uploads).
+        m: number of clients in the cohort (after uploads have been rejected).
         ids: ids of these clients ``[m]``.
         layout: names and shapes of the model's parameters.
-        weight: weights alpha_i of the clients in the objective ``[n, 1]``, which add up to 1.
-        sizes: number of training samples of each client ``[n, 1]``.
-        groups: group of each client ``[n]``, or None if the run defines no groups.
+        weight: clients' weights alpha_i in the objective ``[n, 1]``, which sum to 1.
+        sizes: each client's number of training samples ``[n, 1]``.
+        groups: each client's group ``[n]``, or None if the run defines no groups.
         local: settings of local training.
         seed: seed of the run.
         rounds: number of rounds in the run.
@@ -52,7 +52,7 @@ class Ctx(NamedTuple):
     def masses(self) -> Tensor:
         """Client weights divided by the largest weight, ``[n, 1]`` float64.
 
-        They are exactly 1 if all weights are equal.
+        All of them are exactly 1 if the weights are equal.
         """
         shares = self.weight.double()
         return shares / shares.max()
@@ -70,13 +70,13 @@ class Ctx(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """Duration of a round of local SGD in gradient-flow time: step size times the mean number of steps.
+        """Duration of a round of local SGD in gradient-flow time, i.e., step size times mean number of steps.
 
         With momentum, step i is counted as 1 + ... + momentum^(i-1) steps, which is exact for a constant gradient.
-        Dampening and Nesterov momentum are also taken into account. If an optimizer normalizes the gradient, it moves
+        Dampening and Nesterov momentum are also taken into account. An optimizer that normalizes the gradient moves
         each coordinate by about the step size, no matter how large the gradient is. The length of such a step is
-        converted to time as if the gradient had a norm of 1. Adam's averages can be ignored here, because they do not
-        change a constant gradient.
+        converted to time as if the gradient had norm 1. Adam's averages can be ignored, because they do not change a
+        constant gradient.
         """
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
@@ -92,7 +92,7 @@ class Ctx(NamedTuple):
 
 
 def _momentum_path_length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
-    """Return the distance that SGD with momentum covers in ``steps`` steps of size 1 on a constant gradient of 1."""
+    """Return the distance that SGD with momentum covers in ``steps`` steps of size 1 with a constant gradient of 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
     if dampening:  # the first gradient is not dampened
@@ -102,8 +102,8 @@ def _momentum_path_length(steps: int, momentum: float, dampening: float, nestero
 
 @lru_cache(maxsize=2)
 def _largest_share(shares: Tensor) -> Tensor:
-    """Return the largest weight of all clients in double precision.
+    """Return the clients' largest weight in double precision.
 
-    The result is cached, so that it is not computed in every round.
+    The result is cached to avoid computing it in every round.
     """
     return shares.max().double()

@@ -1,4 +1,4 @@
-"""descend: local SGD (or another optimizer) with a direction that is given as data, so oracles can fuse the steps."""
+"""descend: local SGD (or another optimizer) whose direction is given as data, so oracles can fuse the steps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Pull = tuple[float | Tensor, Tensor]
 """Pair (mu, x) for a proximal term mu/2 ||w - x||^2, where x is ``[d]`` or ``[m, d]``.
 
-The strength mu is a number or ``[m, 1]``. If mu is ``[d]`` or ``[m, d]``, the term is the sum over coordinates j of
-mu_j/2 (w_j - x_j)^2.
+The strength mu is a scalar or ``[m, 1]``. If mu is ``[d]`` or ``[m, d]``, the term is the sum of mu_j/2 (w_j - x_j)^2
+over coordinates j.
 """
 
 ALL_ROWS = [slice(None)]
@@ -64,32 +64,31 @@ def descend(
 
     A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, where g is the gradient on a batch, with the momentum,
     decay and clipping of `LocalSGD`. If a prox is given, the step ``w <- centre + prox_{lr f}(w - centre)`` follows.
-    The other optimizers of `LocalSGD` use the same direction, but do not support a prox.
+    The other optimizers in `LocalSGD` use the same direction but do not support a prox.
 
     Args:
         w: starting point of each client, ``[d]`` or ``[m, d]``. Not modified.
-        work: local problems of the clients.
-        pull: proximal terms (mu, x), where mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a different
-            strength in each coordinate.
+        work: the clients' local problems.
+        pull: proximal terms (mu, x), where mu is a scalar, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a separate strength
+            per coordinate.
         shift: vector ``[d]`` or ``[m, d]`` that is added to the gradient.
-        prox: pair (f, centre) of the function and the point around which it is applied. If the point is None, it is
-            zero.
-        mask: mask ``[d]`` or ``[m, d]`` of bool or of zeros and ones, which marks the coordinates that may change.
-        steps: number of steps, ``[m, 1]`` or a single number. If None, it is the number of steps in the round.
-        stream: name of the stream of batches. Calls with the same name use the same batches.
-        lr: step size. If None, the step size of the round is used.
-        scale: factor s > 0 of the local loss, ``[m, 1]``. None for 1.
-        decay: factor in (0, 1] of the step size after each step.
-        terms: functions of the representation that are added to the loss. Their gradient is added to the gradient of
-            the batch before clipping.
+        prox: pair (f, centre) of the function and the point around which it is applied. None is the origin.
+        mask: mask ``[d]`` or ``[m, d]`` of bool or of zeros and ones, marking the coordinates that may change.
+        steps: number of steps, ``[m, 1]`` or a scalar. If None, the round's number of steps.
+        stream: name of the stream of batches. Calls with the same stream use the same batches.
+        lr: step size. If None, the round's step size is used.
+        scale: factor s > 0 of the local loss, ``[m, 1]``. None stands for 1.
+        decay: factor in (0, 1] by which the step size is multiplied after each step.
+        terms: functions of the representation that are added to the loss. Their gradient is added to the batch gradient
+            before clipping.
 
     Returns:
-        ``[m, d]``. If a problem can be solved exactly (`Quadratic` with ``solve=True``), it is solved exactly instead.
+        ``[m, d]``. A problem with an exact solution (`Quadratic` with ``solve=True``) is solved exactly instead.
 
     Raises:
         CodeError: ``pull`` does not consist of pairs, or a strength has the wrong shape.
-        ConfigError: a prox is given with an optimizer other than plain SGD, or the terms are not supported by the model
-            or the exact solution.
+        ConfigError: a prox is given with an optimizer other than plain SGD, or the model or the exact solution does not
+            support the terms.
     """
     m, local = work.m, work.local
     pairs: Sequence[object] = pull  # may come from user code
@@ -114,15 +113,13 @@ def descend(
     if isinstance(pulled, Tensor):
         pulled = per_coordinate(pulled, m, w)
     if work.oracle.minimise is not None and terms:
-        raise Refused("a problem with an exact solution cannot have additional terms. Use local steps instead")
+        raise Refused("a problem that is solved exactly cannot have additional terms. Use local steps instead")
     if work.oracle.minimise is not None and prox is None:
         steady = _constant_step_part(1.0, pull, shift, w)
         best = _exact_minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
         return torch.where(per_client(work.steps if steps is None else steps, m, w) > 0, best, w)
     if prox is not None and not plain:
-        raise Refused(
-            f"a prox after every local step needs steps of plain sgd, but the optimizer is {local.optimizer!r}"
-        )
+        raise Refused(f"a prox after every local step requires plain sgd, but the optimizer is {local.optimizer!r}")
     moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL_ROWS
     mask = None if mask is None or moving != ALL_ROWS else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
@@ -196,10 +193,10 @@ def descend(
 
 
 class _SavedParameters(NamedTuple):
-    """Parameters that have no gradient. Their values are saved before an optimizer step that may change them.
+    """Parameters without a gradient. Their values are saved before an optimizer step that may change them.
 
-    PyTorch optimizers skip parameters that have no gradient. In a row of all parameters, such a parameter has a
-    gradient of 0 instead.
+    PyTorch optimizers skip parameters without a gradient. In a row of all parameters, such a parameter has a gradient
+    of 0 instead.
     """
 
     skipped: Tensor
@@ -207,12 +204,12 @@ class _SavedParameters(NamedTuple):
 
     @classmethod
     def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _SavedParameters:
-        """Save the parameters that have no gradient, given the rows ``w [m, d]`` and the directions ``g [m, d]``."""
+        """Save the parameters without a gradient, given the rows ``w [m, d]`` and the directions ``g [m, d]``."""
         skipped = (reached == 0) & (g == 0)
         return cls(skipped, w[skipped])
 
     def put_back_(self, w: Tensor) -> None:
-        """Restore the values in ``w`` that were saved."""
+        """Restore the saved values in ``w``."""
         w[self.skipped] = self.before
 
 
@@ -235,7 +232,7 @@ def _unscale_terms(rows: _DescentRows) -> Sequence[Bound]:
 
 
 def _constant_step_part(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
-    """Return the constant part of a step, ``factor (shift - sum mu x)``, as ``[d]`` if all clients share it."""
+    """Return the constant part of a step, ``factor (shift - sum mu x)``. It is ``[d]`` if all clients share it."""
     total: Tensor | None = None
     for mu, x in pull:
         if not isinstance(mu, Tensor) and mu == 0:
@@ -249,7 +246,7 @@ def _constant_step_part(factor: float, pull: Sequence[Pull], shift: Tensor | Non
 def _exact_minimum(
     work: Work, w: Tensor, mu: float | Tensor, steady: Tensor | None, mask: Tensor | None, scale: Tensor | None
 ) -> Tensor:
-    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> for a problem that can be solved exactly."""
+    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> for a problem with an exact solution."""
     assert work.oracle.minimise is not None
     s = per_client(1.0 if scale is None else scale, work.m, w)
     rest = None if steady is None else each_client(steady, work.m) / s

@@ -1,4 +1,4 @@
-"""Client side of ADMM on the Moreau envelope (FLAME): epochs that update the dual, a tolerance, and residuals."""
+"""Client side of ADMM on the Moreau envelope (FLAME): epochs with dual updates, a tolerance, and residuals."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
     """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2, and update w and pi after each epoch.
 
     With the client's weight a_i, the updates are w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), and then ``pi <- pi
-    + rho (w - x)``. Momentum is carried over from one epoch to the next. The last epoch may be incomplete.
+    + rho (w - x)``. Momentum carries over between epochs. The last epoch may be incomplete.
 
     Args:
         theta: starting point of each client ``[m, d]``.
         w: prox center of the first epoch ``[m, d]``.
         pi: dual variable of the constraint w = x ``[m, d]``.
         x: received model ``[d]``.
-        work: local problems of the clients.
+        work: the clients' local problems.
         lam: weight of the squared distance to w.
         rho: penalty of the constraint w = x.
 
     Returns:
-        The variables after the steps of the round. For clients that take no step, they remain unchanged.
+        The variables after the round's steps. They are unchanged for clients that take no step.
     """
 
     def step(r: _DualEpochRows, work: Work, batch: Batch) -> _DualEpochRows:
@@ -71,8 +71,8 @@ def descend_to_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam:
     Args:
         theta: starting point of each client ``[m, d]``.
         w: prox center ``[m, d]``.
-        eps: upper bound on the squared norm of the gradient times the client's weight ``[m, 1]``.
-        work: local problems of the clients.
+        eps: upper bound on the squared norm of the gradient, times the client's weight ``[m, 1]``.
+        work: the clients' local problems.
         lam: weight of the squared distance to w.
         most: maximum number of steps.
     """

@@ -1,4 +1,4 @@
-"""Inexact solution of a local problem of ADMM, which ends as soon as a relative criterion holds.
+"""Inexact solution of an ADMM local problem, which ends once a relative criterion holds.
 
 One of the solvers is gradient descent.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 Solver = Literal["svrg", "gd", "sgd", "released"]
 """Name of a solver: SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh` ("released").
 
-The last one does not include the proximal terms and the shift.
+The last solver ignores the proximal terms and the shift.
 """
 
 
 class DescentResult(NamedTuple):
-    """Last points ``w [m, d]`` of the clients, and their numbers of ``steps [m, 1]``.
+    """Clients' last points ``w [m, d]`` and numbers of ``steps [m, 1]``.
 
     ``met [m, 1]`` is True for clients that satisfy the stopping rule.
     """
@@ -52,16 +52,15 @@ def gradient_descent(
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: local problems of the clients. Each step computes a full gradient, and one additional full gradient is
-            computed at the end.
+        work: the clients' local problems. Each step computes a full gradient, and another one is computed at the end.
         pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
-        steps: maximum number of steps, ``[m, 1]`` or a single number. If None, it is the number of steps in the round.
-        lr: step size. If None, the step size of the round is used.
+        steps: maximum number of steps, ``[m, 1]`` or a scalar. If None, the round's number of steps.
+        lr: step size. If None, the round's step size is used.
         until: stopping rule that is checked after each step.
 
     Returns:
-        The last point and the number of steps of each client, and whether the stopping rule holds.
+        Each client's last point and number of steps, and whether the stopping rule holds.
     """
     rate = work.lr if lr is None else lr
 
@@ -81,27 +80,25 @@ def inexact(
 
     The solvers "svrg" and "gd" stop when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the
     gradients of f_i have a Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer
-    w*, because (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, this does not follow, and
-    the bound is set to zero, so that all iterations are run. "sgd" repeats the local steps of the round until the
-    criterion holds. With one iteration, "sgd" is the same as `descend`, which does not check any criterion.
+    w*, because (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, this does not follow, so
+    the bound is set to zero and all iterations are run. "sgd" repeats the round's local steps until the criterion
+    holds. With one iteration, "sgd" is the same as `descend`, which checks no criterion.
 
     Args:
         w: starting points ``[m, d]``.
-        work: local problems of the clients.
+        work: the clients' local problems.
         pull: proximal term (beta, y).
         shift: vectors ``[m, d]`` of the linear term.
         solver: SVRG, gradient descent, or the run's local SGD.
         smooth: Lipschitz constant L of the gradients of f_i.
-        r: tolerance, at least 0. If it is 0, all iterations are run.
-        most: maximum number of outer iterations of SVRG, steps of gradient descent, or repetitions of the round's SGD,
-            for clients that train in the round.
+        r: tolerance, at least 0. With 0, all iterations are run.
+        most: for clients that train in the round, the maximum number of SVRG's outer iterations, steps of gradient
+            descent, or repetitions of the round's SGD.
         inner: number of steps in each outer iteration (see `svrg`).
-        lr: step size. If None, this is 1/(8 beta) in SVRG, 1/beta in gradient descent, and the round's step size in
-            SGD.
+        lr: step size. If None, 1/(8 beta) in SVRG, 1/beta in gradient descent, and the round's step size in SGD.
 
     Returns:
-        The last point and the number of iterations of each client (of steps with "gd" and "sgd"), and whether the
-        criterion holds.
+        Each client's last point and number of iterations (steps for "gd" and "sgd"), and whether the criterion holds.
     """
     beta, limit = pull[0], most * (work.steps > 0)
     bound = r * (max(beta - smooth, 0.0) / (beta + smooth)) ** 2
@@ -122,12 +119,12 @@ def inexact(
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
-    """Return a warning if a given beta is at most L, because the criterion in `inexact` then provides no guarantee."""
+    """Return a warning if a given beta is at most L, because the criterion of `inexact` then guarantees nothing."""
     if not beta or beta > smooth:
         return []
     return [
         f"{type(method).__name__} may not converge: beta must be greater than L, got beta = {beta:g} and L = "
-        f"{smooth:.3g}. The criterion guarantees nothing here, so all local iterations are used"
+        f"{smooth:.3g}. The criterion guarantees nothing in this case, so all local iterations are run"
     ]
 
 
@@ -143,7 +140,7 @@ class _PassRows(NamedTuple):
 def _run_passes(
     w: Tensor, work: Work, pull: tuple[float, Tensor], shift: Tensor, limit: Tensor, met: Until, lr: float | None
 ) -> _PassRows:
-    """Repeat the local steps of the round until the criterion holds."""
+    """Repeat the round's local steps until the criterion holds."""
     beta, m = pull[0], work.m
 
     def slope(rows: _PassRows, work: Work) -> Tensor:

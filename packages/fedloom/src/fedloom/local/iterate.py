@@ -1,4 +1,4 @@
-"""Loop of local training, in which each client takes its own number of steps and then drops out."""
+"""Local training loop, in which each client takes its own number of steps and then drops out."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ def iterate(
     """Repeat ``rows <- step(rows, work, *batches)`` as many times as each client needs.
 
     Args:
-        step: function of the rows and the work of the clients that have not finished, and of ``batches`` batches.
-        rows: tensor or NamedTuple of tensors ``[m, .]``. It must contain all values per client that ``step`` reads.
-        work: local problems of the clients. In ``step``, ``work.k`` is the number of the step, counted from 0.
-        steps: number of steps, ``[m, 1]`` or a single number. If None, it is ``work.steps``, or the number of given
-            batches.
+        step: function of the rows and the work of the unfinished clients, and of ``batches`` batches.
+        rows: tensor or NamedTuple of tensors ``[m, .]``. It must contain all per-client values that ``step`` reads.
+        work: the clients' local problems. In ``step``, ``work.k`` is the step number, counted from 0.
+        steps: number of steps, ``[m, 1]`` or a scalar. If None, ``work.steps`` or the number of given batches.
         batches: number of batches that each step uses.
-        stream: name of the stream of batches. Calls with the same name use the same batches, whereas different names
-            give different orders of the samples.
-        until: function that is called after each step and returns bool ``[m, 1]``. If True, the training of a client
-            ends.
+        stream: name of the stream of batches. Calls with the same stream use the same batches. Different streams use
+            different orders of the samples.
+        until: function that is called after each step and returns bool ``[m, 1]``. True ends a client's training.
 
     Returns:
         The rows after each client's last step, in the original order.

@@ -1,4 +1,4 @@
-"""Training with optimizers other than plain SGD (from `torch.optim` or user-defined), and their states."""
+"""Training with optimizers other than plain SGD (from `torch.optim` or user-defined) and their states."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ELEMENTWISE_OPTIMIZERS = FUSED_OPTIMIZERS | {
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
-"""Optimizers that update each coordinate separately. A single optimizer can therefore update the stacked parameters of
-all clients, one row per client."""
+"""Optimizers that update each coordinate separately, so a single optimizer can update all clients' stacked parameters,
+one row per client."""
 
 
 class Slot(NamedTuple):
-    """Number or tensor in an optimizer's state, identified by parameter and key, with its shape and initial value."""
+    """Scalar or tensor in an optimizer's state, identified by parameter and key, with its shape and initial value."""
 
     parameter: int
     key: str
@@ -38,11 +38,11 @@ class Slot(NamedTuple):
 
 
 class OptimizerStates:
-    """States of the clients' optimizers between two rounds, as W numbers for each of S streams ``[m, S W]``.
+    """States of the clients' optimizers between two rounds: W numbers for each of S streams ``[m, S W]``.
 
-    If there is a state, the first number of each stream is 1. For each call of `descend` in a round, there are separate
-    optimizers, which are named after its stream: a second call with "local" is named "local 2", but ("local", 1)
-    continues "local".
+    If there is a state, the first number of each stream is 1. Each call of `descend` in a round has separate
+    optimizers, named after its stream: a second call with "local" is named "local 2", but ("local", 1) continues
+    "local".
 
     Attributes:
         rows: states ``[m, S W]``.
@@ -61,16 +61,16 @@ class OptimizerStates:
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
     def replace_rows(self, rows: Tensor) -> OptimizerStates:
-        """Return an object for other rows, which belong to other clients or to another round."""
+        """Return the same layout for other rows, i.e., for other clients or another round."""
         return OptimizerStates(rows, self.slots, self.streams)
 
     @property
     def width(self) -> int:
-        """Number W of values in the state of one optimizer."""
+        """Number W of values in one optimizer's state."""
         return 1 + sum(slot.shape.numel() for slot in self.slots)
 
     def part(self, name: str) -> Tensor:
-        """Return the values ``[m, W]`` of a stream, which are zeros if the stream is new."""
+        """Return a stream's values ``[m, W]``, or zeros for a new stream."""
         if name not in self.streams:
             self.streams.append(name)
             self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self.width)], 1)
@@ -78,12 +78,12 @@ class OptimizerStates:
         return self.rows[:, start : start + self.width]
 
     def pack(self, state: Sequence[Mapping[str, object]]) -> Tensor:
-        """Pack the state of an optimizer into a vector ``[W]``."""
+        """Pack an optimizer's state into a vector ``[W]``."""
         values = [torch.as_tensor(state[s.parameter][s.key]).reshape(-1).to(self.rows) for s in self.slots]
         return torch.cat([self.rows.new_ones(1), *values])
 
     def unpack(self, row: Tensor, parameters: int) -> list[dict[str, Any]]:
-        """Unpack the state of an optimizer from ``row [W]``. This function is the inverse of `pack`."""
+        """Unpack an optimizer's state from ``row [W]``. This is the inverse of `pack`."""
         state: list[dict[str, Any]] = [{} for _ in range(parameters)]
         widths = [s.shape.numel() for s in self.slots]
         for slot, values in zip(self.slots, row[1:].split(widths), strict=True):
@@ -99,7 +99,7 @@ class OptimizerStates:
 def make_optimizer_factory(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """Return a function that creates the optimizer for given parameters.
 
-    If the parameters are rows, the optimizer steps all of them in one call.
+    If the parameters are rows, the optimizer updates all of them in one call.
     """
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
@@ -110,12 +110,12 @@ def make_optimizer_factory(local: LocalSGD, lr: float) -> Callable[[list[nn.Para
 
 
 def is_elementwise(local: LocalSGD) -> bool:
-    """Return True if each parameter is a client's row and not a tensor of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
+    """Return True if each parameter is a client's row, not a tensor of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
 def parameter_views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
-    """Return the parameters of a client as views of its row ``[d]``."""
+    """Return a client's parameters as views of its row ``[d]``."""
     return [row] if is_elementwise(local) else [*layout.tree(row).values()]
 
 
@@ -125,21 +125,21 @@ def _takes_decay(optimizer: Any) -> bool:
 
 
 def decays_itself(local: LocalSGD) -> bool:
-    """Return True if the optimizer itself applies weight decay, either as an L2 term or decoupled from the gradient."""
+    """Return True if the optimizer itself applies weight decay, as an L2 term or decoupled from the gradient."""
     return _takes_decay(local.optimizer_class)
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
-    """Determine the entries of an optimizer's state for one client by taking a step with a zero gradient.
+    """Find the entries of an optimizer's state for one client by taking a step with a zero gradient.
 
     Args:
-        local: settings that name the optimizer and its options.
+        local: settings with the optimizer and its options.
         layout: names and shapes of the model's parameters.
         like: example of a model ``[d]``.
 
     Raises:
-        ConfigError: the optimizer rejects its options or the model, needs more than a gradient, or its state cannot be
-            stored.
+        ConfigError: the optimizer rejects its options or the model or needs more than a gradient, or its state cannot
+            be stored.
     """
     try:
         parameters = [nn.Parameter(view.clone()) for view in parameter_views(local, layout, like)]
@@ -155,7 +155,7 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
         raise ConfigError(
             f"local.optimizer = {local.optimizer!r}{options} cannot train this model: {error}",
             rule="optimizer-fails",
-            fix="set {local.optimizer = 'sgd'}, or use an optimizer that needs only the gradient of every parameter",
+            fix="set {local.optimizer = 'sgd'}, or use an optimizer that needs only the parameters' gradients",
         ) from error
     slots = []
     for place, p in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""Rows of client values: a tensor, or a NamedTuple of tensors, with one row per client."""
+"""Rows of client values: a tensor or a NamedTuple of tensors with one row per client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Fields(Protocol):
-    """NamedTuple of tensors, such as a download, an upload, the states of clients, or the state of the server."""
+    """NamedTuple of tensors, such as a download, an upload, client states, or the server state."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
-    """Apply ``f`` to every tensor in ``rows``. None stays None."""
+    """Apply ``f`` to every tensor in ``rows``. None remains None."""
     if isinstance(rows, Tensor):
         return f(rows)  # type: ignore[return-value]
     if isinstance(rows, tuple):
@@ -39,7 +39,7 @@ def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
 
 
 def select_rows(rows: R, mask: Tensor) -> R:
-    """Select the rows of some clients by a mask ``[m]`` or by indices. None stays None."""
+    """Select some clients' rows by a mask ``[m]`` or by indices. None remains None."""
     return map_rows(lambda field: field[mask], rows)
 
 
@@ -55,7 +55,7 @@ def concat_rows(pieces: Sequence[R]) -> R:
 
 
 def name_tensors(tree: object, prefix: str = "") -> dict[str, Tensor]:
-    """Return all tensors in a NamedTuple, or in a dict of NamedTuples, keyed by dotted name.
+    """Return all tensors in a NamedTuple or a dict of NamedTuples, keyed by dotted name.
 
     Args:
         tree: tensor, NamedTuple, dict of these, or None, which contains no tensor.
@@ -80,7 +80,7 @@ def _walk_tree(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors that `name_tensors` named ``name.field``, keyed by field."""
+    """Return the tensors named ``name.field`` by `name_tensors`, keyed by field."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
@@ -93,9 +93,9 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
     """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it has one entry per coordinate.
 
     Args:
-        value: number or tensor ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
+        value: scalar or tensor ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
         m: number of clients.
-        like: tensor ``[m, d]`` whose dtype and device the result has.
+        like: tensor ``[m, d]`` that determines the dtype and device of the result.
 
     Raises:
         CodeError: the value has a different shape.
@@ -105,8 +105,8 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
         return per_client(rows, m, like)
     if tuple(rows.shape) not in ((d,), (1, d), (m, d)):
         raise CodeError(
-            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each. Pass one "
-            f"number, [{m}, 1] for one per client, [{d}] for one per parameter, or [{m}, {d}]"
+            f"the strength of a pull has shape {list(rows.shape)}, but {m} clients have {d} parameters each. Pass a "
+            f"scalar, [{m}, 1] for one per client, [{d}] for one per parameter, or [{m}, {d}]"
         )
     return rows.expand(m, d)
 
@@ -132,7 +132,7 @@ def for_everyone(message: F, n: int) -> F:
 
 
 def rows_of(message: F, where: slice | Tensor) -> F:
-    """Select the fields of some clients in a NamedTuple.
+    """Select some clients' fields in a NamedTuple.
 
     Fields ``[m, .]`` are indexed, and fields ``[d]`` are shared by all clients.
     """

@@ -25,7 +25,7 @@ MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda m: 0 <= m < 1,
     "dampening": lambda t: 0 <= t <= 1,
 }
-"""Momentum options of PyTorch optimizers, with a check of their ranges."""
+"""Momentum options of PyTorch optimizers, with checks of their ranges."""
 
 MIN_STEP_SIZE = 1e-45
 """Minimum step size. Smaller values would become zero in float32."""
@@ -44,14 +44,14 @@ def _check_optimizer(name: str) -> str:
 
 
 class LocalSGD(Value):
-    """Settings of local training: step size and its schedule over rounds, batches, duration, momentum, decay, clipping.
+    """Settings of local training: step size and its schedule, batches, duration, momentum, weight decay, and clipping.
 
     The direction of a step is the sum of the batch gradient (with a norm of at most ``clip``), ``weight_decay`` times
     the parameters, and the proximal terms and shift of the method. Momentum is applied to this sum, as in
     ``torch.optim.SGD``.
 
-    Any other ``optimizer`` uses the same direction. If an optimizer has an argument ``weight_decay``, the optimizer
-    itself applies the weight decay (in AdamW, the weight decay is decoupled from the gradient and 0.01 by default).
+    Any other ``optimizer`` uses the same direction. An optimizer with a ``weight_decay`` argument applies the weight
+    decay itself (in AdamW, it is decoupled from the gradient and 0.01 by default).
     """
 
     lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
@@ -63,15 +63,15 @@ class LocalSGD(Value):
         ),
     )
     decay: float = Field(
-        1.0, gt=0, le=1, description="factor that multiplies the learning rate every round, in the exponential schedule"
+        1.0, gt=0, le=1, description="factor by which the exponential schedule multiplies the learning rate every round"
     )
     decay_rounds: int = Field(100, ge=1, description="number of rounds until the cosine schedule reaches zero")
     batch_size: int | Literal["full"] = Field(
-        20, description="number of samples per step; 'full' uses the whole training part"
+        20, description="number of samples per step ('full': the whole training set)"
     )
-    epochs: int = Field(1, ge=0, description="number of passes over the client's training part per round")
+    epochs: int = Field(1, ge=0, description="number of passes over the client's training set per round")
     steps: int | None = Field(
-        None, ge=0, description="number of steps per round, the same for every client (used instead of epochs)"
+        None, ge=0, description="number of steps per round, the same for every client (replaces epochs)"
     )
     optimizer: Annotated[str, AfterValidator(_check_optimizer)] = Field(
         "sgd", description="sgd, adam, adamw, or the import path of a class such as torch.optim:RMSprop"
@@ -81,18 +81,16 @@ class LocalSGD(Value):
     )
     optimizer_state: Literal["fresh", "persistent"] = Field(
         "fresh",
-        description="lifetime of optimizer states. fresh: they are reset in every round. persistent: every client "
-        "keeps them",
+        description="lifetime of optimizer states. fresh: reset in every round. persistent: kept by every client "
+        "between rounds",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum, which starts at zero in every round")
+    momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum, which restarts from zero in every round")
     weight_decay: float = Field(
         0.0,
         ge=0,
-        description=(
-            "weight of an L2 penalty that is added to every local problem, except for parameters without a gradient"
-        ),
+        description=("weight of the L2 penalty in every local problem (parameters without a gradient are excluded)"),
     )
-    clip: float | None = Field(None, gt=0, description="maximum norm of a batch gradient")
+    clip: float | None = Field(None, gt=0, description="maximum norm of batch gradients")
 
     needs: ClassVar[Mapping[str, str]] = {"decay": "schedule exponential", "decay_rounds": "schedule cosine"}
 
@@ -115,7 +113,7 @@ class LocalSGD(Value):
         if self.schedule == "exponential" and "decay" not in self.model_fields_set:
             raise ValueError("schedule 'exponential' needs `decay`, the factor of the learning rate per round")
         if self.steps is not None and "epochs" in self.model_fields_set:
-            raise ValueError("set epochs or steps, but not both")
+            raise ValueError("set either epochs or steps, not both")
         if self.optimizer == "sgd":
             for key in ("optimizer_options", "optimizer_state"):
                 if key in self.model_fields_set and getattr(self, key) not in ({}, "fresh"):
@@ -135,7 +133,7 @@ class LocalSGD(Value):
         return self
 
     def __hash__(self) -> int:
-        """Hash the settings as JSON, because the options are a dict."""
+        """Hash the settings as JSON, because the optimizer options are a dict."""
         return hash(self.model_dump_json())
 
     @property
@@ -155,7 +153,7 @@ class LocalSGD(Value):
 
     @property
     def momenta(self) -> tuple[float, float, bool]:
-        """Momentum, its dampening, and True for Nesterov momentum, from the settings or the optimizer options."""
+        """Momentum, dampening, and whether Nesterov momentum is used, from the settings or the optimizer options."""
         options = self.optimizer_options if self.has_momentum else {}
         momentum = options.get("momentum", self.momentum)
         return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
@@ -180,7 +178,7 @@ class LocalSGD(Value):
         """Raise an error if local training takes no steps, or if the step size becomes zero within ``rounds`` rounds.
 
         Raises:
-            ConfigError: no step is possible with these settings. The message names these settings.
+            ConfigError: no step is possible with these settings. The message names them.
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
@@ -202,7 +200,7 @@ class LocalSGD(Value):
                 else "set a larger {local.decay}"
             )
             raise ConfigError(
-                f"schedule {self.schedule!r} makes the learning rate 0 by round {rounds}, the last round",
+                f"schedule {self.schedule!r} reduces the learning rate to 0 by round {rounds}, the last round",
                 rule="step-size-vanishes",
                 fix=longer,
             )

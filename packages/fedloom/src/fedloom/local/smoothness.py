@@ -1,4 +1,4 @@
-"""Estimation of smoothness constants L_i, the Lipschitz constants of the gradients of f_i near a point."""
+"""Estimation of smoothness constants L_i: the Lipschitz constants of f_i's gradients near a point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_SMOOTHNESS_RATIO = 100.0
-"""Maximum accepted constant of a client, as a multiple of the median over clients."""
+"""Maximum constant of a client, as a multiple of the median over clients."""
 
 
 class _PowerIterationRows(NamedTuple):
@@ -33,8 +33,8 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
     Args:
         w: point, ``[d]`` or ``[m, d]``.
-        work: local problems of the clients. Each iteration computes two full gradients.
-        iterations: number of power iterations. With more iterations, the estimate increases toward the eigenvalue.
+        work: the clients' local problems. Each iteration computes two full gradients.
+        iterations: number of power iterations. The estimate increases toward the eigenvalue with more iterations.
 
     Returns:
         ``[m, 1]``.
@@ -55,7 +55,7 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
 
 def largest(smooth: Tensor, give: str) -> Tensor:
-    """Return the largest of the clients' constants ``[m, 1]`` as ``[1]``, but at most `MAX_SMOOTHNESS_RATIO` medians.
+    """Return the largest of the clients' constants ``[m, 1]`` as ``[1]``, limited to `MAX_SMOOTHNESS_RATIO` medians.
 
     Because of this limit, a single client that reports a huge constant cannot stall a run.
 

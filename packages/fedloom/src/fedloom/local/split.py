@@ -1,4 +1,4 @@
-"""Split of each client's training samples into two subsets, for methods that hold out samples."""
+"""Split of each client's training samples into two subsets for methods that hold out samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def split(work: Work, share: float) -> tuple[Work, Work]:
-    """Hold out ``share`` of each client's training samples. Return the work on the rest and on the held-out part.
+    """Hold out ``share`` of each client's training samples. Return the work on the rest and on the held-out samples.
 
     The split is drawn once for each client and remains the same in all rounds. Each subset has at least one sample. A
-    client with only one sample uses it in both subsets. Steps, batches and `Work.loss` use only the samples in one
-    subset. All other results use all samples of the client.
+    client with only one sample uses it in both subsets. Steps, batches and `Work.loss` use only the subset. All other
+    results use all of the client's samples.
     """
     rest, held = list[Tensor](), list[Tensor]()
     for i, size in zip(work.ids.tolist(), work.sizes[:, 0].tolist(), strict=True):
@@ -31,7 +31,7 @@ def split(work: Work, share: float) -> tuple[Work, Work]:
 
 
 def _restrict_work(work: Work, parts: Sequence[Tensor]) -> Work:
-    """Restrict the work to samples at given positions in the training parts (one tensor per client)."""
+    """Restrict the work to samples at the given positions in the training sets (one tensor per client)."""
     places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
     other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
     if work.local.steps is not None or work.fixed_batches is not None:

@@ -1,4 +1,4 @@
-"""A single SGD step in place, for methods that do not use `descend` but have their own loop."""
+"""A single in-place SGD step for methods that have their own loop instead of using `descend`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def step_(
 
     Args:
         w: rows ``[m, d]`` that are changed in place.
-        work: local problems of the clients.
+        work: the clients' local problems.
         batch: one batch per client.
-        lr: step size, which is a number or ``[m, 1]``.
-        at: point ``[m, d]`` where the gradient is computed. If None, the point is ``w`` before the step.
-        keep: factor of w, which is a number, ``[m, 1]`` or ``[m, d]``.
+        lr: step size, a scalar or ``[m, 1]``.
+        at: point ``[m, d]`` where the gradient is computed. If None, ``w`` before the step.
+        keep: factor of w, a scalar, ``[m, 1]`` or ``[m, d]``.
         steady: vector ``[m, d]`` that is added, or None.
 
     Returns:
@@ -67,13 +67,13 @@ def decay_of(work: Work, w: Tensor) -> Tensor:
 
 
 def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
-    """Shrink ``w`` in place by a weight-decay step of size ``lr``, and return it."""
+    """Shrink ``w`` in place by a weight decay step of size ``lr``, and return it."""
     factor = 1 - lr * work.local.weight_decay
     reached = work.oracle.reached if work.local.weight_decay else None
     return w.mul_(factor) if reached is None else w.mul_(1 + (factor - 1) * reached)
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:
-    """Return rows ``[m, .]`` of ``new`` for clients that take a step in the round, and of ``old`` for all others."""
+    """Return rows ``[m, .]`` of ``new`` for clients that take a step in the round, and of ``old`` for the others."""
     moved = work.steps > 0
     return new if bool(moved.all()) else torch.where(moved, new, old)

@@ -1,4 +1,4 @@
-"""Optimizers of a chunk's clients in one call of `descend`, with a separate state for each client."""
+"""Optimizers of a chunk's clients in one call of `descend`, each with its own state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Steppers:
-    """Optimizers of the clients during one call of `descend`.
+    """The clients' optimizers during one call of `descend`.
 
     Args:
         w: starting point of each client ``[m, d]``.
-        work: local problems of the clients.
+        work: the clients' local problems.
         stream: name of the stream of batches.
         lr: step size.
     """
@@ -62,7 +62,7 @@ class Steppers:
                 optimizer.step()
 
     def keep(self) -> None:
-        """Store the optimizer states if the settings keep them between rounds."""
+        """Store the optimizer states if the settings preserve them between rounds."""
         memory = self._memory
         if memory is not None:
             for slot, parameters in self._parameters.items():

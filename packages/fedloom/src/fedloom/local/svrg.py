@@ -24,7 +24,7 @@ Until = Callable[[Tensor, Tensor], Tensor]
 
 
 class SvrgResult(NamedTuple):
-    """Last points ``w [m, d]`` of the clients, and their numbers of ``outer [m, 1]`` iterations.
+    """Clients' last points ``w [m, d]`` and numbers of ``outer [m, 1]`` iterations.
 
     ``met [m, 1]`` is True for clients that satisfy the stopping rule.
     """
@@ -35,7 +35,7 @@ class SvrgResult(NamedTuple):
 
 
 class SolverRows(NamedTuple):
-    """Points ``w [m, d]`` of the clients, directions at these points and at the start, and iterations ``done [m, 1]``.
+    """Clients' points ``w [m, d]``, directions at these points and at the start, and iterations ``done [m, 1]``.
 
     ``mu`` (``[m, 1]`` or ``[m, d]``) and ``steady [m, d]`` are results of `pull_terms`.
     """
@@ -68,19 +68,19 @@ def svrg(
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: local problems of the clients.
+        work: the clients' local problems.
         pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
-        outer: maximum number of outer iterations, ``[m, 1]`` or a single number.
-        inner: number of steps in each outer iteration. If None, one epoch of each client is used, but at least 2 steps.
-            With 1, the point never moves, because the last iterate is never drawn.
-        lr: step size. If None, the step size of the round is used.
-        until: stopping rule for full directions, which are computed in any case. It is checked after each outer
+        outer: maximum number of outer iterations, ``[m, 1]`` or a scalar.
+        inner: number of steps in each outer iteration. If None, one epoch of each client, but at least 2 steps. With 1,
+            the point never moves, because the last iterate is never drawn.
+        lr: step size. If None, the round's step size is used.
+        until: stopping rule that uses full directions (which are computed anyway). It is checked after each outer
             iteration.
         stream: name of the stream of batches.
 
     Returns:
-        The last snapshot and the number of outer iterations of each client. ``met`` is False if there is no stopping
+        Each client's last snapshot and number of outer iterations. ``met`` is False if there is no stopping
         rule.
     """
     rate = work.lr if lr is None else lr
@@ -108,8 +108,8 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: local problems of the clients.
-        lr: step size. If None, the step size of the round is used.
+        work: the clients' local problems.
+        lr: step size. If None, the round's step size is used.
         stream: name of the stream of batches.
 
     Returns:
@@ -146,7 +146,7 @@ def iterate_solver(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Iterate a solver that starts at ``w``.
 
-    Return the last point and the number of iterations of each client, and whether the stopping rule holds.
+    Return each client's last point and number of iterations, and whether the stopping rule holds.
     """
     w = each_client(w, work.m)
     mu, steady = pull_terms(w, pull, shift)
@@ -161,7 +161,7 @@ def iterate_solver(
 def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return mu and steady of the gradient ``mu w + steady`` of proximal terms and a shift at ``w [m, d]``.
 
-    mu is ``[m, 1]``, or ``[m, d]`` for a different strength in each coordinate.
+    mu is ``[m, 1]``, or ``[m, d]`` for a separate strength per coordinate.
     """
     m = len(w)
     mu = sum((per_coordinate(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
@@ -172,5 +172,5 @@ def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[T
 
 
 def full_direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-    """Compute the gradient over all samples of each client, plus ``mu w + steady``, ``[m, d]`` (see `pull_terms`)."""
+    """Compute the gradient over all of each client's samples, plus ``mu w + steady``, ``[m, d]`` (see `pull_terms`)."""
     return work.add_full_grad_(torch.addcmul(steady, w, mu), w)

@@ -1,4 +1,4 @@
-"""Terms, which a method adds to the loss of each sample as a function of the sample's representation."""
+"""Terms: functions of a sample's representation that a method adds to the sample's loss."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from fedloom.local.rows import each_client, per_client
 
 TermFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
-"""Function of features ``[b, k]``, outputs ``[b, c]``, labels ``[b]``, features under the anchors ``[a, b, k]`` and an
-argument, which returns ``[b]``."""
+"""Function that maps features ``[b, k]``, outputs ``[b, c]``, labels ``[b]``, features under the anchors ``[a, b, k]``
+and an argument to ``[b]``."""
 
 
 class Term(NamedTuple):
-    """Term that is added to the local loss: ``weight`` times the mean of ``fn`` over the samples of a batch.
+    """Term of the local loss: ``weight`` times the mean of ``fn`` over a batch.
 
     The representation is the flattened output of the model's penultimate layer, as in `Work.activations`. Gradients
     flow through features and outputs, but not through the features under the anchors, which are computed without
     dropout.
 
     Attributes:
-        fn: function that takes one client's samples and this client's row of `argument`.
-        weight: number or tensor ``[m, 1]``. A term is ignored if all of its weights are zero.
+        fn: function of a client's samples and its row of `argument`.
+        weight: scalar or tensor ``[m, 1]``. A term is ignored if all its weights are zero.
         anchors: additional models ``[d]`` or ``[m, d]``. The function receives the features of the same samples under
             these models.
-        argument: tensor or NamedTuple of tensors ``[m, .]``, or None.  The function receives the client's row of it.
+        argument: tensor or NamedTuple of tensors ``[m, .]``, or None.  The function receives the client's row.
     """
 
     fn: TermFunction
@@ -45,7 +45,7 @@ class Bound(NamedTuple):
 
 
 def active(terms: Sequence[Term]) -> list[Term]:
-    """Return the terms whose weight is not zero."""
+    """Return the terms with nonzero weights."""
     return [t for t in terms if bool(torch.as_tensor(t.weight).any())]
 
 

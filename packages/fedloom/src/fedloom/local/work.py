@@ -1,4 +1,4 @@
-"""Work: everything about the clients' local problems that an algorithm is allowed to compute."""
+"""Work: everything about the clients' local problems that an algorithm may compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedloom.seeds import Purpose, generator
 
 @dataclass(frozen=True)
 class Counts:
-    """Work done by each client of a chunk: backward and forward samples ``[m]``, and steps ``[m]`` of any solver."""
+    """Work of each client in a chunk: backward and forward samples ``[m]``, and steps ``[m]`` of any solver."""
 
     backward: Tensor
     forward: Tensor
@@ -29,7 +29,7 @@ class Counts:
 
     @classmethod
     def zeros(cls, m: int) -> Counts:
-        """Return counters for ``m`` clients, which start at 0."""
+        """Return counters for ``m`` clients that start at 0."""
         return cls(*(torch.zeros(m, dtype=torch.long) for _ in range(3)))
 
 
@@ -40,21 +40,20 @@ class Work:
         ids: client ids ``[m]``.
         round: number of the round, counted from 1.
         k: number of the current step in `iterate`, counted from 0.
-        lr: step size of the round.
+        lr: the round's step size.
         local: settings of local training.
-        weight: weights alpha_i of the clients in the objective ``[m, 1]``. The weights of all clients add up to 1.
+        weight: clients' weights alpha_i in the objective ``[m, 1]``. Over all clients, they sum to 1.
         steps: number of local steps in the round ``[m, 1]``.
         sizes: number of training samples ``[m, 1]``.
         layout: names and shapes of the model's parameters.
-        fixed_batches: batches of each client, keyed by stream, if a run replays them. None if batches are drawn.
-        counted: True if ``steps`` is the number of given batches, several of which may be used by a single step of
-            `iterate`.
+        fixed_batches: each client's batches, keyed by stream, if a run replays them. None if batches are drawn.
+        counted: True if ``steps`` is the number of given batches, of which a step of `iterate` may use several.
         projection: matrix ``[k, d]`` of a method that works in a subspace, if a run replays it. None if the matrix is
             drawn.
-        memory: states of the clients' optimizers, from which the optimizers continue after the previous round. None if
-            optimizers start without a state.
-        places: positions of the only samples used in batches and losses ``[m, b]``. If None, all samples are
-            used (see `fedloom.local.split`).
+        memory: states from which the clients' optimizers continue after the previous round. None if optimizers start
+            from scratch.
+        places: positions of the samples used in batches and losses ``[m, b]``. If None, all samples are used (see
+            `fedloom.local.split`).
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Work:
 
     @property
     def m(self) -> int:
-        """Number of clients in this work, which decreases as clients finish."""
+        """Number of clients, which decreases as clients finish."""
         return len(self.ids)
 
     @property
@@ -104,7 +103,7 @@ class Work:
         return self.oracle.layout
 
     def epochs(self, e: int) -> Tensor:
-        """Return the number of steps ``[m, 1]`` in ``e`` passes over each client's training part.
+        """Return the number of steps ``[m, 1]`` in ``e`` passes over each client's training set.
 
         The number is 0 if the work is `idle`.
         """
@@ -113,7 +112,7 @@ class Work:
         return e * self.batches()
 
     def passes(self) -> Tensor:
-        """Return the number of passes over the training part in the round, ``[m, 1]``.
+        """Return the round's number of passes over the training set, ``[m, 1]``.
 
         The last pass may be incomplete.
         """
@@ -121,7 +120,7 @@ class Work:
         return (self.steps + per - 1) // per
 
     def ends(self, span: Literal["epoch", "round"]) -> Tensor:
-        """Return a bool mask ``[m, 1]`` of clients whose current step is their last in an epoch or in the round."""
+        """Return a bool mask ``[m, 1]`` of the clients whose current step is the last of an epoch or the round."""
         last = self.steps == self.k + 1
         return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
 
@@ -132,7 +131,7 @@ class Work:
         return self.batches().to(self.steps.device)
 
     def batches(self) -> Tensor:
-        """Return the number of steps in a pass over the training part, ``[m, 1]`` (see `LocalSGD.batches`)."""
+        """Return the number of steps in a pass over the training set, ``[m, 1]`` (see `LocalSGD.batches`)."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 
@@ -144,7 +143,7 @@ class Work:
     def add_decay_(self, out: Tensor, w: Tensor) -> Tensor:
         """Add the gradient of the weight decay at ``w`` to ``out``, both ``[m, d]``, and return ``out``.
 
-        As in PyTorch, weight decay does not apply to a parameter that has no gradient.
+        As in PyTorch, weight decay does not apply to parameters without a gradient.
         """
         decay, reached = self.local.weight_decay, self.oracle.reached if self.local.weight_decay else None
         if reached is not None:
@@ -168,7 +167,7 @@ class Work:
     ) -> None:  # fmt: skip
         """Set ``out <- beta out + alpha grad + steady``, where grad is the gradient of mean loss plus terms at ``w``.
 
-        Samples are counted as backward samples, and additionally as forward samples for each anchor of a term (see
+        Samples count as backward samples, and once more as forward samples for each anchor of a term (see
         `fedloom.local.terms`).
 
         Raises:
@@ -184,7 +183,7 @@ class Work:
             self._count(self.counts.forward, anchors * batch.count)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
-        """Return the gradient of the terms alone at ``w``, ``[m, d]``. The samples are counted as backward samples."""
+        """Return the gradient of only the terms at ``w``, ``[m, d]``. The samples count as backward samples."""
         self._count(self.counts.backward, batch.count)
         g = torch.zeros_like(w, memory_format=torch.contiguous_format)
         if terms:
@@ -205,7 +204,7 @@ class Work:
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
-        """Return the mean representation at ``w`` of each class in the training part, ``[m, c, k]``, or 0 if missing.
+        """Return the mean representation at ``w`` of each class in the training set, ``[m, c, k]``, or 0 if missing.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
@@ -217,9 +216,9 @@ class Work:
         return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
-        """Take all SGD steps on ``w [m, d]`` in place with one call of a compiled loop.
+        """Take all SGD steps on ``w [m, d]`` in place in one call of a compiled loop.
 
-        If the oracle has no such loop, return False.
+        Return False if the oracle has no such loop.
         """
         descend = self.oracle.loop_for(w)
         if descend is None or not self.m:
@@ -236,23 +235,23 @@ class Work:
         counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
-        """Count ``steps [m]``, or the same number of steps for all current clients.
+        """Count ``steps [m]``, or the same number for all current clients.
 
-        Steps that use batches are counted by `iterate`.
+        `iterate` counts steps that use batches.
         """
         self.counts.steps.index_add_(0, self.slots, torch.as_tensor(steps).expand(self.m))
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
         """Return the number of steps of each client ``[m]`` on the CPU.
 
-        If ``steps`` is None, the steps of the round are counted, with ``batches`` batches each.
+        If ``steps`` is None, return the round's steps with ``batches`` batches each.
         """
         if steps is None:
             steps = self.steps // batches if self.counted and batches else self.steps
         return torch.as_tensor(steps).reshape(-1, 1).expand(self.m, 1)[:, 0].cpu().long()
 
     def full_grad(self, w: Tensor) -> Tensor:
-        """Return the gradient of f_i over the whole training part at ``w``, including weight decay, ``[m, d]``."""
+        """Return the gradient of f_i over the whole training set at ``w``, including weight decay, ``[m, d]``."""
         w = each_client(w, self.m)
         return self.add_full_grad_(torch.zeros_like(w, memory_format=torch.contiguous_format), w)
 
@@ -266,7 +265,7 @@ class Work:
         return self.add_decay_(out, w)
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return the mean loss (without weight decay) on ``batch`` or on the whole training part, ``[m, 1]``."""
+        """Return the mean loss (without weight decay) on ``batch`` or the whole training set, ``[m, 1]``."""
         w = each_client(w, self.m)
         total = torch.zeros(self.m, 1, dtype=w.dtype, device=w.device)
         for piece in self.pieces() if batch is None else [batch]:
@@ -285,14 +284,14 @@ class Work:
         return self.oracle.accuracy(each_client(w, self.m), self.ids)
 
     def group_counts(self, w: Tensor, group: str) -> Tensor:
-        """Count the client's training samples in two groups of rows, ``[m, 8]``, for a binary task.
+        """Count each client's training samples in two groups of rows, ``[m, 8]``, for a binary task.
 
-        For the first group and then the second, the result contains four numbers: all samples, samples predicted as 1,
-        samples labeled 1, and samples that are both predicted and labeled as 1.
+        The result contains four numbers for the first group, followed by those of the second: all samples, samples
+        predicted as 1, samples labeled 1, and samples both predicted as and labeled 1.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
-            group: column with two levels, or column with a threshold (see `fedloom.data.groups.groups_of`).
+            group: column with two levels, or a column with a threshold (see `fedloom.data.groups.groups_of`).
 
         Raises:
             ConfigError: the task is not binary, the column was not kept, or it does not define two groups.
@@ -302,9 +301,9 @@ class Work:
 
     @property
     def class_counts(self) -> Tensor:
-        """Number of training samples per class of each client, ``[m, c]``.
+        """Each client's number of training samples per class, ``[m, c]``.
 
-        They are counted on the client, and are not contained in any message.
+        They are counted on the client and never sent in a message.
 
         Raises:
             ConfigError: the task has no classes.
@@ -319,8 +318,8 @@ class Work:
         Args:
             w: model, ``[d]`` or ``[m, d]``.
             layer: name of a module, ``"penultimate"`` (the last hidden representation), or ``"logits"``.
-            reduce: function of the outputs ``[b, a]`` of samples, such as log-softmax, or None.
-            batch: batch that contains the samples to use, or None.
+            reduce: function applied to the outputs ``[b, a]`` of samples, such as log-softmax, or None.
+            batch: batch of the samples to use, or None for all samples.
         """
         self._count(self.counts.forward, self.sizes if batch is None else batch.count)
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)
@@ -334,11 +333,11 @@ class Work:
         return self.plan(stream, steps).each(steps - 1)
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
-        """Return one random generator for each client, for a purpose in this round."""
+        """Return a random generator for each client, for a purpose in this round."""
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
     def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
-        """Draw the batches of a stream, for ``steps [m]`` steps of each client."""
+        """Draw the batches of a stream for ``steps [m]`` steps of each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
         named = (self.seed, self.round, stream, self.oracle.locate, self.fixed_batches)
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
@@ -348,7 +347,7 @@ class Work:
         return plan._replace(position=position, where=self.oracle.locate(self.ids, position))
 
     def idle(self) -> Work:
-        """Return the work of the same clients without any steps."""
+        """Return the same clients' work without any steps."""
         return self.with_(is_idle=True, steps=torch.zeros_like(self.steps))
 
     def uncounted(self) -> Work:
@@ -367,15 +366,15 @@ class Work:
         return self.with_(**parts, fixed_batches=fixed_batches)
 
     def with_(self, **changes: object) -> Work:
-        """Return the same work after replacing some attributes."""
+        """Return the same work with some attributes replaced."""
         other = object.__new__(Work)
         other.__dict__ = {**self.__dict__, **changes}
         return other
 
     def pieces(self) -> list[Batch]:
-        """Return batches that cover the client's training part, weighted so that losses add up to the mean.
+        """Return batches that cover each client's training set, weighted so that losses sum to the mean.
 
-        Batches omit clients at the end that have no samples left.
+        Clients at the end are omitted once they have no samples left.
         """
         together = int(self.sizes.max()) if self.oracle.whole else None
         return iterate_pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)

@@ -1,4 +1,4 @@
-"""Training of a personal model for a client that did not participate in the run, with a fixed state of the server."""
+"""Training of a personal model for a client that did not participate in the run, with a fixed server state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.values import has_type
 
 
 class ServerSide(NamedTuple):
-    """State of a finished run that is needed to train models for clients that join later.
+    """State of a finished run for training models for clients that join later.
 
     Attributes:
         algorithm: the method.
@@ -58,10 +58,10 @@ def has_personal(algorithm: Algorithm) -> bool:
 def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
     """Train the personal model ``[d]`` of a new client. Return the model and the client's local problem.
 
-    The client joins the run's n clients, and its share equals their mean share. Its state is the method's initial
-    client state for the global model, or for the initial model if there is no global model. The client then performs
-    the method's client step in ``rounds`` rounds. For each round, the server computes a download, and the state of the
-    server does not change. At the end, the method's `personal` function returns the model.
+    The client joins the run's n clients with a share equal to their mean. Its state is the method's initial client
+    state for the global model, or for the initial model if there is no global model. The client then performs the
+    method's client step in ``rounds`` rounds. The server computes a download for each round, but its state does not
+    change. Finally, the method's `personal` function returns the model.
 
     Args:
         side: state of the finished run.
@@ -78,9 +78,9 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     if not has_personal(algorithm):
         raise ConfigError(f"{type(algorithm).__name__} has no personal models: every client uses its global model")
     if has_type(rounds, bool) or not has_type(rounds, int, np.integer) or not 1 <= rounds <= MAX_ROUNDS:
-        raise ConfigError(f"rounds must be a whole number from 1 to {MAX_ROUNDS:,}, got {rounds!r:.80}")
+        raise ConfigError(f"rounds must be an integer from 1 to {MAX_ROUNDS:,}, got {rounds!r:.80}")
     if side.local.lr_at(t + rounds) == 0:
-        raise ConfigError(f"the learning rate is 0 in round {t + rounds} according to the schedule of the run. Set lr")
+        raise ConfigError(f"the run's schedule sets the learning rate to 0 in round {t + rounds}. Set lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
     oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)
@@ -118,12 +118,12 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
 
 
 def _single_client_row(template: Any) -> Any:
-    """Return the state of one client as rows with the leading dimension 1."""
+    """Return a client's state as rows with leading dimension 1."""
     return type(template)(*[t[None] for t in template])
 
 
 def _make_download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
-    """Return the download for the new client, which comes after all other clients if the method mixes stored rows."""
+    """Return the download for the new client, which follows all other clients if the method mixes stored rows."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
     wide = [

@@ -1,4 +1,4 @@
-"""Export of models to files for use by programs other than fedloom."""
+"""Export of models to files for programs other than fedloom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
 MISSING_CODE = -1
-"""Code that represents a missing or unknown text in a graph."""
+"""Code of a missing or unknown text in a graph."""
 
 
 def export_model(
@@ -51,9 +51,9 @@ def export_model(
     graphs in these files return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, in which missing cells are NaN or one of the
-      missing-value codes in the training data, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns``
-      lists the names of the columns in both inputs, in order. A missing or unknown text is imputed in the same way as
-      in training. The graph also returns ``class`` ``[batch]``, which contains the names of the predicted classes.
+      training data's missing-value codes, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists
+      the columns of both inputs in order. A missing or unknown text is imputed as in training. The graph also returns
+      ``class`` ``[batch]``, which contains the names of the predicted classes.
     - For a table, ``torch`` accepts numbers and texts together as ``samples`` ``[batch, p]`` float64, with texts as
       codes. `load` converts rows to this form.
     - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in which tokens are padded with 0. If there
@@ -64,21 +64,21 @@ def export_model(
 
     Args:
         model: model to write.
-        path: the file. If fedloom has written the file, it is replaced.
+        path: the file. A file that fedloom wrote is replaced.
         format: one of `EXPORT_FORMATS`.
-        factorised: True to replace each low-rank layer by two thin layers if these contain fewer numbers (FedSLR).
-        threshold: for ``onnx``, the minimum probability of the second of two classes at which ``class`` is this class.
-            If None, it is 1/2.
-        force: True to replace a file even if it is of a different kind.
+        factorised: True to replace each low-rank layer by two thin layers if this saves parameters (FedSLR).
+        threshold: for ``onnx``, the minimum probability of the second of two classes at which it is predicted. If None,
+            1/2.
+        force: True to also replace files of a different kind.
 
     Returns:
-        Ranks of the layers that were replaced by thin layers, keyed by the name of the layer. `fedloom.models.thin`
-        builds a module with such layers.
+        Ranks of the layers that were replaced by thin layers, keyed by layer name. `fedloom.models.thin` builds a
+            module with such layers.
 
     Raises:
         ConfigError: the format is unknown, the packages in the ``export`` extra are missing, the module cannot be
-            converted to a graph, the scaling of a table is unknown, the threshold has no effect, or writing to the path
-            is not allowed.
+            converted to a graph, the scaling of a table is unknown, the threshold has no effect, or the path must not
+            be written.
         CheckpointError: the disk is full or the write is rejected.
     """
     if format not in EXPORT_FORMATS:
@@ -86,7 +86,7 @@ def export_model(
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
-            f"{format} contains no class that a threshold could select. Export to onnx, or use the probabilities"
+            f"{format} does not predict classes, so a threshold has no effect. Export to onnx, or use the probabilities"
         )
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
@@ -106,7 +106,7 @@ def export_model(
 
 
 def decision_sentence(model: Model, format: str, threshold: float | None) -> str:
-    """Return a sentence on how an exported graph chooses the class, or "" if the graph does not return a class."""
+    """Return a sentence about how an exported graph chooses the class, or "" if it does not return a class."""
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
@@ -121,7 +121,7 @@ def unit_sentence(model: Model, factors: Factors | None) -> str:
 
     Args:
         model: the exported model.
-        factors: conversion factors of the training data (see `fedloom.data.sources.tabular.TableSource`). If None, the
+        factors: the training data's conversion factors (see `fedloom.data.sources.tabular.TableSource`). If None, the
             factors stored with the model are used.
     """
     table, client = model.recipe.facts.table, str(model.about.get("client", ""))
@@ -133,22 +133,22 @@ def unit_sentence(model: Model, factors: Factors | None) -> str:
             parts.append(f"{column} by {'the factor of its client' if several else format(number, 'g')}")
     dates = model.about.get("conversion", {}).get("days_since", {})
     days = [f"{column} as days since {start}" for column, start in dates.items() if column in columns]
-    sentences = [f"numbers are expected in the agreed units. First multiply {', '.join(parts)}"] if parts else []
+    sentences = [f"numbers are expected in the agreed-upon units. First multiply {', '.join(parts)}"] if parts else []
     sentences += [f"dates are expected as numbers: pass {', '.join(days)}"] if days else []
     return f"{'; '.join(sentences)}, as predict does" if sentences else ""
 
 
 class Program:
-    """Model that was exported for use with torch.
+    """Model exported for torch.
 
-    To use this model, the code of its architecture is not needed, and no code in the file is executed.
+    Using it does not require the code of its architecture or execute any code in the file.
 
     Attributes:
         facts: facts about the model's input data.
         module: module that maps raw samples to probabilities or values (see `fedloom.trained.raw.RawModel`).
 
     Raises:
-        LayoutError: the file does not contain a model that was exported for torch.
+        LayoutError: the file does not contain a model exported for torch.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -172,8 +172,8 @@ class Program:
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(
-                "rows: the program accepts only bytes (uint8), got floats. Pass (x * 255).round().astype('uint8'), or "
-                "predict with the original model, which also accepts floats from 0 to 1"
+                "rows: this model accepts only bytes (uint8), got floats. Pass (x * 255).round().astype('uint8'), or "
+                "use the original model, which also accepts floats from 0 to 1"
             )
         outputs: NDArray[np.float64] = self.module(x).numpy()
         return outputs
@@ -184,10 +184,10 @@ class Program:
 
 
 def load(path: Path | str) -> Program:
-    """Load a model that was exported with ``format = "torch"``.
+    """Load a model exported with ``format = "torch"``.
 
     Raises:
-        LayoutError: the file does not contain a model that was exported for torch.
+        LayoutError: the file does not contain a model exported for torch.
     """
     return Program(path)
 
@@ -204,9 +204,9 @@ def _example_rows(model: Model) -> Tensor:
 
 @contextmanager
 def _suppress_output() -> Iterator[None]:
-    """Within the block, suppress the output that the exporters print.
+    """Within the block, suppress the exporters' output.
 
-    If an exporter fails, the error is reported in a single sentence.
+    If an exporter fails, its error is reported in a single sentence.
     """
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
@@ -229,7 +229,7 @@ def _dynamic_batch() -> tuple[dict[int, Any]]:
 
 
 def _export_program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """Export the raw model as a torch program with a free batch dimension."""
+    """Export the raw model as a torch program with a dynamic batch dimension."""
     out = io.BytesIO()
     with _suppress_output():
         program = torch.export.export(raw, (_example_rows(model),), dynamic_shapes=_dynamic_batch())
@@ -238,12 +238,12 @@ def _export_program(raw: RawModel, model: Model, header: dict[str, str]) -> byte
 
 
 def _export_onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """Export the raw model as an ONNX graph with a free batch dimension."""
+    """Export the raw model as an ONNX graph with a dynamic batch dimension."""
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx needs it)
     except ImportError as error:
-        raise ConfigError(f"export to ONNX needs {error.name}: pip install 'fedloom[export]'") from None
+        raise ConfigError(f"export to ONNX requires {error.name}: pip install 'fedloom[export]'") from None
     facts = model.recipe.facts
     output = "probabilities" if facts.classes else "values"
     with _suppress_output():
@@ -265,7 +265,7 @@ def _export_onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
 
 
 def _onnx_operators() -> dict[Any, Any]:
-    """Operators of kNN-Per that torch's exporter lacks: distances, and a stable sort (ONNX breaks ties by position)."""
+    """Operators of kNN-Per that torch's exporter lacks: distances and a stable sort (ONNX breaks ties by position)."""
     from onnxscript import opset18 as op
 
     def cdist(x: Any, keys: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
@@ -284,7 +284,7 @@ def _onnx_operators() -> dict[Any, Any]:
 def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
     """Replace the input ``samples`` of a graph by the two inputs ``numbers`` and ``texts``.
 
-    Return the names of the columns that belong to each of these inputs.
+    Return the names of each input's columns.
     """
     node, numbers = onnx.helper.make_node, [k for k, c in enumerate(table.columns) if not c.names]
     texts = [k for k, c in enumerate(table.columns) if c.names]

@@ -1,4 +1,4 @@
-"""An individual trained model, which does not depend on the data and the run from which it comes."""
+"""An individual trained model, independent of the data and the run that it comes from."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from fedloom.trained.raw import RawModel, labels_of
 
 TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
 BASE_PREFIX = "base."
-"""Prefix for the names of the tensors that contain a model's state before training, in a file with one model."""
+"""Prefix of the tensors that contain a model's state before training, in a file with one model."""
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Architecture of a run's models, together with facts about the data.
+    """Architecture of a run's models, and facts about the data.
 
     Attributes:
         spec: the architecture.
         facts: facts about the run's training data.
         seed: seed of the initial values.
         dtype: dtype of the parameters and samples.
-        objective: training objective and metrics that differ from the defaults for the kind of target.
-        base: saved state dict before training. This state dict is set if rows do not contain the whole model, or if
-            training started from a weight file (see `start`).
+        objective: training objective and metrics, if they differ from the target's defaults.
+        base: saved state dict before training. Set if rows do not contain the whole model, or if training started from
+            a weight file (see `start`).
     """
 
     spec: ModelSpec
@@ -63,7 +63,7 @@ class ModelRecipe:
     base: Mapping[str, Tensor] | None = None
 
     def build(self) -> nn.Module:
-        """Build the untrained module, in evaluation mode."""
+        """Build the untrained module in evaluation mode."""
         facts = self.facts
         spec = self.spec if self.base is None else self.spec.with_(init_from=None)
         module = spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
@@ -72,7 +72,7 @@ class ModelRecipe:
         return module
 
     def start(self) -> dict[str, Tensor]:
-        """Return the tensors saved once for all rows: the initial state dict, unless it is determined by the seed."""
+        """Return the tensors saved once for all rows: the initial state dict, unless the seed determines it."""
         module = self.build()
         own_buffers = isinstance(self.spec, InProcessModel) and any(True for _ in module.buffers())
         if self.spec.init_from is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
@@ -85,7 +85,7 @@ class ModelRecipe:
         return Layout.create(self.build())
 
     def header(self, about: Mapping[str, object]) -> dict[str, str]:
-        """Return the metadata for a file of models, which consist of ``layout``, ``facts`` and ``about`` as JSON."""
+        """Return the metadata of a model file: ``layout``, ``facts`` and ``about`` as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
 
@@ -96,13 +96,10 @@ class Model:
     Attributes:
         recipe: recipe for building the model.
         row: parameters of the model ``[d]``.
-        statistics: means and variances ``[b]`` of the model's batch normalization. Empty if the model has no batch
-            normalization.
-        fitted: values fitted at the model's client to prepare a table's columns, ``[p, .]``. None if these values are
-            unknown.
+        statistics: means and variances ``[b]`` of the model's batch normalization. Empty if it has none.
+        fitted: values fitted at the model's client to prepare a table's columns, ``[p, .]``. None if they are unknown.
         about: method, algorithm, seed, kind, client and round, if they are known.
-        calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, the logits remain
-            unchanged.
+        calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, logits are unchanged.
     """
 
     recipe: ModelRecipe
@@ -119,7 +116,7 @@ class Model:
     def module(self) -> nn.Module:
         """Return the model as a plain `nn.Module` in evaluation mode.
 
-        This module expects samples that are scaled in the way described in `InputSpec`.
+        It expects samples that are scaled as described in `InputSpec`.
         """
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
@@ -128,7 +125,7 @@ class Model:
 
     @default_to_cpu()
     def raw(self, module: nn.Module | None = None) -> RawModel:
-        """Return the model's module, or another module, with its input and output steps (see `RawModel`).
+        """Return the model's module, or a given one, with its input and output steps (see `RawModel`).
 
         Raises:
             ConfigError: the scaling of the table's columns is unknown.
@@ -144,14 +141,14 @@ class Model:
         ).eval()
 
     def predict(self, rows: object) -> NDArray[Any]:
-        """Return names of predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
+        """Return the names of predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
 
         If there is a label per position, the shape is ``[N, L]``, and padding positions are included.
 
         Args:
             rows: unlabeled rows, of any type that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied by
-                the factors in the ``[data]`` table that was used for training. If factors differ between clients, a
-                column must name the client of each row.
+                the factors in the ``[data]`` table used for training. If factors differ between clients, a column must
+                name each row's client.
 
         Raises:
             DataError: the columns, shape or values differ from the training data, or factors differ between clients and
@@ -165,19 +162,19 @@ class Model:
 
         The arguments and errors are the same as for `predict`.
 
-        If there is a label per position, the shape is ``[N, L, C]``. For a multilabel task, these are the probabilities
-        of the labels.
+        If there is a label per position, the shape is ``[N, L, C]``. For a multilabel task, return the probabilities of
+        the labels.
 
         Raises:
             ConfigError: the task has no classes, or `predict` would raise this error.
         """
         facts = self.recipe.facts
         if not facts.classes:
-            raise ConfigError(f"a {facts.task} has no class probabilities. Use predict")
+            raise ConfigError(f"a {facts.task} task has no class probabilities. Use predict")
         return self.scores(self._raw_rows(rows))
 
     def _raw_rows(self, rows: object) -> Tensor:
-        """Return unlabeled rows as raw samples in the units of the training data."""
+        """Return unlabeled rows as raw samples in the training data's units."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
@@ -192,7 +189,7 @@ class Model:
         return self._warn_if_far(new.x)
 
     def _warn_if_far(self, x: Tensor) -> Tensor:
-        """Return raw samples unchanged, and warn if most values of a column, or most samples, are far outside."""
+        """Return raw samples unchanged, and warn if most samples, or most values of a column, are far outside."""
         for sentence in self.strange(x) if self.find_far(x) else ():
             warn_user(sentence)
         return x
@@ -216,8 +213,8 @@ class Model:
         """Compute the task's metrics for the model's predictions on all samples of new data.
 
         Args:
-            data: labeled data with the same columns and classes as the training data. Some of the classes may be
-                missing. The data may be a data set or an argument of `Dataset.create`, such as arrays ``(x, y)``.
+            data: labeled data with the columns and classes of the training data (some classes may be missing), as a
+                data set or an argument of `Dataset.create`, such as arrays ``(x, y)``.
 
         Raises:
             DataError: the columns, classes or shape differ from the training data.
@@ -229,7 +226,7 @@ class Model:
 
     @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
-        """Return the model with columns scaled by all rows of a table, in the same way as for a client with these rows.
+        """Return the model with columns scaled by all rows of a table, as for a client with these rows.
 
         Raises:
             DataError: the table has different columns.
@@ -242,9 +239,9 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return notes on columns ``[N, p]`` with values far from the training data (see `Table.strange`).
+        """Return notes about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
 
-        For other samples, `InputSpec.note_far` provides the sentence.
+        For other samples, `InputSpec.note_far` provides the note.
         """
         table = self.recipe.facts.table
         if table is None:
@@ -262,7 +259,7 @@ class Model:
         return [] if self.fitted is None else table.find_far(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
-        """Compute the metrics on one part of a client's samples. If the part has no samples, return {}."""
+        """Compute the metrics on one part of a client's samples, or return {} if this part is empty."""
         outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
@@ -282,14 +279,14 @@ class Model:
         return outputs, fed.targets(index), torch.zeros(len(index), dtype=torch.long)
 
     def save(self, path: Path | str, *, force: bool = False) -> Path:
-        """Write a safetensors file that contains ``rows [d]`` and has the layout in its header (see `load`).
+        """Write a safetensors file with ``rows [d]`` and the layout in its header (see `load`).
 
         Args:
             path: the file. If fedloom has written the file, it is replaced.
             force: True to replace a file even if it is of a different kind.
 
         Raises:
-            ConfigError: writing to the path is not allowed (see `fedloom.outputs.check_output_file`).
+            ConfigError: the path must not be written (see `fedloom.outputs.check_output_file`).
             CheckpointError: the disk is full or the write is rejected.
         """
         path = check_model_file(path, force=force)
@@ -303,12 +300,11 @@ class Model:
 
     @classmethod
     def load(cls, path: Path | str, spec: ModelSpec | OwnModel | str, objective: Objective = Objective()) -> Model:  # noqa: B008  # frozen
-        """Load a model from a file that `save` wrote.
+        """Load a model from a file written by `save`.
 
         Args:
             path: the file.
-            spec: the architecture, because a model file cannot choose it. The architecture is given as a value, by its
-                name, or as the user's own model.
+            spec: the architecture, which a model file cannot choose, as a value, a name, or the user's own model.
             objective: objective that determines the metrics.
 
         Raises:
@@ -322,8 +318,8 @@ class Model:
             names = set(file.keys())
             if "rows" not in names:
                 raise LayoutError(
-                    f"{path} is not a file of exactly one model (it has no tensor 'rows'). It "
-                    f"contains {', '.join(sorted(names))}"
+                    f"{path} does not contain exactly one model (it has no tensor 'rows'). It contains "
+                    f"{', '.join(sorted(names))}"
                 )
             tensors = {name: file.get_tensor(name) for name in TENSOR_FIELDS if name in names}
             base = {
@@ -343,7 +339,7 @@ class Model:
 
 
 def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
-    """Compute the task's metrics from the outputs ``[N, k]`` or ``[N, L, k]`` for all targets of new data."""
+    """Compute the task's metrics from outputs ``[N, k]`` or ``[N, L, k]`` for all targets of new data."""
     inputs = recipe.facts.take(data)
     y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)
     owner = torch.zeros(len(inputs), dtype=torch.long)
@@ -353,7 +349,7 @@ def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[s
 
 @torch.no_grad()
 def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Return the outputs ``[b, k]`` of a module for samples of a federation.
+    """Return a module's outputs ``[b, k]`` for samples of a federation.
 
     If there is a label per position, the shape is ``[b L, k]``.
     """
@@ -362,15 +358,15 @@ def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return the batch normalization buffers that are used in evaluation, in the order of the modules."""
+    """Return the batch normalization buffers used in evaluation, in module order."""
     normalisers: Any = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS)]
     return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
 
 
 def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
-    """Set the running statistics of a module from a single vector.
+    """Set a module's running statistics from a single vector.
 
-    If a module has no running statistics, it remains unchanged.
+    A module without running statistics is unchanged.
     """
     places = running_statistics(module)
     values = () if statistics is None or not places else statistics.split([place.numel() for place in places])
@@ -396,7 +392,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
 
 
 def file_layout(path: Path | str) -> Layout:
-    """Read the layout that the header of a file contains.
+    """Read the layout in a file's header.
 
     Raises:
         LayoutError: the header does not contain a layout.
@@ -406,7 +402,7 @@ def file_layout(path: Path | str) -> Layout:
 
 
 def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
-    """Read the facts about the data and the models from the header of a file.
+    """Read the facts about the data and the models from a file's header.
 
     Raises:
         LayoutError: the header does not contain readable facts.
@@ -415,11 +411,11 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
     try:
         return InputSpec.model_validate_json(header["facts"]), dict(json.loads(header["about"]))
     except (KeyError, ValueError, TypeError) as error:
-        raise LayoutError(f"{path}: its header does not describe the data of its models ({error!r:.120})") from None
+        raise LayoutError(f"{path}: the header does not describe the models' data ({error!r:.120})") from None
 
 
 def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
-    """Raise an error if models in a file do not have the expected architecture.
+    """Raise an error if a file's models do not have the expected architecture.
 
     Raises:
         LayoutError: the layouts differ. The message states the first difference.
@@ -431,6 +427,6 @@ def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     name = next(n for n in [*shapes_wanted, *shapes_in_file] if shapes_wanted.get(n) != shapes_in_file.get(n))
     texts = [list(of[name]) if name in of else "nothing" for of in (shapes_in_file, shapes_wanted)]
     raise LayoutError(
-        f"{path} is a model with a different layout: {name!r} is {texts[0]} in the file and "
+        f"{path} contains a model with a different layout: {name!r} is {texts[0]} in the file and "
         f"{texts[1]} in the run's model. Use a model of this run"
     )

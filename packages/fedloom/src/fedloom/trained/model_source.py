@@ -1,4 +1,4 @@
-"""Source of a run's models, which can be a run in memory or the files in its directory."""
+"""Source of a run's models: a run in memory or the files in its directory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe
 
 MODEL_CHOICES = ("global", "personal", "hybrid")
-"""Kinds of models that a method can provide. A client's hybrid model is the better of its personal model and the global
-model."""
+"""Kinds of models that a method can provide. A client's hybrid model is the better one of its personal model and the
+global model."""
 
 
 class ModelSource(Protocol):
-    """Interface for reading the models of a run."""
+    """Interface for reading a run's models."""
 
     @property
     def recipe(self) -> ModelRecipe:
@@ -39,7 +39,7 @@ class ModelSource(Protocol):
         ...
 
     def kinds(self) -> list[str]:
-        """Return the kinds of models that the run provides, out of "global", "personal" and "hybrid"."""
+        """Return the kinds of models that the run provides: "global", "personal", "hybrid"."""
         ...
 
     def shared(self) -> tuple[Tensor, Tensor]:
@@ -53,8 +53,8 @@ class ModelSource(Protocol):
     def calibration(self, kind: str) -> Tensor | None:
         """Return the slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at each client.
 
-        The result is None if the run did not recalibrate its models, and it contains NaN for clients whose validation
-        part has only one class.
+        Return None if the run did not recalibrate its models. Values are NaN for clients whose validation set has only
+        one class.
         """
         ...
 
@@ -63,5 +63,5 @@ class ModelSource(Protocol):
         ...
 
     def server(self) -> ServerSide:
-        """Return the state that is needed to train models for new clients."""
+        """Return the state for training new clients' models."""
         ...

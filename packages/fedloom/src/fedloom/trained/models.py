@@ -1,4 +1,4 @@
-"""Models of a run that has just ended or was read from its directory, for predictions, export and new clients."""
+"""Models of a run in memory or in its directory, for predictions, export and new clients."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fedloom.trained.saved import model_file_names, write_models
 from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
-"""Maximum number of clients that are listed in a message."""
+"""Maximum number of clients listed in a message."""
 KIND_PREFERENCE = ("hybrid", "personal", "global")
-"""Order of preference among a client's models. The first of these models that the method provides is used."""
+"""Order of preference among a client's models. The first model that the method provides is used."""
 
 
 class Models:
     """All models of a run.
 
-    ``models["global"]`` is a module, and ``models.personal[i]`` is the module of the client with number or name i.
+    ``models["global"]`` is a module, and ``models.personal[i]`` is the module of the client with number i.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -69,7 +69,7 @@ class Models:
     def fitted(self) -> Tensor | None:
         """Values fitted at each client to prepare a table's columns, ``[n, p, .]``.
 
-        None if these values are unknown.
+        None if they are unknown.
         """
         return self._source.fitted
 
@@ -89,12 +89,12 @@ class Models:
 
     @default_to_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
-        """Return a single model, which can be evaluated, saved or exported.
+        """Return a single model that can be evaluated, saved or exported.
 
         Args:
             kind: "global", "personal" or "hybrid".
-            client: number or name of the client. For the global model, it only determines how a table's columns are
-                scaled.
+            client: number or name of the client. For the global model, it determines only the scaling of a table's
+                columns.
 
         Raises:
             ConfigError: the method does not provide this kind of model, or the client does not exist.
@@ -111,7 +111,7 @@ class Models:
         return Model(self.recipe, row, statistics, calibration, about, self._line(kind, place))
 
     def _line(self, kind: str, place: int | None) -> Tensor | None:
-        """Return the recalibration ``[2]`` of a model at a client.
+        """Return a model's recalibration ``[2]`` at a client.
 
         If no client is given, return the medians over all clients.
         """
@@ -125,11 +125,11 @@ class Models:
     def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
         """Return a single model that accepts raw rows.
 
-        If a client is given, the columns of a table are scaled as at this client, or otherwise jointly for all clients.
+        A table's columns are scaled as at the given client or, if no client is given, jointly for all clients.
 
         Args:
-            kind: "global", "personal" or "hybrid". If None, the best model of the client is used, or the global model
-                if no client is given.
+            kind: "global", "personal" or "hybrid". If None, the client's best model, or the global model if no client
+                is given.
             client: number or name of the client.
 
         Raises:
@@ -146,19 +146,18 @@ class Models:
         return replace(model, fitted=table.typical(fitted))
 
     def kinds_for(self, sites: Sequence[str] | None, client: object = None) -> list[str]:
-        """Return the kinds of models that can predict some rows: all for clients of the run, or else only "global".
+        """Return the kinds of models that can predict some rows: all for clients of the run, otherwise only "global".
 
         Args:
-            sites: client of each row, or None if it is unknown.
-            client: client whose model makes all predictions. If None, each row is predicted by the model of its own
-                client.
+            sites: client of each row, or None if unknown.
+            client: client whose model makes all predictions. If None, each row's own client predicts it.
         """
         has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
         return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
     @default_to_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
-        """Return the predictions of a single model for unlabeled rows.
+        """Return a single model's predictions for unlabeled rows.
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
@@ -203,7 +202,7 @@ class Models:
     def hybrid(self) -> Modules:
         """Modules of the hybrid models.
 
-        For each client, this is the better of its personal module and the global module.
+        For each client, this is the better one of its personal module and the global module.
         """
         self._check("hybrid")
         return Modules(self, "hybrid")
@@ -221,18 +220,18 @@ class Models:
     ) -> Model:
         """Train a personal model for a client that was not part of the run (see `fedloom.trained.adapt.adapt_model`).
 
-        With ``[task] calibrate``, the logits are recalibrated with the medians over the run's clients, because the new
-        client has no validation part.
+        With ``[task] calibrate``, logits are recalibrated with the medians over the run's clients, because the new
+        client has no validation set.
 
         Args:
-            data: labeled data of the new client. The labels may cover only some of the run's classes.
-            rounds: number of times that the method's client step is performed, at least 1.
-            epochs: number of passes over the data per round, which replaces the run's number. Separate numbers of
-                epochs in a method (FedSLR's phase II) remain unchanged.
-            steps: number of steps per round, used instead of epochs.
-            lr: step size, which is used instead of the run's schedule.
-            holdout: fraction of the samples that is held out from training, in [0, 1). If this fraction is positive,
-                ``about["scores"]`` contains the metrics of the new model and of the global model on these samples.
+            data: the new client's labeled data. The labels may cover only some of the run's classes.
+            rounds: number of repetitions of the method's client step, at least 1.
+            epochs: number of passes over the data per round, in place of the run's number. A method's separate numbers
+                of epochs (FedSLR's phase II) are unchanged.
+            steps: number of steps per round, in place of epochs.
+            lr: step size, in place of the run's schedule.
+            holdout: fraction of the samples to hold out from training, in [0, 1). If positive, ``about["scores"]``
+                contains the metrics of the new model and the global model on these samples.
 
         Raises:
             ConfigError: the method does not provide personal models, or a value is out of range.
@@ -269,8 +268,8 @@ class Models:
     def save(self, folder: Path | str) -> list[Path]:
         """Write every kind of model to ``<kind>.safetensors``, and the state for new clients to ``server.safetensors``.
 
-        The header of each file contains the layout, the facts about the data and the names of the clients. Models that
-        fedloom wrote to this folder earlier are replaced.
+        Each file's header contains the layout, the facts about the data and the clients' names. Models that fedloom
+        wrote to this folder earlier are replaced.
 
         Raises:
             ConfigError: the folder belongs to a run or a deployment, or it contains other files with these names.
@@ -282,10 +281,10 @@ class Models:
         return self.save_in_run(folder)
 
     def save_in_run(self, folder: Path) -> list[Path]:
-        """Write the same files as `save`, but to the run's own directory, as `fedloom run` does.
+        """Write the same files as `save` to the run's own directory, as `fedloom run` does.
 
         Returns:
-            Paths of the files that were written.
+            Paths of the written files.
         """
         return write_models(self._source, folder)
 
@@ -313,7 +312,7 @@ class Models:
             raise ConfigError(f"{name} has no {kind!r} model. Its models: {', '.join(self.kinds()) or 'none'}")
 
     def _place(self, client: int | str) -> int:
-        """Return the number of a client that is given by its number or its name."""
+        """Return the number of a client given by number or name."""
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
@@ -323,7 +322,7 @@ class Models:
         return number
 
     def clients_phrase(self, client: object = "") -> str:
-        """Return the end of a sentence that lists the clients."""
+        """Return the last part of a sentence, which lists the clients."""
         names = self.names
         if len(names) <= MAX_NAMED_CLIENTS:
             return nearest(client, names)
@@ -331,7 +330,7 @@ class Models:
 
 
 class Modules:
-    """Modules of one kind for all clients. Each module is built when it is first used."""
+    """Modules of one kind for all clients, each built when it is first used."""
 
     def __init__(self, models: Models, kind: str) -> None:
         self._models, self._kind = models, kind
@@ -351,7 +350,7 @@ class Modules:
 def _change_local_settings(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
     """Return the settings with different epochs or steps per round, or with a constant step size."""
     if epochs is not None and steps is not None:
-        raise ConfigError("set epochs or steps, but not both")
+        raise ConfigError("set either epochs or steps, not both")
     fields = {name: getattr(local, name) for name in local.model_fields_set}
     if epochs is not None or steps is not None:
         fields = {k: v for k, v in fields.items() if k not in ("epochs", "steps")}

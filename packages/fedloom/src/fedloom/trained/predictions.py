@@ -1,4 +1,4 @@
-"""Predictions for unlabeled rows. Each row is predicted by the model of its client if the client is known."""
+"""Predictions for unlabeled rows. If a row's client is known, the client's model predicts it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Predictions:
     """Predictions for N rows.
 
     Attributes:
-        facts: facts about the training data of the models.
+        facts: facts about the models' training data.
         scores: float64 class probabilities ``[N, C]`` (``[N, L, C]`` if there is a label per position), or predicted
             values ``[N, k]`` of a regression.
-        models: for each row, the name of the client whose model predicts it, or ``"global"``.
+        models: for each row, the client whose model predicts it, or ``"global"``.
         notes: sentences about imputed values and about the choice of models.
-        not_padding: mask ``[N, L]`` of the positions that are not padding, if each position has a prediction.
+        not_padding: mask ``[N, L]`` of the positions that are not padding, if there is a prediction per position.
         files: source file of each row, if rows come from separate files.
-        copied_columns: columns that are copied unchanged from the input.
-        threshold: minimum probability for predicting the second class of a binary task. If None, it is 1/2.
-        far: columns whose median is far outside the training data, for example because they are in a different unit.
-        set_threshold: threshold from a conformal analysis, which results in sets of classes or intervals of numbers. If
-            None, no sets or intervals are returned.
+        copied_columns: columns copied unchanged from the input.
+        threshold: minimum probability for predicting the second class of a binary task. If None, 1/2.
+        far: columns whose median is far outside the training data, for example because of a different unit.
+        set_threshold: threshold from a conformal analysis, which determines sets of classes or intervals of numbers. If
+            None, there are no sets or intervals.
     """
 
     facts: InputSpec
@@ -73,14 +73,14 @@ class Predictions:
         """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:
-            ConfigError: `check_threshold` rejects the threshold, or the predictions do not consist of one class or one
-                number per row.
+            ConfigError: `check_threshold` rejects the threshold, or there is not exactly one class or one number per
+                row.
         """
         check_threshold(self.facts, threshold)
         single = self.facts.classed or (self.facts.task == "regression" and self.scores.shape[1:] == (1,))
         if set_threshold is not None and (not single or self.not_padding is not None):
             raise ConfigError(
-                "a conformal threshold is for one class or one number per row, and the models predict "
+                "a conformal threshold requires one class or one number per row, but the models predict "
                 + (f"a {self.facts.task}" if self.not_padding is None else "one class per position")
             )
         if set_threshold is not None and not set_threshold > 0:
@@ -126,12 +126,12 @@ class Predictions:
 
 
 class ModelAssignment(NamedTuple):
-    """Assignment of each row to the model that predicts it.
+    """Assignment of rows to the models that predict them.
 
     Attributes:
-        groups: indices of rows ``[k]``, each with the model that predicts these rows.
+        groups: groups of row indices ``[k]``, each with the model that predicts these rows.
         owners: for each row, the client whose model predicts it, or ``"global"``.
-        notes: sentences that describe how the models were chosen.
+        notes: sentences about how the models were chosen.
     """
 
     groups: Sequence[tuple[Tensor, Model]]
@@ -144,16 +144,16 @@ class ModelAssignment(NamedTuple):
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a note on rows whose model could not be recalibrated, or [] if there are no such rows."""
+        """Return a note about rows whose model could not be recalibrated, or [] if there are none."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
         owners = sorted({self.owners[int(rows[0])] for rows in places})
-        what = "not recalibrated, because the validation part contains only one class"
+        what = "not recalibrated, because the validation set contains only one class"
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return notes on columns with values far from the training data of the model that predicts them."""
+        """Return notes about columns with values far from the training data of the model that predicts them."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
     def find_far(self, x: Tensor) -> tuple[str, ...]:
@@ -172,15 +172,15 @@ def predict_with_one(model: Model, rows: NewRows) -> ModelAssignment:
 def assign_models(
     models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None
 ) -> ModelAssignment:
-    """Choose which of a run's models predicts which rows.
+    """Choose the run's model that predicts each row.
 
     Args:
         models: models of a run.
-        rows: result of the function `new_rows`.
-        kind: "global", "personal" or "hybrid". If None, the best model of a client is used, or the global model if
-            there is no client.
-        client: client whose model makes all predictions. If None and a column identifies the clients, each row is
-            predicted by the model of its client.
+        rows: result of `new_rows`.
+        kind: "global", "personal" or "hybrid". If None, a client's best model, or the global model if there is no
+            client.
+        client: client whose model makes all predictions. If None and a column identifies the clients, each row's client
+            predicts it.
 
     Raises:
         ConfigError: the model or the client does not exist, or a site is not a client of the run and there is no global
@@ -192,8 +192,8 @@ def assign_models(
         what = f"the {one.groups[0][1].about['kind']} model" + (f" of {one.owners[0]}" if client is not None else "")
         if client is None and facts.table is not None:
             what += (
-                ", with columns scaled by the medians over the clients, because neither a client nor a column of "
-                "clients is given"
+                ", with columns scaled by the medians over the clients, because neither a client nor a client column "
+                "is given"
             )
         return one._replace(notes=(what,))
     kind_of_sites = kind or next(k for k in KIND_PREFERENCE if k in models.kinds())
@@ -208,8 +208,8 @@ def assign_models(
     unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so "
-            "choose a client of the run"
+            f"unknown clients: {unknown_sites}. {models.about['method']} has no global model, so choose one of the "
+            f"run's clients"
         )
     groups = [
         (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))
@@ -227,7 +227,7 @@ def assign_models(
 
 @default_to_cpu()
 def predict_assigned_rows(rows: NewRows, choice: ModelAssignment) -> Predictions:
-    """Predict rows with the models that were chosen for them."""
+    """Predict rows with their assigned models."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
@@ -262,7 +262,7 @@ class ModelEvaluation:
         kind: kind of model to evaluate.
         scaling: scaling of a table's columns: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
         choice: assignment of rows to models.
-        rows: rows in the representation that the models accept.
+        rows: rows in the form that the models accept.
         data: the same samples, as their source provides them.
     """
 
@@ -275,7 +275,7 @@ class ModelEvaluation:
 
     @default_to_cpu()
     def metrics(self) -> dict[str, float]:
-        """Compute the task's metrics from the same outputs as in `predict_assigned_rows`.
+        """Compute the task's metrics from the outputs of `predict_assigned_rows`.
 
         Raises:
             DataError: the data contain classes or targets that are unknown to the models.
@@ -283,7 +283,7 @@ class ModelEvaluation:
         return score_outputs(self.choice.groups[0][1].recipe, self.choice.outputs(self.rows.x), self.data)
 
     def row(self) -> dict[str, Any]:
-        """Return a table row that contains method, seed, model, client, scaling, number of samples, and metrics."""
+        """Return a table row with method, seed, model, client, scaling, number of samples, and metrics."""
         owners = dict.fromkeys(self.choice.owners)
         client = "" if owners.keys() == {"global"} else next(iter(owners)) if len(owners) == 1 else "each row's"
         who = {"method": self.about["method"], "seed": self.about["seed"], "model": self.kind, "client": client}
@@ -298,15 +298,15 @@ class ModelEvaluation:
 def evaluate_models(
     runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
 ) -> Iterator[ModelEvaluation]:
-    """Evaluate the models of runs on new labeled data. Models are chosen in the same way as in `predict_assigned_rows`.
+    """Evaluate the models of runs on new labeled data. Models are chosen as in `predict_assigned_rows`.
 
-    If a model for tables scales its inputs by the average over clients, it is evaluated a second time with inputs
-    scaled by the new rows, as a client with these rows would scale them.
+    A model for tables that scales its inputs by the average over clients is evaluated a second time with inputs scaled
+    by the new rows, as for a client with these rows.
 
     Args:
         runs: models of each run.
         data: data, as their source provides them.
-        rows: the same samples in the representation that the models accept.
+        rows: the same samples in the form that the models accept.
         client: client whose models make all predictions. If None, each row is predicted by the model of its own client.
         kind: kind of model to evaluate. If None, all kinds are evaluated if each row belongs to a client of the run.
             Otherwise, only the global model is evaluated.

@@ -1,4 +1,4 @@
-"""Reading of a torch program from an untrusted file. All parts of the file are checked, and no part is unpickled.
+"""Reading of a torch program from an untrusted file. All parts are checked, and no part is unpickled.
 
 `torch.export.load` alone would not be safe. That function falls back to the full unpickler, loads compiled libraries,
 evaluates size expressions and guards as Python code, and calls any torch function that a graph names.
@@ -36,10 +36,10 @@ CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 def check_archive(content: bytes, facts: str) -> bytes:
-    """Check all parts of a program's archive, and use them to build a new archive.
+    """Check all parts of a program's archive, and build a new archive from them.
 
     Args:
-        content: content of a file that `torch.export.save` wrote.
+        content: content of a file written by `torch.export.save`.
         facts: name of the additional file in the archive.
 
     Raises:
@@ -77,7 +77,7 @@ def _encode_saved_value(value: object) -> bytes:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raise an error if tensors are pickled, or if they are stored outside the archive."""
+    """Raise an error if tensors are pickled or stored outside the archive."""
     for name, payload in config["config"].items():
         if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
             raise ValueError(f"{name!r} is not a plain tensor")
@@ -107,7 +107,7 @@ def _check_operation(target: str) -> None:
 
 
 def _check_words(value: object, key: str = "") -> None:
-    """Raise an error if a text is more than a single word, if the graph contains code, or if graphs are nested."""
+    """Raise an error if a text is more than one word, if the graph contains code, or if graphs are nested."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in ("as_graph", "as_custom_obj", "as_operator") and item is not None:

@@ -15,27 +15,27 @@ from fedloom.tasks.calibration import recalibrate
 
 
 class RawModel(nn.Module):
-    """Trained module together with its input and output steps. All steps form a single graph, which can be exported.
+    """Trained module with its input and output steps, which form a single graph that can be exported.
 
     For a table, the module accepts raw columns ``[b, p]`` float64, with codes for levels and NaN for missing cells.
     Otherwise it accepts samples ``[b, *shape]``, which are int64 tokens for sequences and floats for other data. A
-    model that was trained on bytes also accepts bytes.
+    model trained on bytes also accepts bytes.
 
-    If a table was trained without imputation, rows with missing cells or unknown levels have NaN as their outputs.
+    If a model was trained on a table without imputation, its outputs for rows with missing cells or unknown levels are
+    NaN.
 
     The module returns class probabilities ``[b, C]`` or, if there is a label per position, ``[b, L, C]``. If samples
-    have several labels, the probability of each label, ``[b, k]``, is returned. For numeric targets, it returns the
-    predicted values ``[b, k]`` of a regression in the units of the target, or the predicted mean ``[b, 1]`` of a count.
-    For a survival task, it returns the probability ``[b, 1]`` that the event occurs by the horizon. If there is no
-    horizon, it returns the log of the hazard relative to the baseline.
+    have several labels, it returns the probability of each label, ``[b, k]``. For numeric targets, it returns the
+    predicted values ``[b, k]`` of a regression in the targets' units, or the predicted mean ``[b, 1]`` of a count. For
+    a survival task, it returns the probability ``[b, 1]`` that the event occurs by the horizon. If there is no horizon,
+    it returns the log of the hazard relative to the baseline.
 
     Args:
         module: trained module.
         facts: facts about the module's training data.
         fitted: values for preparing a table's columns ``[p, .]`` (see `fedloom.data.tables.Table.fit`).
         dtype: dtype of the module.
-        calibration: slope and intercept ``[2]`` that recalibrate the module's logits. If None, the logits remain
-            unchanged.
+        calibration: slope and intercept ``[2]`` that recalibrate the module's logits. If None, logits are unchanged.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class RawModel(nn.Module):
         return self.convert_outputs(self.outputs(samples))
 
     def outputs(self, samples: Tensor) -> Tensor:
-        """Compute the outputs ``[b, k]`` of the module for raw samples (or ``[b, L, k]`` with a label per position)."""
+        """Compute the module's outputs ``[b, k]`` for raw samples (or ``[b, L, k]`` with a label per position)."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
         if self.complete:
             out = torch.where(samples.isnan().any(1, keepdim=True), torch.nan, out)
         return out if self.line is None else recalibrate(out, self.line)
 
     def convert_outputs(self, out: Tensor) -> Tensor:
-        """Convert the outputs of the module to probabilities or values."""
+        """Convert the module's outputs to probabilities or values."""
         if self.task == "survival":
             return out.double() if self.line is None else -torch.expm1(-out.double().exp())
         if self.task == "count":
@@ -108,7 +108,7 @@ class Scaling(nn.Module):
         self.register_buffer("shift", (-mean / std).expand(width).reshape(places).to(dtype))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Scale samples ``[b, *shape]`` in the way that the model expects.
+        """Scale samples ``[b, *shape]`` as the model expects.
 
         Raises:
             DataError: the samples are bytes but the model was trained on floats, or the samples are other integers but
@@ -129,13 +129,13 @@ class Scaling(nn.Module):
 def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
     """Return predictions for rows ``[N]``, or for positions ``[N, L]``, given probabilities or values.
 
-    If rows have several labels, the prediction of each label is 1 or 0, ``[N, k]``.
+    If rows have several labels, each label's prediction is 1 or 0, ``[N, k]``.
 
     Args:
         facts: facts about the data.
         scores: probabilities or values, as `RawModel` returns them.
-        threshold: minimum probability for predicting the second of two classes, or a label. If None, the more
-            probable class is predicted, or a label whose probability is at least 0.5.
+        threshold: minimum probability for predicting the second of two classes, or a label. If None, predict the more
+            probable class, or labels with a probability of at least 0.5.
     """
     if facts.task == "multilabel":
         return (scores >= (0.5 if threshold is None else threshold)).astype(int)
@@ -147,12 +147,12 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
 
 def check_threshold(facts: InputSpec, threshold: float | None) -> None:
-    """Raise an error if a threshold would have no effect or is not a probability.
+    """Raise an error if a threshold has no effect or is not a probability.
 
     Raises:
         ConfigError: the threshold is not between 0 and 1, or the task is neither binary nor multilabel.
     """
     if threshold is not None and facts.task not in ("binary", "multilabel"):
-        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Omit `threshold`")
+        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task} task. Omit `threshold`")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")

@@ -1,6 +1,6 @@
-"""Models of a run that are read from the files in its directory.
+"""Models of a run, read from the files in its directory.
 
-All files are written at once, and models are read when they are needed.
+All files are written at once. Models are read when needed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_models(source: ModelSource, folder: Path) -> list[Path]:
 
 
 def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the data that all models of a run share, or link to an equal file in a neighboring model folder."""
+    """Write the data that all of a run's models share, or link to an identical file in a neighboring model folder."""
     digest = blake2b(digest_size=8)
     for name, value in start.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -136,8 +136,8 @@ class SavedModels:
 
     Args:
         folder: folder that contains the files.
-        algorithm: the method. The caller specifies the method, as well as the architecture, because a model file must
-            not choose either of them.
+        algorithm: the method. The caller specifies the method and the architecture, because a model file must not
+            choose them.
         spec: the architecture.
         local: settings of local training in the run.
         seed: seed of the run.
@@ -164,7 +164,7 @@ class SavedModels:
         if not present_kinds:
             raise RunDirError(
                 f"{folder} contains no models of {method}, seed {seed}. The models are written at the "
-                "end of a run. Run the experiment again to finish the run"
+                "end of a run. Run the experiment again to finish it"
             )
         self._kinds = present_kinds
         for name in (*present_kinds, *(file.stem for file in folder.glob("base-*.safetensors"))):
@@ -244,16 +244,17 @@ class SavedModels:
         )
 
     def _shaped(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
-        """Read a tensor from a file, and check the first dimensions of its shape.
+        """Read a tensor from a file, and check its first dimensions.
 
         Raises:
-            LayoutError: the tensor is missing, or its shape is different. The file may then belong to a different run.
+            LayoutError: the tensor is missing or has a different shape, for example because the file belongs to a
+                different run.
         """
         if tensor is None or tuple(tensor.shape[: len(shape)]) != shape:
             got = "nothing" if tensor is None else [*tensor.shape]
             raise LayoutError(
-                f"{self._path(file)}: {name} must have the shape {[*shape]}, got {got}. Check that "
-                "the file belongs to this run"
+                f"{self._path(file)}: {name} must have shape {[*shape]}, got {got}. Check that the file belongs to "
+                f"this run"
             )
         return tensor
 

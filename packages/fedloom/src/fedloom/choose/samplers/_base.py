@@ -1,4 +1,4 @@
-"""Base classes of samplers, and functions for random draws that samplers share."""
+"""Base classes of samplers, and functions that samplers share for random draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.values import Value
 class Sampler(Value, ABC):
     """Rule that chooses the cohort of every round.
 
-    The state of a sampler is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
+    A sampler's state is a NamedTuple of tensors. It is passed explicitly and stored in checkpoints.
 
     In `query`, `apply` and `init`, ``ctx.ids`` contains all clients.
     """
@@ -35,7 +35,7 @@ class Sampler(Value, ABC):
 
     @property
     def learns(self) -> bool:
-        """True if the sampler uses replies from individual clients after a round (`learn`)."""
+        """True if the sampler uses individual clients' replies after a round (`learn`)."""
         return False
 
     @property
@@ -45,7 +45,7 @@ class Sampler(Value, ABC):
 
     @property
     def by_samples(self) -> bool:
-        """True if clients are drawn in proportion to their samples, so that clients in a cohort have equal weights."""
+        """True if clients are drawn in proportion to their samples, so all clients of a cohort have equal weights."""
         return False
 
     def adapted(self, n: int) -> Self:
@@ -66,7 +66,7 @@ class Sampler(Value, ABC):
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-        """Draw the cohort, and return it together with the new state.
+        """Draw the cohort, and return it with the new state.
 
         Args:
             state: state after the previous round.
@@ -75,20 +75,20 @@ class Sampler(Value, ABC):
 
         Returns:
             Ids of the cohort, in ascending order. A client that is drawn twice (`repeats`) trains once, and its share
-            in the mean is doubled. Fields that are accumulated over rounds or stored are an exception, because they
-            contain one term per client.
+                in the mean is doubled. This does not apply to fields that are stored or accumulated over rounds,
+                because they contain one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
         """Return reports ``[m, k]`` about trained models ``[m, d]``, which clients send with their replies for `learn`.
 
-        This function runs at the client, and its computations are recorded as work and traffic. If None is returned,
-        the server uses the uploads themselves.
+        This function runs at the client, and its cost is recorded as work and traffic. If it returns None, the server
+        uses the uploads themselves.
         """
         return None
 
     def learn(self, state: Any, replies: Tensor, ctx: Ctx) -> Any:
-        """Return the new state after the accepted replies have arrived.
+        """Return the new state once the accepted replies have arrived.
 
         Args:
             state: state that `apply` returned.
@@ -106,18 +106,18 @@ class Sampler(Value, ABC):
         """
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Return notes for the user if the choice of the sampler has no effect on this federation."""
+        """Return notes for the user if the sampler has no effect on this federation."""
         return []
 
     def smallest(self, n: int) -> int | None:
-        """Return the smallest possible number of distinct clients in a round of a federation with ``n`` clients.
+        """Return the minimum number of distinct clients in a round of a federation with ``n`` clients.
 
         The result is None if this number depends on random draws.
         """
         return None
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Return this sampler with the cohort size of another sampler, unless its own size was set."""
+        """Return this sampler with another sampler's cohort size, unless its own size was set."""
         return self
 
 
@@ -128,14 +128,14 @@ class SizedSampler(Sampler, ABC):
         1.0,
         gt=0,
         le=1,
-        description="fraction of all clients that take part in a round. Their number is max(round(fraction * n), 1)",
+        description="fraction of all clients that take part in a round: max(round(fraction * n), 1) clients",
     )
-    clients: int | None = Field(None, ge=1, description="number of clients per round (used instead of fraction)")
+    clients: int | None = Field(None, ge=1, description="number of clients per round (replaces fraction)")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if self.clients is not None and self.fraction != 1.0:
-            raise ValueError("set fraction or clients, not both")
+            raise ValueError("set either fraction or clients, not both")
         return self
 
     def size(self, n: int) -> int:
@@ -143,7 +143,7 @@ class SizedSampler(Sampler, ABC):
         return max(round(self.fraction * n), 1) if self.clients is None else self.clients
 
     def check(self, n: int) -> None:
-        """Raise an error if the sampler draws more clients than there are."""
+        """Raise an error if the sampler draws more clients than the federation has."""
         if self.clients is not None and self.clients > n:
             raise ConfigError(
                 f"sampler.clients must be at most the number of clients in the federation ({n}), got {self.clients}",
@@ -156,7 +156,7 @@ class SizedSampler(Sampler, ABC):
         return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """If this sampler sets neither ``fraction`` nor ``clients``, use the setting of the other sampler."""
+        """Use the other sampler's cohort size if this sampler sets neither ``fraction`` nor ``clients``."""
         size_fields, named = ("fraction", "clients"), other.model_fields_set
         if not isinstance(other, SizedSampler) or self.model_fields_set.intersection(size_fields):
             return self
@@ -181,7 +181,7 @@ def draw_distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
-    words = torch.stack([pairs >> 32, pairs], 1).flatten()[:k] & 0xFFFFFFFF  # in the shuffle's order
+    words = torch.stack([pairs >> 32, pairs], 1).flatten()[:k] & 0xFFFFFFFF  # in shuffled order
     moved, draws = dict[int, int](), list[int]()
     for i, word in enumerate(words.tolist()):
         j = i + word % (n - i)

@@ -1,4 +1,4 @@
-"""Samplers for federations in which clients are not always available."""
+"""Samplers for clients that are not always available."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from fedloom.local import Ctx, Nothing
 
 
 class Availability(SizedSampler):
-    """Sampler that draws uniformly among the available clients, given by a recorded table or by cycles of fixed length.
+    """Sampler that draws uniformly from the available clients, which follow a recorded table or cycles of fixed length.
 
-    Row t of the table marks the clients that are available in round t. After the last row, the table is repeated from
-    the start. If there is no table, client i is available in the first ``on`` rounds of every cycle of ``period``
-    rounds, and the cycles of client i start i rounds earlier than those of client 0. If fewer clients are available
-    than the sampler would draw, all available clients participate.
+    Row t of the table marks the clients that are available in round t. After the last row, the table starts over.
+    Without a table, client i is available in the first ``on`` rounds of every cycle of ``period`` rounds, and its
+    cycles start i rounds earlier than those of client 0. If fewer clients are available than the sampler would draw,
+    all of them participate.
     """
 
     kind: ClassVar[str] = "availability"
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
-        None, min_length=1, description="table of shape rounds x clients, with 1 where a client is present, otherwise 0"
+        None,
+        min_length=1,
+        description="table of shape rounds x clients with 1 if the client is available in the round, else 0",
     )
     period: int = Field(
         2,
         ge=1,
-        description="number of rounds in a cycle, if there is no table (if not set: at most the number of clients)",
+        description="number of rounds in a cycle if there is no table (default: at most the number of clients)",
     )
     on: int = Field(
-        1, ge=1, description="number of rounds per cycle in which a client is present, if there is no table"
+        1, ge=1, description="number of rounds per cycle in which a client is available if there is no table"
     )
 
     @model_validator(mode="after")
@@ -44,7 +46,7 @@ class Availability(SizedSampler):
         return self
 
     def adapted(self, n: int) -> Self:
-        """Limit the cycle to n rounds if neither a cycle nor a table was set."""
+        """Limit the cycle to n rounds if neither a cycle nor a table is set."""
         turns = self.model_fields_set.intersection(("table", "period", "on"))
         return self if turns or self.period <= n else self.with_(period=n)
 
@@ -55,7 +57,7 @@ class Availability(SizedSampler):
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """Raise an error if the table does not have n columns, or if no client is available in some round."""
+        """Raise an error if the table does not have n columns, or if a round has no available client."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
@@ -63,7 +65,7 @@ class Availability(SizedSampler):
                     f"sampler.table must have one column for each of the {n} clients, but row {t} has "
                     f"{len(row)} columns",
                     rule="sampler-table",
-                    fix="set every row of {sampler.table} to one 0 or 1 per client",
+                    fix="write one 0 or 1 per client in every row of {sampler.table}",
                 )
         for t, count in enumerate(self._counts(n), 1):
             if not count:
@@ -75,11 +77,11 @@ class Availability(SizedSampler):
                 )
 
     def smallest(self, n: int) -> int | None:
-        """Return the size of the smallest cohort, which may be limited by the number of available clients."""
+        """Return the size of the smallest cohort, which the number of available clients may limit."""
         return min(self.size(n), *self._counts(n))
 
     def _counts(self, n: int) -> list[int]:
-        """Return the number of available clients in every round of a cycle."""
+        """Return the number of available clients in each round of a cycle."""
         turn = self.period if self.table is None else len(self.table)
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 

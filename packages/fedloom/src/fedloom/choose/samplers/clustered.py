@@ -1,4 +1,4 @@
-"""Clustered sampling, which draws one client from each of m distributions so that the cohort's mean is unbiased."""
+"""Clustered sampling: one client is drawn from each of m distributions, so the cohort's mean is unbiased."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class Gradients(NamedTuple):
 class Clustered(SizedSampler):
     """Sampler that draws one client from each of m distributions W_k with sum_k W_k(i) = m p_i.
 
-    Drawn clients have equal weights.
+    All drawn clients have equal weights.
 
     Reference: Y. Fraboni, R. Vidal, L. Kameni, M. Lorenzi, "Clustered Sampling: Low-Variance and Improved
     Representativity for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algorithm 1 (by sample
     size) and Algorithm 2 (by similarity of the representative gradients, with Ward's method applied to the rows of the
     distance matrix).
 
-    A client that is drawn from two distributions trains once, and its weight in the mean is doubled. If m p_i is above
-    1, client i alone first fills one or more distributions. The tree is cut into the largest subtrees whose mass is at
-    most 1/m. All masses are numbers of samples, so that the probabilities are exact. The server stores n d numbers.
+    A client that is drawn from two distributions trains once, and its weight in the mean is doubled. If m p_i exceeds
+    1, client i first fills one or more distributions on its own. The tree is cut into the largest subtrees whose mass
+    is at most 1/m. All masses are numbers of samples, so the probabilities are exact. The server stores n d numbers.
     """
 
     kind: ClassVar[str] = "clustered"
     by: Literal["similarity", "size"] = Field(
         "similarity",
-        description="group clients by similarity (Algorithm 2), or in descending order of size (Algorithm 1)",
+        description="group clients by similarity (Algorithm 2) or in descending order of size (Algorithm 1)",
     )
     distance: Distance = Field(
-        "arccos", description="distance between gradients: the angle (as in the paper), or a norm"
+        "arccos", description="distance between gradients: the angle (as in the paper) or a norm"
     )
     masses: Masses = Field(
-        "samples", description="client probabilities p_i: by samples, n_i / n (as in the paper), or equal, 1 / n"
+        "samples", description="client probabilities p_i: n_i / n by samples (as in the paper), or 1 / n for all"
     )
 
     needs: ClassVar[Mapping[str, str]] = {"distance": "by similarity"}
@@ -71,7 +71,7 @@ class Clustered(SizedSampler):
         """Return a note that sampling has no effect if every client participates with the same mass."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
-        reason = f"because all {ctx.n} clients take part with equal masses. Set a smaller fraction or clients"
+        reason = f"because all {ctx.n} clients take part with equal masses. Lower fraction or clients"
         return [f"sampler {self.kind!r} has no effect, {reason}"]
 
     def smallest(self, n: int) -> int | None:
@@ -125,12 +125,12 @@ def distances(g: Tensor, distance: Distance) -> Tensor:
 
 
 def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
-    """Return the largest subtrees of Ward's tree on the rows of ``distance [n, n]`` with a mass up to the limit.
+    """Return the largest subtrees, with a mass up to the limit, of Ward's tree on the rows of ``distance [n, n]``.
 
     Args:
         distance: matrix whose rows are used as points, as in the paper's code.
-        mass: masses of the clients, integers ``[n]``, each at most the limit.
-        limit: largest allowed mass of a subtree.
+        mass: clients' masses, integers ``[n]``, each at most the limit.
+        limit: maximum mass of a subtree.
 
     Returns:
         Groups of ids, sorted by decreasing mass.
@@ -156,8 +156,7 @@ def filled(size: Tensor, m: int, groups: list[list[int]], *, separate: bool) -> 
         size: integers n_i, ``[n]``.
         m: number of distributions.
         groups: ids of clients, in the order in which they fill the distributions.
-        separate: True to give each of the first groups a separate distribution, as long as there are distributions
-            left.
+        separate: True to give each of the first groups its own distribution, as long as distributions are left.
     """
     full, total = int(size.sum()), m * size
     w = torch.zeros(m, len(size), dtype=torch.long)

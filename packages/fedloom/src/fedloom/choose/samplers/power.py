@@ -1,4 +1,4 @@
-"""Power-of-choice sampling, which selects the candidates with the largest losses."""
+"""Power-of-choice sampling: select the candidates with the largest losses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedloom.local import Ctx, Nothing, Work
 
 
 class Losses(NamedTuple):
-    """Last loss ``[n]`` that each client sent. The loss is infinite before the client's first reply."""
+    """Last loss ``[n]`` that each client sent, or infinity before its first reply."""
 
     loss: Tensor
 
 
 class PowerOfChoice(SizedSampler):
-    """Sampler that takes the m largest losses among d candidates, drawn without replacement with probabilities n_i / n.
+    """Sampler that selects the m largest losses of d candidates, drawn without replacement with probabilities n_i / n.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples (``loss``),
@@ -36,8 +36,8 @@ class PowerOfChoice(SizedSampler):
     )
     estimate: Literal["loss", "batch", "last"] = Field(
         "loss",
-        description="loss for ranking the candidates: over all samples (pow-d), over one mini-batch "
-        "(cpow-d), or the last known loss (rpow-d)",
+        description="loss that ranks the candidates: over all samples (pow-d), over one mini-batch (cpow-d), or the "
+        "last known loss (rpow-d)",
     )
 
     @property
@@ -56,7 +56,7 @@ class PowerOfChoice(SizedSampler):
         return True
 
     def check(self, n: int) -> None:
-        """Raise an error if there are fewer candidates than clients per round, or more than clients in total."""
+        """Raise an error if there are fewer candidates than clients per round or more than clients in total."""
         super().check(n)
         if self.candidates is not None and not self.size(n) <= self.candidates <= n:
             raise ConfigError(
@@ -65,10 +65,10 @@ class PowerOfChoice(SizedSampler):
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Return a note that the choice has no effect if every client participates."""
+        """Return a note that the selection has no effect if every client participates."""
         if self.size(ctx.n) < ctx.n:
             return []
-        reason = f"because all {ctx.n} clients take part. Set a smaller fraction or clients"
+        reason = f"because all {ctx.n} clients take part. Lower fraction or clients"
         return [f"sampler {self.kind!r} has no effect, {reason}"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
@@ -103,7 +103,7 @@ class PowerOfChoice(SizedSampler):
         return work.loss(model, work.last_batch())
 
     def learn(self, state: Losses, replies: Tensor, ctx: Ctx) -> Losses:
-        """Return the state after the new losses of the cohort have been stored."""
+        """Return the state with the cohort's new losses."""
         loss = state.loss.clone()
         loss[ctx.ids] = replies[:, 0].to(loss)
         return Losses(loss)

@@ -1,4 +1,4 @@
-"""Samplers without a state: uniform, Bernoulli, size-weighted and round-robin."""
+"""Stateless samplers: uniform, Bernoulli, size-weighted and round-robin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.local import Ctx, Nothing
 
 
 class Uniform(SizedSampler):
-    """Sampler that draws a fixed number of clients, uniformly without replacement (McMahan et al. 2017, Alg. 1)."""
+    """Sampler that draws a fixed number of clients uniformly without replacement (McMahan et al. 2017, Alg. 1)."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -26,7 +26,7 @@ class Uniform(SizedSampler):
 class Bernoulli(Sampler):
     """Sampler that includes every client independently with the same probability.
 
-    If the cohort would be empty, one client is drawn uniformly.
+    If no client is included, one client is drawn uniformly.
     """
 
     kind: ClassVar[str] = "bernoulli"
@@ -47,9 +47,9 @@ class SizeWeighted(SizedSampler):
     References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2. X.
     Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (unbiased, with replacement).
 
-    If clients are drawn with replacement, a client may be drawn more than once. The client then trains once, and its
-    share in the mean is multiplied by the number of draws. In sums that a method accumulates over rounds or stores for
-    each client, as FedDyn and FLAME do, the client is included once.
+    With replacement, a client may be drawn more than once. The client then trains once, and its share in the mean is
+    multiplied by the number of draws. In sums that a method accumulates over rounds or stores for each client, as
+    FedDyn and FLAME do, the client is counted once.
     """
 
     kind: ClassVar[str] = "size-weighted"
@@ -60,7 +60,7 @@ class SizeWeighted(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """True if clients are drawn with replacement, because a client may then be drawn more than once."""
+        """True if clients are drawn with replacement."""
         return self.replacement
 
     @property
@@ -69,7 +69,7 @@ class SizeWeighted(SizedSampler):
         return True
 
     def smallest(self, n: int) -> int | None:
-        """If clients are drawn with replacement, return None, because a client may then be drawn more than once."""
+        """Return None if clients are drawn with replacement, because the number of distinct clients then varies."""
         return None if self.replacement else self.size(n)
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
@@ -79,11 +79,11 @@ class SizeWeighted(SizedSampler):
 
 
 class RoundRobin(SizedSampler):
-    """Sampler that takes clients in turn, in the order of their ids, so that all train equally often in n rounds."""
+    """Sampler that takes clients in turn by id, so all clients train equally often in n rounds."""
 
     kind: ClassVar[str] = "round-robin"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return the m clients that follow the clients of the previous round."""
+        """Return the m clients that follow those of the previous round."""
         m = self.size(ctx.n)
         return ((torch.arange(m) + (ctx.round - 1) * m) % ctx.n).sort().values, state

@@ -1,1 +1,1 @@
-"""Checks before the first round: impossible combinations are rejected, and notes are collected."""
+"""Checks before the first round, which reject impossible combinations and collect notes."""

@@ -1,6 +1,6 @@
-"""Adjustment of defaults that do not work if there are few clients.
+"""Adjustment of defaults that do not work with few clients.
 
-The nearest valid value is then used, and a note is added.
+The nearest valid value is used instead, and a note is added.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ V = TypeVar("V", bound=Value)
 
 
 def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Return the setting with defaults that work for ``n`` clients, and a note on each default that was changed.
+    """Return the setting with defaults that work for ``n`` clients, and a note about each changed default.
 
-    Options that were set by the user are not changed. If the settings are impossible, other checks reject them.
+    Options set by the user are not changed. Other checks reject impossible settings.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -42,12 +42,12 @@ def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
 
 
 def _changed_default_notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
-    """Return one sentence for each changed field of a part of the setting."""
+    """Return a sentence for each changed field in a part of the setting."""
     if old is None or new is None:
         return []
     weak = ", so the rule tolerates no attacker"
     return [
-        f"{table} {kind_of(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for the default of "
+        f"{table} {kind_of(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for the default, "
         f"{getattr(old, name)}{weak if name in ('f', 'pre') else ''}"
         for name in type(old).model_fields
         if getattr(old, name) != getattr(new, name)

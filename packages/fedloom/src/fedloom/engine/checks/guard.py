@@ -1,4 +1,4 @@
-"""Protection of a run from errors in code that only observes the run, such as callbacks, listeners and trackers."""
+"""Protection of a run from errors in code that only observes it, such as callbacks, listeners and trackers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ GUARD_LOG = logging.getLogger("fedloom")
 
 
 class Guard:
-    """Wrapper for calls whose errors must not end a run. The first failure of each function is logged as a warning.
+    """Wrapper for calls whose errors must not end a run. Each function's first failure is logged as a warning.
 
-    A run ends only because of `RunStopped`, or of errors that are not an `Exception` (such as KeyboardInterrupt). All
-    other errors are caught.
+    Only `RunStopped` and errors that are not an `Exception` (such as KeyboardInterrupt) end a run. All other errors are
+    caught.
 
     Attributes:
         warnings: all warnings so far, in order.
@@ -29,12 +29,12 @@ class Guard:
         """Call a function and return its result, or None if it raises an error.
 
         Args:
-            what: role of the function in a warning, e.g. ``"callback"``.
+            what: the function's role in a warning, e.g. ``"callback"``.
             function: function to call.
-            arguments: arguments to pass to the function.
+            arguments: arguments of the function.
 
         Raises:
-            RunStopped: the function requests the end of the run.
+            RunStopped: the function ends the run.
         """
         try:
             return function(*arguments)

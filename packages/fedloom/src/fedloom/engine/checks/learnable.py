@@ -1,4 +1,4 @@
-"""Check for training samples that can change a model."""
+"""Check that some training samples can change a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_learnable(task: Task, fed: Federation) -> None:
         if weights is not None and not bool((weights.to(counts.device) * counts).any()):
             held = [name for name, count in zip(task.classes, counts.sum(0).tolist(), strict=True) if count]
             raise Refused(
-                f"task.class_weights gives weight 0 to every class of the training parts ({', '.join(held[:8])}), so "
+                f"task.class_weights gives weight 0 to every class in the training data ({', '.join(held[:8])}), so "
                 "no upload can change a model",
                 rule="nothing-to-learn",
                 fix="omit {task.class_weights}, or give one of these classes a weight above 0",
@@ -42,9 +42,9 @@ def check_learnable(task: Task, fed: Federation) -> None:
 
 
 def _check_events(fed: Federation) -> None:
-    """Raise an error if no client has an event at which another training row of the client is at risk.
+    """Raise an error if no client has an event at which another of its training rows is at risk.
 
-    Otherwise, the partial likelihood is the same number for every model.
+    The partial likelihood would then be the same for every model.
 
     Raises:
         ConfigError: there is no such client.
@@ -63,7 +63,7 @@ def _check_events(fed: Federation) -> None:
     raise Refused(
         f"{why}, so the partial likelihood is constant and no upload can change a model",
         rule="nothing-to-learn",
-        fix="use data with an event at a client with several rows, or an analysis such as 'kaplan-meier'",
+        fix="use data in which a client with several rows has an event, or an analysis such as 'kaplan-meier'",
     )
 
 
@@ -72,6 +72,6 @@ def note_single_row_batches(setting: Setting, task: str) -> list[str]:
     if task != "survival" or setting.local.batch_size != 1 or setting.task.loss is not None:
         return []
     return [
-        "a batch of one row has a constant partial likelihood, so steps on batches change nothing. Set "
-        "local.batch_size = 2 or more"
+        "the partial likelihood of a batch of one row is constant, so training steps have no effect. Set "
+        "local.batch_size to 2 or more"
     ]

@@ -1,4 +1,4 @@
-"""Keys that were replaced by analyses: the error for new files that use them, and the conversion of old documents."""
+"""Keys that analyses replaced: the error for new files that use them, and the conversion of old documents."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _MOVED_KEYS = {
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
 """Kinds of analyses, keyed by the table and key that requested them in earlier versions."""
 _MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
-"""Names of analysis options that replace a key, if they differ from the name of the key."""
+"""Names of analysis options that differ from the key they replace."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of an error message that explains how to replace a key with an analysis.
+    """Return the last part of an error message, which explains how to replace a key by an analysis.
 
-    The text is empty if no analysis has replaced the key.
+    It is empty if no analysis replaced the key.
     """
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
     options = ", ".join(f"{name} = {_toml_literal(option)}" for name, option in _option_lines(key, value).items())
     return (
-        f"it is an analysis: write [[analysis]] and below it kind = {kind!r}{options and ' and '}{options}, or in "
-        f"Python give analyses=[{ {'kind': kind, **_option_lines(key, value)}!r}] to fl.compare"
+        f"this is now an analysis: write [[analysis]] and below it kind = {kind!r}{options and ' and '}{options}, or "
+        f"in Python pass analyses=[{ {'kind': kind, **_option_lines(key, value)}!r}] to fl.compare"
     )
 
 
 def check_moved(table: str, options: object) -> None:
-    """Raise an error if a table contains a key that was replaced by an analysis.
+    """Raise an error if a table contains a key that an analysis replaced.
 
     Raises:
         ConfigError: the table contains such a key. The message shows how to write the analysis instead.
@@ -44,10 +44,9 @@ def check_moved(table: str, options: object) -> None:
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded experiment document in which analyses replace the old keys.
+    """Return a recorded experiment document with analyses in place of the old keys.
 
-    Documents that were recorded in runs, records and studies are converted in this way. In contrast, an old key in a
-    new file is rejected.
+    Documents recorded in runs, records and studies are converted. Old keys in new files are rejected.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -82,23 +81,23 @@ def _toml_literal(value: object) -> str:
 def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded experiment document with the current names of its keys, values and analyses.
 
-    Documents that were recorded in run directories, records and held-out federations are converted in this way. In
-    contrast, an old name in a new file is rejected.
+    Documents recorded in run directories, records and held-out federations are converted. Old names in new files are
+    rejected.
     """
     return _translate_table(move_analyses(document), "", back=False)
 
 
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Return a document, or its table called ``place``, with its keys and values renamed back to their original names.
+    """Return a document, or its table called ``place``, with the original names of its keys and values.
 
-    Digests of records and fingerprints of checkpoints are computed from this representation, so that they remain valid
-    if a key is renamed.
+    Digests of records and fingerprints of checkpoints are computed from this form, so they remain valid if a key is
+    renamed.
     """
     return _translate_table(document, place, back=True)
 
 
 def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys and their values with the original names (see `restore_document`)."""
+    """Return dotted keys and their values under the original names (see `restore_document`)."""
     return _translate_dotted(numbers, back=True)
 
 
@@ -125,7 +124,7 @@ def _translate_table(table: Mapping[str, Any], place: str, *, back: bool) -> dic
 
 
 def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
-    """Translate the value of a key, which is a table, a list of tables, a dict of dotted keys, or a renamed value."""
+    """Translate a key's value, which is a table, a list of tables, a dict of dotted keys, or a renamed value."""
     inner = _place_of(place, name)
     if isinstance(value, Mapping):
         if (place, name) == ("method", "choose"):
@@ -167,7 +166,7 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
 def _place_of(place: str, name: str) -> str | None:
     """Return the entry of `RENAMED_KEYS` that applies to the tables under a key.
 
-    Return None if no key in these tables was ever renamed.
+    Return None if no key in these tables was renamed.
     """
     if place in ("", "method", "grid") and name in _TABLE_NAMES:
         return name

@@ -1,4 +1,4 @@
-"""Notes on settings that have no effect, and on known weaknesses of a run."""
+"""Notes about settings without effect and about known weaknesses of a run."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fedloom.seeds import as_global, generator
 from fedloom.tasks import Binary, Chosen, Classification, MultiLabel
 from fedloom.values import kind_of, note_idle_fields
 
-UNSEEDED_CURE = "Runs cannot be repeated. Draw from ctx.rng(purpose), which the seed determines"
-GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
+UNSEEDED_CURE = "Runs are not reproducible. Draw from ctx.rng(purpose), which depends on the seed"
+GLOBAL_DRAWS_NOTE = f"server code draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
 UNSEEDED_DRAWS = 2
-"""Number of equal calls for testing a user-defined sampler. Unseeded cohorts may still be equal by chance."""
+"""Number of identical calls for testing a user-defined sampler. Unseeded cohorts may still be equal by chance."""
 
 
 def notes_of(
     setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
 ) -> list[str]:
-    """Collect notes on a run before its first round.
+    """Collect notes about a run before its first round.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -63,7 +63,7 @@ def notes_of(
 
 
 def _note_unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
-    """Return a note if a user-defined sampler draws different clients in two equal calls."""
+    """Return a note if a user-defined sampler draws different clients in two identical calls."""
     if sampler.probes or type(sampler).__module__.startswith("fedloom."):
         return []
     cohorts = list[list[int]]()
@@ -88,24 +88,28 @@ def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
         few = f"a fraction of {attack.fraction:g} of {n} clients is less than one client. Set it to {1 / n:.2g} or more"
         notes.append(f"attack {kind_of(attack)!r} has no effect, because {few}")
     elif len(attackers) == n:
-        notes.append(f"attack {kind_of(attack)!r} includes all {n} clients, so no benign client is left to evaluate")
+        notes.append(f"attack {kind_of(attack)!r} includes all {n} clients, so there is no benign client to evaluate")
     if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
-        notes.append(f"attack {kind_of(attack)!r} has no effect with {name}, which uploads nothing")
+        notes.append(f"attack {kind_of(attack)!r} has no effect with {name}, which does not upload anything")
     return notes
 
 
 def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """Return notes if the trusted client is an attacker, or if it may be absent from some rounds."""
+    """Return notes if the trusted client is an attacker or may be absent from some rounds."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
-    attacks = f"aggregator 'fltrust' trusts client {rule.root}, but it attacks. Set aggregator.root to another client"
-    absent = f"aggregator 'fltrust' needs client {rule.root} in every round. A round without it ends the run"
+    attacks = (
+        f"aggregator 'fltrust' trusts client {rule.root}, which is an attacker. Set aggregator.root to another client"
+    )
+    absent = (
+        f"aggregator 'fltrust' requires client {rule.root} in every round. A round without this client ends the run"
+    )
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
 
 def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Return a note if absent clients make the server move further than the aggregate over all clients."""
+    """Return a note if absent clients make the server step larger than the aggregate over all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -118,7 +122,7 @@ def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str
 
 
 def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Return a note if client weights or aggregation weights do not affect the average of the uploads."""
+    """Return a note if client weights or aggregation weights do not affect the mean of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -128,9 +132,9 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
     name, kinds = type(method).__name__, upload_fields(type(method)).values()
     unequal, explicit = uses_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(kind.weight for kind in kinds):
-        return [f"client_weights = {weights!r} has no effect with {name}, which weights clients by their uploads"]
+        return [f"client_weights = {weights!r} has no effect with {name}, which derives the weights from the uploads"]
     if explicit and not kinds:
-        return [f"client_weights = {weights!r} has no effect with {name}, which uploads nothing"]
+        return [f"client_weights = {weights!r} has no effect with {name}, which does not upload anything"]
     if method.mixes and method.global_model(server) is None:
         why = "whose server mixes models with its own weights"
         return [f"client_weights = {weights!r} has no effect with {name}, {why}"] if explicit else []
@@ -147,32 +151,32 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
     if not any(kind.weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
         return (
-            [f"aggregation_weights 'uniform' has no effect with {name}, which reads only shares; {everywhere}"]
+            [f"aggregation_weights 'uniform' has no effect with {name}, which uses only shares; {everywhere}"]
             if idle
             else []
         )
     place = f"replaces client_weights = {weights!r} in the mean of uploads"
     if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
-        draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
-        return [f"{draws}: all clients of a round have equal weight"] if explicit else []
+        draws = f"sampler {setting.sampler.kind!r} draws in proportion to samples, which {place}"
+        return [f"{draws}: all clients of a round have equal weights"] if explicit else []
     if isinstance(weigher, UniformWeigher):
         return [f"aggregation_weights 'uniform' {place}; {everywhere}"]
     return [f"aggregation_weights {weigher.kind!r} {place}"] if explicit else []
 
 
 def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Return notes on how statistics of normalization layers are treated, because they are not parameters."""
+    """Return notes about the statistics of normalization layers, which are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         notes.append(
-            f"layers without running statistics ({some}): scores and predictions depend on the other "
-            "samples of a batch. Set track_running_stats=True"
+            f"some layers have no running statistics ({some}), so scores and predictions depend on the other samples "
+            f"in a batch. Set track_running_stats=True"
         )
     tracked = any(m.running_mean is not None for m in oracle.normalisers)
     if not tracked or setting.method.global_model(server) is None:
         return notes
-    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[
+    origin = {"averaged": "average over the round's clients", "own": "the client's own"}[
         setting.evaluate.batchnorm_stats
     ]
     return [
@@ -199,44 +203,45 @@ def _note_double_softmax(oracle: Network) -> list[str]:
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
-    """Return notes if a forward pass changes buffers, attributes or parameters, or ignores the seed of the run."""
+    """Return notes if a forward pass changes buffers, attributes or parameters, or ignores the run's seed."""
     notes = []
     if oracle.moved:
         notes.append(
             f"training changes buffers or attributes of the model ({_shorten_names(oracle.moved)}), but every step, "
-            "score and saved model uses their initial values. If a value should change, make it a parameter"
+            f"score and saved model uses their initial values. Turn values that should change into parameters"
         )
     if oracle.hides_randomness:
         notes.append(
             "the model draws random numbers that do not depend on the seed, for example from its own "
-            "torch.Generator. Results differ between identical runs and with the number of workers. Draw "
+            "torch.Generator. Results differ between identical runs and depend on the number of workers. Draw "
             "from the global generator of torch, numpy or random, which fedloom seeds before every step"
         )
     notes += [
         f"{function} returns different values in two identical calls, for example because it draws from its own "
-        "generator or counts its calls. Results differ between identical runs and with the number of workers. Draw "
+        "generator or counts its calls. Results differ between identical runs and depend on the number of workers. "
+        "Draw "
         "from the global generator of torch, numpy or random, which fedloom seeds before every step"
         for function in oracle.unseeded
     ]
     if oracle.mixes_samples:
         notes.append(
-            "the model's outputs for a sample depend on the other samples of its batch, for example because "
-            "an operation runs over the axis of the samples. Predictions then depend on the other samples in the "
-            "same call. Use another axis, such as dim=1"
+            "the model's outputs for a sample depend on the other samples in its batch, for example because an "
+            "operation runs over the batch axis. Predictions then depend on the other samples in the same call. Use "
+            "another axis, such as dim=1"
         )
     if oracle.unregistered:
         notes.append(
             f"the model stores layers or parameters in plain lists or dicts ({_shorten_names(oracle.unregistered)}), "
-            "which are neither trained nor sent nor saved. Use torch.nn.ModuleList, ModuleDict or ParameterList"
+            "which are not trained, sent or saved. Use torch.nn.ModuleList, ModuleDict or ParameterList"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
         notes.append(
-            f"clients are computed one by one with gradient engine 'loop', because vmap rejects the model ({reason})"
+            f"clients are computed one at a time with gradient engine 'loop', because vmap rejects the model ({reason})"
         )
     if oracle.overwritten:
         notes.append(
             f"a forward pass changes parameters of the model ({_shorten_names(oracle.overwritten)}), as max_norm of "
-            "an embedding does. A training step keeps the change, but scores, saved models and means over clients do "
+            "an embedding does. Training steps keep the change, but scores, saved models and means over clients do "
             "not. Compute bounded values in forward instead of changing the parameters"
         )
     return notes
@@ -247,18 +252,18 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Return a note if a client may be drawn twice but is counted once in stored or accumulated fields."""
+    """Return a note if a client may be drawn twice but counts once in stored or accumulated fields."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
     return [
-        f"sampler {sampler.kind!r} may draw a client twice, but {type(algorithm).__name__} counts it "
-        f"once in the values that it keeps or adds up over rounds ({', '.join(once)})"
+        f"sampler {sampler.kind!r} may draw a client twice, but {type(algorithm).__name__} counts it once in the "
+        f"values that it stores or accumulates over rounds ({', '.join(once)})"
     ]
 
 
 def _note_idle_options(setting: Setting) -> list[str]:
-    """Return notes on options that have no effect because of the value of another option."""
+    """Return notes about options that have no effect because of another option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -277,15 +282,16 @@ def _note_idle_options(setting: Setting) -> list[str]:
 
 
 def no_effect_sentence(keys: list[str]) -> str:
-    """Return a sentence that states that these keys have no effect."""
-    return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
+    """Return a clause that states that these keys have no effect."""
+    return f"{' and '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect"
 
 
 def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Return a note if most clients are absent and their reused uploads slow down the global model."""
+    """Return a note if most clients are absent, so that their reused uploads slow down the global model."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [
         f"{type(algorithm).__name__} counts absent clients by their last upload. With {fewest} of {n} in a round, its "
-        f"global model moves about {fewest / n:.0%} as far as with all clients. Set a larger sampler.fraction or rounds"
+        f"global model moves only about {fewest / n:.0%} as far as with all clients. Increase sampler.fraction or "
+        f"rounds"
     ]

@@ -1,4 +1,4 @@
-"""Rejection of incompatible parts, such as a method and a sampler that do not work together."""
+"""Rejection of incompatible parts, for example a method and a sampler that do not work together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
 _WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
-"""Pattern of a message that ends with advice: the reason, followed by the advice."""
+"""Pattern of a message that consists of a reason followed by advice."""
 _DOTTED_KEY_PATTERN = re.compile(
     r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?"
 )
@@ -30,10 +30,10 @@ _DOTTED_KEY_PATTERN = re.compile(
 
 @contextmanager
 def add_rule_to_errors(rule: str) -> Iterator[None]:
-    """Add the id of a check to errors raised inside the block. The last sentence of their message becomes the advice.
+    """Add a check's id to errors raised inside the block. The last sentence of the message becomes the advice.
 
     Raises:
-        ConfigError: an error was raised inside the block. The error now names the rule.
+        ConfigError: an error was raised inside the block. It now names the rule.
     """
     try:
         yield
@@ -46,12 +46,12 @@ def add_rule_to_errors(rule: str) -> Iterator[None]:
         raise
 
 
-NOT_EVALUATED = "trained, but not evaluated because there is no test row"
-"""Last part of a message about a run without a test part."""
+NOT_EVALUATED = "trained but not evaluated, because there are no test rows"
+"""Last part of a message about a run without a test set."""
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
-    """Raise an error if a weigher or sampler reads clients' models, but the method does not upload complete models.
+    """Raise an error if a weigher or sampler reads clients' models but the method does not upload complete models.
 
     Raises:
         ConfigError: the parts cannot be combined. The message states the reason.
@@ -63,7 +63,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
         if looks:
             name = type(method).__name__
             raise Refused(
-                f"{what} {value.kind!r} reads the clients' models, but clients of {name} do not upload whole models",
+                f"{what} {value.kind!r} reads the clients' models, but clients of {name} do not upload complete models",
                 rule="part-needs-models",
                 fix=f"omit {{{what}}}",
             )
@@ -100,18 +100,18 @@ def check_together(
         )
     if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
         raise Refused(
-            f"{algorithm.full_gradients} uses unmodified full gradients, so momentum, other "
-            "optimizers and clipping would have no effect",
+            f"{algorithm.full_gradients} uses plain full gradients, so momentum, other optimizers and clipping would "
+            f"have no effect",
             rule="full-gradients",
             fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and omit {local.clip}",
         )
     if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
-            why = "it uploads nothing"
+            why = "it does not upload anything"
         elif any(k.keeps for k in kinds):
-            why = "its server keeps every client's last upload"
+            why = "its server stores every client's last upload"
         elif any(k.accumulates for k in kinds):
-            why = "its server adds up uploads over rounds"
+            why = "its server accumulates uploads over rounds"
         else:
             why = "its server averages individual models itself"
         cure = "omit {aggregation_weights}"
@@ -126,8 +126,8 @@ def check_together(
         )
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
-            f"aggregation_weights {weigher.kind!r} without its floor gives negative weights, which "
-            f"aggregator {kind_of(aggregator)!r} cannot use",
+            f"aggregation_weights {weigher.kind!r} without its floor allows negative weights, which aggregator "
+            f"{kind_of(aggregator)!r} does not support",
             rule="signed-weights-in-a-rule",
             fix="omit {aggregation_weights} or {aggregator}",
         )
@@ -142,8 +142,8 @@ def check_together(
         rule = f"aggregator {kind_of(aggregator)!r}"
         if isinstance(aggregator, PrivateMean) and any(k.accumulates for k in kinds):
             raise Refused(
-                f"{rule} cannot be used with {name}: its server accumulates uploads over rounds, and "
-                "with them the noise of every round",
+                f"{rule} cannot be used with {name}: its server accumulates uploads over rounds, including the noise "
+                f"of every round",
                 rule="noise-adds-up",
                 fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
             )
@@ -169,7 +169,7 @@ def check_together(
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
-    """Raise an error if clients of this method cannot use mixed models in place of the server's model.
+    """Raise an error if the method's clients cannot use mixed models in place of the server's model.
 
     Raises:
         ConfigError: the parts cannot be combined. The message states the reason.
@@ -197,42 +197,43 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
         )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
-            f"{what} sends mixtures of individual models, but noise on a mean does not protect individual models",
+            f"{what} sends mixtures of individual models, but noise added to a mean does not protect individual models",
             rule="mixer-under-central-noise",
             fix="omit {personalized_aggregation}, or omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
         )
     if algorithm.family == "clustered":
         raise Refused(
-            f"{what} cannot be used with {name}: its server already has one model for each cluster of clients",
+            f"{what} cannot be used with {name}: its server already has a model for each cluster of clients",
             rule="mixer-on-clusters",
             fix="omit {personalized_aggregation}",
         )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
-            f"{what} cannot be used with {name}: its clients keep dual or control variables for one "
-            "consensus model, and personalized models would contradict the consensus",
+            f"{what} cannot be used with {name}: its clients keep dual or control variables for a single consensus "
+            f"model, which personalized models would contradict",
             rule="mixer-on-consensus",
-            fix="omit {personalized_aggregation} ('flame' and 'fedslr' have both a consensus and personal models)",
+            fix="omit {personalized_aggregation} ('flame' and 'fedslr' have both a consensus model and personal "
+            "models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
-            f"{what} cannot be used with {name}: its server computes the model with a prox, and a "
-            "mixture of clients' models would bypass this prox",
+            f"{what} cannot be used with {name}: its server applies a prox to the model, and mixtures of clients' "
+            f"models would bypass the prox",
             rule="mixer-on-server-prox",
             fix="omit {personalized_aggregation} ('fedslr' and 'lpgd' have regularized personal models)",
         )
 
 
 def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
-    """Raise an error if a mixer is used but the server's download ``down`` is not a single model.
+    """Raise an error if a mixer is used and the server's download ``down`` is not a single model.
 
     Raises:
         ConfigError: the parts cannot be combined. The message states the reason.
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
-        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "its own model for each client"
+        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "a separate model for each client"
         raise Refused(
             "personalized aggregation sends mixed models instead of the server's model, but the "
             f"server of {type(method).__name__} sends {sent}",
@@ -257,14 +258,14 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     if sampler.repeats and weigher.signed:
         raise Refused(
             f"sampler {sampler.kind!r} may draw a client twice, so the weights of {weigher.kind!r} "
-            "without its floor may have a sum of zero or less",
+            "without its floor may sum to zero or less",
             rule="signed-weights-of-repeats",
             fix="omit {aggregation_weights} or {sampler}",
         )
 
 
 def check_attack(setting: Setting) -> None:
-    """Raise an error if an attack forges activations, but no part of the run uses activations to describe clients.
+    """Raise an error if an attack forges activations but no part of the run describes clients by activations.
 
     Raises:
         ConfigError: the parts cannot be combined. The message states the reason.
@@ -298,12 +299,11 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Raise an error if a run would evaluate nothing, unless the user has chosen this.
+    """Raise an error if a run would evaluate nothing, unless this is the user's choice.
 
-    In that case, return a note.
+    In this case, return a note.
 
-    The user has chosen an empty test part if the partition has ``test = 0``, or if clients were passed without test
-    rows.
+    An empty test set is the user's choice if the partition has ``test = 0`` or clients were passed without test rows.
 
     Raises:
         ConfigError: no client has a test row.
@@ -314,15 +314,15 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if fed.partition and fed.partition.get("test", 1.0) != 0:
         marked = fed.data.design is not None and fed.data.design.held_out is not None
         cure = (
-            "mark the last row of some subjects as a test row (the last row decides the part of a subject)"
+            "mark the last row of some subjects as a test row (a subject's last row determines its part)"
             if marked
             else ("use fewer clients or a larger test fraction")
         )
         raise Refused(
-            f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
-            "rows), so nothing would be evaluated",
+            f"no client has a test row (the training sets have {int(fed.sizes('train').sum())} rows), so nothing "
+            f"would be evaluated",
             rule="test-part-empty",
-            fix=f"set {{partition.test = 0}} to train without a test part, or {cure}",
+            fix=f"set {{partition.test = 0}} to train without a test set, or {cure}",
         )
     return [NOT_EVALUATED]
 
@@ -330,23 +330,23 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
 def check_initial_states(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
     """Check the types and shapes of the states that `Algorithm.init` returns, and return these states.
 
-    The check is needed because user code may return anything.
+    This check is necessary because user code may return anything.
     """
     name = type(method).__name__
     states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:
         size = f" of {len(states)}" if isinstance(states, tuple) else ""
         raise CodeError(
-            f"{name}.init must return three values, (server, client, kept), where kept is None if no "
-            f"upload is kept, got {type(states).__name__}{size}"
+            f"{name}.init must return three values (server, client, kept), where kept is None if no upload is stored, "
+            f"got {type(states).__name__}{size}"
         )
     if states[1] is None:
         raise CodeError(f"{name}.init: the client's state is None. If clients keep no state, return Nothing()")
     for key, value in states[1]._asdict().items() if hasattr(states[1], "_asdict") else ():
         if isinstance(value, Tensor) and not value.ndim:
             raise CodeError(
-                f"{name}.init: the client's {key!r} must have shape [k], the row of one client. "
-                "Return a single number as [1]"
+                f"{name}.init: the client's {key!r} must have shape [k] (the row of one client). Return a scalar as "
+                f"shape [1]"
             )
     server, client, kept = states
     return server, client, kept

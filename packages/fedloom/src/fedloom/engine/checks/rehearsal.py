@@ -1,4 +1,4 @@
-"""Rehearsal of a run before round 1, which finds errors that would otherwise appear only in later rounds."""
+"""Rehearsal of a run before round 1. It finds errors that would otherwise appear only in later rounds."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Sync
 from fedloom.tasks.sums import metric_names
 
 MAX_DRAWS = 20_000_000
-"""Maximum number of client draws (clients times rounds) when the cohorts are checked. If a run has more draws, only its
-first rounds are checked."""
+"""Maximum number of client draws (clients times rounds) that are checked. In a run with more draws, only the first
+rounds are checked."""
 
 Start = tuple[Fields, Fields, Fields | None]
-"""States before round 1: of the server, of a client, and of the fields that the server stores for a client."""
+"""States before round 1: the server's, a client's, and those of the fields that the server stores for a client."""
 
 
 def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
-    """Draw the cohort of every round, and raise an error if one is too small for the aggregation rule or schedule.
+    """Draw each round's cohort, and raise an error if one is too small for the aggregation rule or schedule.
 
-    The cohorts are the same as in the run itself, because they depend only on its seed. The cohorts of a sampler that
-    learns from uploads are drawn as if the sampler had not learned anything yet, and their weights are not checked. A
-    sampler that queries clients is not checked, because all its cohorts have the same size.
+    The cohorts are the same as in the run itself, because they depend only on its seed. For a sampler that learns from
+    uploads, cohorts are drawn as if it had not learned anything yet, and their weights are not checked. A sampler that
+    queries clients is not checked, because all its cohorts have the same size.
 
     Args:
         setting: setting of the run, with presets resolved.
         ctx: context of all clients, before round 1.
-        silent: bool mask ``[n]`` of the clients whose devices never answer. None if no devices are simulated in the
-            run.
+        silent: bool mask ``[n]`` of the clients whose devices never answer. None if the run simulates no devices.
 
     Raises:
-        ConfigError: a cohort is too small, or all its clients have weight 0. The message states the requirement that is
-            violated, the round and the number of clients.
+        ConfigError: a cohort is too small, or all its clients have weight 0. The message states the violated
+            requirement, the round and the number of clients.
     """
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
@@ -86,7 +85,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
 
 
 def _averages_by_shares(setting: Setting) -> bool:
-    """Return True if the server averages the uploads of a cohort with the clients' weights in the objective."""
+    """Return True if the server averages a cohort's uploads with the clients' weights in the objective."""
     rule, kinds = setting.aggregator, upload_fields(type(setting.method)).values()
     return (
         isinstance(setting.aggregation_weights, SharesWeigher)
@@ -97,7 +96,7 @@ def _averages_by_shares(setting: Setting) -> bool:
 
 
 def _may_fail(setting: Setting, n: int) -> bool:
-    """Return True if the aggregation rule may reject a cohort of this sampler."""
+    """Return True if the aggregation rule may reject one of this sampler's cohorts."""
     rule, fewest = setting.aggregator, setting.sampler.smallest(n)
     assert rule is not None
     return fewest is None or (fewest < n and rule.needs_client)
@@ -110,7 +109,7 @@ def _draw_cohorts(sampler: Sampler, ctx: Ctx) -> object:
 
 
 def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> None:
-    """Raise an error if a round waits for more clients than there are clients with devices that answer."""
+    """Raise an error if a round waits for more clients than have responsive devices."""
     schedule, lost = setting.schedule, cohort[silent[cohort]].tolist()
     enough = schedule.enough(len(cohort)) if isinstance(schedule, OverSelection) else len(cohort)
     if len(cohort) - len(lost) < enough:
@@ -122,11 +121,11 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
 
 
 def check_times(problem: JobFacts, start: Start) -> None:
-    """Train the fastest client for one round, and raise an error if even it cannot meet the deadline or timeout.
+    """Train the fastest client for one round, and raise an error if even this client misses the deadline or timeout.
 
-    A client needs at least the time for training on its device, for its upload, and for the latency of two messages.
-    Periods of absence can only increase this time. Clients with fewer samples are assumed to need proportionally less
-    training time.
+    A client needs at least the time for training on its device, its upload, and the latency of two messages. Periods of
+    absence can only increase this time. Clients with fewer samples are assumed to train for a proportionally shorter
+    time.
 
     Args:
         problem: the run.
@@ -159,15 +158,15 @@ def check_times(problem: JobFacts, start: Start) -> None:
     key = "timeout" if deadline is None else "seconds"
     fix = f"set {{schedule.{key} = {float(f'{2 * least:.2g}')}}}, or more"
     raise Refused(
-        f"schedule {schedule.kind!r}: no client answers within {limit:g} s, because the fastest "
-        f"client needs {least:.3g} s for {'one step' if partial else 'its work'} and its messages",
+        f"schedule {schedule.kind!r}: no client answers within {limit:g} s, because the fastest client takes "
+        f"{least:.3g} s for {'one step' if partial else 'its work'} and its messages",
         rule="deadline-unmet",
         fix=fix if math.isfinite(least) else "omit {schedule} and {devices}",
     )
 
 
 def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let one client take a step, and raise an error if the model lacks a head or layers, or the data lack classes.
+    """Let a client take one step, and raise an error if the model lacks a head or layers, or the data lack classes.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -194,8 +193,8 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
         raise
     except (KeyError, AttributeError) as error:
         raise Refused(
-            f"{type(method).__name__} finds layers by their names, but {type(module).__name__} does "
-            f"not contain them ({error!r})",
+            f"{type(method).__name__} finds layers by name, but {type(module).__name__} does not contain them "
+            f"({error!r})",
             rule="head-missing",
             fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
         ) from error
@@ -204,7 +203,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
 
 
 def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let one client take a step in each of two rounds, because a method may use results from the previous round."""
+    """Let a client take one step in each of two rounds, because a method may use results of the previous round."""
     method, one = setting.method, ctx._replace(m=1, ids=ctx.ids[:1])
     for round in (1, 2):
         work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
@@ -222,7 +221,7 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
 
 
 def check_early_stop(rule: EarlyStop, problem: JobFacts, server: Fields) -> None:
-    """Raise an error if early stopping watches a value that is never measured.
+    """Raise an error if early stopping monitors a value that is never measured.
 
     Args:
         rule: rule for ending the run.
@@ -236,30 +235,31 @@ def check_early_stop(rule: EarlyStop, problem: JobFacts, server: Fields) -> None
     parts = problem.setting.evaluate.parts
     if rule.part not in parts:
         raise Refused(
-            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part",
+            f"early_stop monitors the {rule.part} part, but evaluate.parts does not contain it",
             rule="early-stop-part",
             fix=f"set {{evaluate.parts = {[*parts, rule.part]}}}",
         )
     if not int(problem.eval_fed.sizes(rule.part).sum()):
         raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has samples in this part",
+            f"early_stop monitors the {rule.part} part, but no client has samples in it",
             rule="early-stop-part-empty",
             fix="set {early_stop.part = 'train'}, or use a larger {partition.validation}",
         )
     kinds, metrics = problem.model_kinds(server), metric_names(problem.oracle.task)
     if rule.model is not None and rule.model not in kinds:
         raise Refused(
-            f"early_stop watches the {rule.model} model, but {type(problem.algorithm).__name__} has only these models: "
+            f"early_stop monitors the {rule.model} model, but {type(problem.algorithm).__name__} has only these "
+            f"models: "
             f"{', '.join(kinds)}",
             rule="early-stop-model",
             fix="omit {early_stop.model}",
         )
     if rule.metric not in metrics:
         raise Refused(
-            f"early_stop watches the metric {rule.metric!r}, but for these data it must be one of: "
+            f"early_stop monitors the metric {rule.metric!r}, but for these data it must be one of: "
             f"{', '.join(sorted(metrics))}",
             rule="early-stop-metric",
-            fix="omit {early_stop.metric}, or name one of them",
+            fix="omit {early_stop.metric}, or choose one of these metrics",
         )
 
 
@@ -272,7 +272,7 @@ def rehearse_rounds(problem: JobFacts, start: Start) -> None:
 
     Raises:
         ConfigError: a cohort is too small for the aggregation rule or the schedule, every client exceeds a time limit,
-            or early stopping watches a value that is never measured.
+            or early stopping monitors a value that is never measured.
     """
     silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
     if problem.replay.cohorts is None:

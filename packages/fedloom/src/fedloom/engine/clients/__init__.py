@@ -1,1 +1,1 @@
-"""Clients of a round: chunks of simulated clients on this machine, and clients on other machines."""
+"""Clients of a round: chunks of simulated clients on this machine and clients on other machines."""

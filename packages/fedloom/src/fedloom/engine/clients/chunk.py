@@ -1,4 +1,4 @@
-"""Processing of one chunk of a cohort: download, local training, upload, and storage of accepted client states."""
+"""Processing of a chunk of a cohort: download, local training, upload, and storage of accepted client states."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
 
 class ClientState(NamedTuple):
-    """New state of a chunk's clients, which is stored only if their uploads are accepted.
+    """New state of a chunk's clients. It is stored only if their uploads are accepted.
 
     Attributes:
-        rows: client states of the method ``[m, .]``.
-        residue: portion of the updates that the channel has not sent yet. None if there is no channel.
-        optimizer: states of the clients' local optimizers. None if these states are not stored.
+        rows: the method's client states ``[m, .]``.
+        residue: part of the updates that the channel has not sent yet. None if there is no channel.
+        optimizer: states of the clients' local optimizers. None if they are not stored.
     """
 
     rows: Fields
@@ -40,18 +40,17 @@ class ClientState(NamedTuple):
 
 
 class ClientOutput(NamedTuple):
-    """Messages from the clients of a chunk, and the new state that is stored if the messages are accepted.
+    """Messages from a chunk's clients, and the new state that is stored if the messages are accepted.
 
     Attributes:
         upload: upload after the channel has transformed it.
-        state: new state of the clients. It contains only the states that this party (server or client) stores.
-        work: number of samples in backward passes, samples in forward passes and steps of each client ``[m, 3]``.
+        state: the clients' new state. It contains only what this party (server or client) stores.
+        work: number of each client's samples in backward passes, samples in forward passes, and steps ``[m, 3]``.
         weigher_answer: answers ``[m, k]`` to the weigher's query, or None if the weigher sends no query.
         sampler_report: reports ``[m, k]`` to the sampler, or None if clients report nothing.
-        model: the sent primary field as absolute models ``[m, d]``, or None if the server does not need it.
-        trained: local models ``[m, .]`` contained in the upload, or None if no attacker reads these models.
-        sent: upload as it is encoded, if the message contains the change from the received model instead of an absolute
-            model.
+        model: uploaded models ``[m, d]``, converted to absolute models. None if the server does not need them.
+        trained: local models ``[m, .]`` in the upload, or None if no attacker reads them.
+        sent: encoded upload, if the message contains the change from the received model instead of an absolute model.
     """
 
     upload: Fields
@@ -83,7 +82,7 @@ def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Chun
 
 
 class ComputedChunk(NamedTuple):
-    """Results of a chunk's clients before the server processes them.
+    """A chunk's results before the server processes them.
 
     Attributes:
         down: download of the clients.
@@ -97,7 +96,7 @@ class ComputedChunk(NamedTuple):
 
 
 def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ComputedChunk:
-    """Train a chunk of honest clients without storing anything. The server processes the results later on.
+    """Train a chunk of honest clients without storing anything. The server processes the results later.
 
     Raises:
         ClientError: the method's code failed.
@@ -122,7 +121,7 @@ def count_chunk_output(
 
 
 def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
-    """Train clients, collect their answers to queries, and pass their uploads through the channel. Nothing is stored.
+    """Train clients, collect their answers to queries, and pass their uploads through the channel. Store nothing.
 
     Args:
         job: the run.
@@ -138,7 +137,7 @@ def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
 
 
 def inputs_of(job: Job, down: Fields, task: TrainTask) -> ChunkInputs:
-    """Return the inputs of the clients in a chunk."""
+    """Return the inputs of a chunk's clients."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
     return ChunkInputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
@@ -162,7 +161,7 @@ def run_client_step(job: Job, inputs: ChunkInputs, work: Work) -> tuple[Fields, 
 
 
 def _describe_malformed_result(job: Job, inputs: ChunkInputs, returned: object) -> str:
-    """Return a sentence that describes why the result of a client step is malformed, or "" if the result is valid."""
+    """Return a sentence that explains why a client step's result is malformed, or "" if it is valid."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
     up, new = returned
@@ -223,7 +222,7 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     """Return the clients' optimizer states after training, or None if these states are not stored.
 
     Raises:
-        ConfigError: the method calls `descend` with a stream that was not used in its first round.
+        ConfigError: the method calls `descend` with a stream that it did not use in its first round.
     """
     if work.memory is None or job.memory is None:
         return None
@@ -231,8 +230,8 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     if unknown:
         raise Refused(
             f"{type(job.algorithm).__name__} trains with the stream {unknown[0]!r} in round "
-            f"{work.round}, but the first round did not use this stream, so it has no stored "
-            "optimizer state. Set local.optimizer_state = 'fresh'"
+            f"{work.round}, but the first round did not use this stream, so no optimizer state is stored for it. Set "
+            f"local.optimizer_state = 'fresh'"
         )
     return rebuild_rows(job.optimizer.template, [work.memory.rows])
 
@@ -250,13 +249,12 @@ def accept_uploads(
 
     Args:
         job: the run.
-        server: the server's state.
+        server: state of the server.
         task: task whose clients were trained.
         down: download of the clients.
         output: messages and new states that the clients produced.
         counts: work and traffic of the clients ``[m, 7]``. None to count them here.
-        applied: uploads after adapting them to the current state of the server. None to use the uploads as they were
-            sent.
+        applied: uploads adapted to the server's current state. None to use the uploads as they were sent.
     """
     upload = output.upload
     counts = count_chunk_output(job, server, task.ids, down, output).counts if counts is None else counts
@@ -319,14 +317,14 @@ def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
 
 
 def work_counts(work: Work) -> Tensor:
-    """Return the numbers of backward samples, forward samples and steps of each client ``[m, 3]``."""
+    """Return each client's number of backward samples, forward samples and steps ``[m, 3]``."""
     return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 
 def usable_uploads_mask(
     fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Return a mask ``[m]`` of the clients with finite values, norms of at most ``bound`` and nonnegative weights."""
+    """Return a mask ``[m]`` of the clients with finite values, norms up to ``bound`` and nonnegative weights."""
     norms = [torch.linalg.vector_norm(f, dim=1) for f in fields]
     if not norms:
         return torch.ones(m, dtype=torch.bool)

@@ -24,23 +24,23 @@ from fedloom.rows.attacks import Forgery
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Forge the uploads of a cohort's attackers (see `forge_models`), and let the server process them."""
+    """Forge the uploads of a cohort's attackers (see `forge_models`), and have the server process them."""
     received, output = forge_models(job, down, task, honest, m)
     return accept_uploads(job, server, task, received, output)
 
 
 def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
-    """Return the attackers' downloads and their forged uploads.
+    """Return the attackers' downloads and forged uploads.
 
-    The attack produces models, and the method encodes these models (`Algorithm.encode`). A forged model therefore has
-    the same effect on the server, regardless of how the method represents models.
+    The attack produces models, and the method encodes them (`Algorithm.encode`). A forged model therefore has the same
+    effect on the server regardless of how the method represents models.
 
     Args:
         job: the run from the server's point of view.
         down: download of the cohort.
-        task: attackers of the cohort, and their training in this round.
-        honest: models ``[h, d]`` of the honest clients, for attacks that can read them. None if there are no such
-            models, or if the attack does not read them.
+        task: the cohort's attackers, and their training in this round.
+        honest: the honest clients' models ``[h, d]``, for attacks that can read them. None if there are no such models
+            or the attack does not read them.
         m: number of clients in the cohort, including attackers.
     """
     assert isinstance(job.setting.attack, Forgery)
@@ -59,16 +59,16 @@ def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None,
         if not isinstance(models, Tensor) or models.shape != absolute.shape or not models.is_floating_point():
             got = f"{models.dtype} {[*models.shape]}" if hasattr(models, "dtype") else type(models).__name__
             raise ValueError(
-                f"`forge` must return models of shape {[*absolute.shape]} as a tensor of floats, got {got}"
+                f"`forge` must return models of shape {[*absolute.shape]} and floating-point dtype, got {got}"
             )
     upload, rows = encode_models(job, inputs, models, idle)
     return inputs.down, make_client_output(job, inputs, upload, rows)
 
 
 def encode_models(job: Job, inputs: ChunkInputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
-    """Return the uploads and the new states of clients whose training ended at the models ``models [m, .]``.
+    """Return the uploads and new states of clients whose training ended at the models ``models [m, .]``.
 
-    ``idle`` contains the uploads and states that these clients return if they take no step.
+    ``idle`` contains the uploads and states of these clients if they take no step.
     """
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):

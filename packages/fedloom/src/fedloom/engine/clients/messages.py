@@ -1,4 +1,4 @@
-"""Encoding of a method's downloads and uploads, used to count bytes in simulations and to talk to real sites."""
+"""Encoding of a method's downloads and uploads, for counting bytes in simulations and communicating with real sites."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 
 UPDATE_FIELD = "update"
-"""Name of the single field that contains all values sent through the channel."""
+"""Name of the only field, which contains all values sent through the channel."""
 
 
 class CodecMessage(NamedTuple):
-    """A message and the codec that encodes it.
+    """A message and its codec.
 
     Attributes:
         codec: codec that encodes the message.
         values: fields of shape ``[m, .]``, or ``[.]`` if all clients receive the same values.
-        ranks: ranks of low-rank matrices. None if these values are unknown.
+        ranks: ranks of low-rank matrices. None if they are unknown.
     """
 
     codec: Codec
@@ -37,7 +37,7 @@ class CodecMessage(NamedTuple):
     ranks: Mapping[str, Any] = {}
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Return the number of bytes per client (``[m]`` or ``[1]``), and this number by the papers' way of counting.
+        """Return the number of bytes per client (``[m]`` or ``[1]``), and this number by the papers' convention.
 
         Both numbers are 0 if there is nothing to send.
         """
@@ -90,7 +90,7 @@ class Messages:
 
     @cached_property
     def masks(self) -> Mapping[str, Tensor]:
-        """Masks of the sent coordinates, for upload fields that are sent only in part."""
+        """Masks of the sent coordinates for upload fields that are sent only in part."""
         return self._masks({name: kind.part for name, kind in self._kinds.items()})
 
     @cached_property
@@ -101,7 +101,7 @@ class Messages:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
     def down(self, message: Fields, server: Fields | None) -> CodecMessage:
-        """Return a download together with its codec.
+        """Return a download with its codec.
 
         ``server`` contains the ranks of the download's low-rank matrices. If ``server`` is None, the ranks are computed
         from the matrices.
@@ -121,7 +121,7 @@ class Messages:
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> CodecMessage:
-        """Return a message with a single field, for messages that are neither downloads nor uploads."""
+        """Return a message with a single field. It is used for messages other than downloads and uploads."""
         return CodecMessage(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
@@ -133,23 +133,22 @@ class Messages:
     def changed(self) -> str:
         """Name of the absolute model field from which the channel first subtracts the received model, or "".
 
-        The channel then always clips or compresses a change, or adds noise to a change, even if the method uploads
-        models.
+        The channel then always clips, compresses or adds noise to a change, even if the method uploads models.
         """
         absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
         return "" if self._channel is None else next(absolute, "")
 
     @property
     def sends_change(self) -> bool:
-        """True if the message contains a change rather than the absolute field, because the channel is a compressor."""
+        """True if the message contains a change instead of the absolute field because the channel is a compressor."""
         return bool(self.changed) and self._channel is not None and self._channel.remembers
 
     @property
     def tracks(self) -> bool:
-        """True if compression is applied to the change since the client's last upload, which client and server store.
+        """True if the channel compresses the change since the client's last upload, which client and server both store.
 
-        Parts that compression omits are then contained in the next change (EF21: Richtarik, Sokolov and Fatkhullin,
-        NeurIPS 2021, arXiv:2106.05203, Algorithm 1), so that nothing is omitted once the uploads converge.
+        The next change then contains what compression omitted (EF21: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021,
+        arXiv:2106.05203, Algorithm 1), so nothing is lost once the uploads converge.
         """
         return self.sends_change and self._kinds[self.changed].keeps
 
@@ -158,7 +157,7 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
-        """Return the upload before `change` subtracted ``base``."""
+        """Return the upload from before `change` subtracted ``base``."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
@@ -193,7 +192,7 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Return the upload fields that pass through a channel. These are all fields except those that must stay exact.
+    """Return the upload fields that pass through a channel: all fields except those that must stay exact.
 
     A compressor processes only the model and the fields that are differences.
     """
@@ -204,20 +203,20 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
-    """Return the upload of a client that takes no training step. All fields have their full width."""
+    """Return the upload of a client that takes no training step, with all fields at full width."""
     weight = ctx.weight[:1].to(oracle.device)
     return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], weight, ctx.local).idle())
 
 
 def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work) -> Fields:
-    """Return the upload that the first client would send in a first round. Nothing is stored."""
+    """Return the upload that the first client would send in a first round. Store nothing."""
     return first_step(method, start, ctx, work)[2]
 
 
 def first_step(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work
 ) -> tuple[Fields, Fields, Fields]:
-    """Return the download, new state and upload of the first client in a first round. Nothing is stored."""
+    """Return the first client's download, new state and upload in a first round. Store nothing."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1

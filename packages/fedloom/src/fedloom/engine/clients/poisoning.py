@@ -1,4 +1,4 @@
-"""Attacks on samples: attackers poison training data, and the effect of a backdoor is measured on test samples."""
+"""Attacks on samples: attackers poison training data, and test samples measure the effect of a backdoor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.seeds import generator
 
 TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test"}
-"""Names of additional data parts, which contain copies of samples from another part with the trigger of a backdoor."""
+"""Names of additional data parts with copies of another part's samples that contain a backdoor's trigger."""
 
 
 def poison_training_data(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
-    """Return the federation with poisoned training data of the attackers: changed labels, or samples with a trigger.
+    """Return the federation with the attackers' poisoned training data: changed labels, or samples with a trigger.
 
-    Evaluation data stay unchanged.
+    Evaluation data are unchanged.
     """
     if isinstance(attack, Backdoor):
         x, y, label = fed.data.x.clone(), fed.data.y.clone(), attack.label(fed.data.classes)
@@ -39,7 +39,7 @@ def poison_training_data(fed: Federation, attack: Poison | Backdoor, attackers: 
             if not isinstance(wrong, Tensor) or wrong.dtype != torch.int64 or wrong.shape != labels.shape:
                 got = f"{wrong.dtype} {[*wrong.shape]}" if hasattr(wrong, "dtype") else type(wrong).__name__
                 raise ValueError(
-                    f"`poison` must return a tensor of shape {[*labels.shape]} and type torch.int64, got {got}"
+                    f"`poison` must return a tensor of shape {[*labels.shape]} and dtype torch.int64, got {got}"
                 )
             if len(wrong) and (int(wrong.min()) < 0 or int(wrong.max()) >= classes):
                 raise ValueError(
@@ -55,12 +55,12 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
     These parts contain no samples of the target class.
 
     Raises:
-        ConfigError: the task has no classes, or the data do not contain the target class or the columns of the trigger.
+        ConfigError: the task has no classes, or the data lack the target class or the columns of the trigger.
     """
     data, parts = fed.data, dict(fed.parts)
     if data.labels is None or data.vocabulary:
         raise ConfigError(
-            f"a backdoor needs numeric samples with one class each, but {data.name} has no such samples",
+            f"a backdoor requires numeric samples with one class each, but {data.name} has no such samples",
             rule="attack-needs-classes",
             fix="omit {attack}",
         )
@@ -78,7 +78,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
 
 
 def _stamp_triggers(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
-    """Return stored copies of the samples `index` ``[k]`` of the clients `owner` ``[k]`` with the trigger added."""
+    """Return stored copies of the samples `index` ``[k]`` of the clients `owner` ``[k]``, with the trigger added."""
     data, fitted = fed.data, fed.data.fitted
     with attribute_error("attack", attack, "stamp"):
         if fitted is not None:

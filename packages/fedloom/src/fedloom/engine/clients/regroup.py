@@ -1,4 +1,4 @@
-"""Clustering of clients that is repeated between rounds, and the new client weights."""
+"""Repeated clustering of clients between rounds, and the resulting client weights."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fedloom.values import kind_of
 def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     """Cluster the clients again if this is due before the next round.
 
-    The clients send their activations under the global model, in the same way as before round 1. The new clusters may
-    change the clients' weights. Weighted sums that the server keeps (over stored or accumulated uploads) are then
-    recomputed with the new client weights. The new weights affect the server's model from the next step on.
+    As before round 1, clients send their activations under the global model. The new clusters may change the client
+    weights. The server then recomputes its weighted sums over stored or accumulated uploads. The new weights affect the
+    server's model from the next step on.
 
     Returns:
         The run with the current client weights, and the state to continue from.
 
     Raises:
-        RunStopped: some of the activations are not finite.
+        RunStopped: some activations are not finite.
     """
     period, t = period_of(job.setting.client_weights), state.round + 1
     job = job.replace_shares(state.shares)
@@ -80,8 +80,8 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
     name, what, period = type(method).__name__, f"client_weights = {weights!r}", period_of(weights)
     if uses_clusters(weights) and find_accounted_noise(setting.upload_transform, aggregator) is not None:
         raise Refused(
-            f"delta requires epsilon, but with {what} clients send activations without noise, so "
-            "epsilon would be infinite",
+            f"delta requires epsilon, but with {what} clients send activations without noise, so epsilon would be "
+            f"infinite",
             rule="epsilon-misses-clusters",
             fix="set {client_weights = 'samples'}",
         )
@@ -96,7 +96,7 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         )
     if not isinstance(schedule, Synchronous):
         raise Refused(
-            f"{what} needs the activations of all clients between two rounds, but schedule "
+            f"{what} requires all clients' activations between two rounds, but schedule "
             f"{schedule.kind!r} does not wait for all clients",
             rule="clusters-need-rounds",
             fix=cure,
@@ -106,15 +106,15 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         if any(not kind.base.startswith("rows.") for kind in adds.values()):
             raise Refused(
                 f"{what} changes the clients' shares in the server's sum over all rounds, but with "
-                f"aggregator {kind_of(aggregator)!r} the server of {name} sums the results of that rule, which does "
-                "not use client shares",
+                f"aggregator {kind_of(aggregator)!r} the server of {name} sums the results of this rule, which does "
+                f"not use client shares",
                 rule="clusters-under-a-rule",
                 fix=cure,
             )
     elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model.new_zeros(1)] * len(adds)), ctx) is None:
         raise Refused(
-            f"{what} cannot be used with {name}: its server adds up uploads, each weighted by the "
-            "shares of its round, and shares that change later do not change that sum",
+            f"{what} cannot be used with {name}: its server accumulates uploads weighted by the shares of their "
+            f"round, and later changes of the shares do not affect this sum",
             rule="clusters-in-sums",
             fix=cure,
         )

@@ -1,4 +1,4 @@
-"""Clients on other machines that communicate by messages: the sites of a deployment, and the nodes of a Flower app."""
+"""Clients on other machines that communicate by messages: the sites of a deployment or the nodes of a Flower app."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class RemoteClients(ABC):
     Each client forms its own chunk.
 
     A subclass implements `train_each`, `ask_each` and `score_each`, which send the requests. The results omit clients
-    that did not send a usable reply.
+    without a usable reply.
 
     Args:
         job: the run from the server's point of view.
-        sizes: numbers of training, validation and test samples of each client ``[n, 3]``.
+        sizes: each client's number of training, validation and test samples ``[n, 3]``.
 
     Attributes:
-        accepted: last round in which each client's upload was accepted, or 0 if there is none ``[n]``.
+        accepted: last round in which each client's upload was accepted ``[n]``, or 0 if there is none.
     """
 
     def __init__(self, job: Job, sizes: Tensor) -> None:
@@ -53,9 +53,9 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Fields]) -> dict[int, ClientOutput]:
-        """Train clients on their downloads, whose fields have shape ``[1, .]`` or ``[.]``.
+        """Train clients from their downloads, whose fields have shape ``[1, .]`` or ``[.]``.
 
-        The outputs do not contain the model as a separate value.
+        The outputs do not contain the model separately.
 
         Raises:
             RunStopped: fewer clients replied than the run requires.
@@ -63,23 +63,23 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Ask candidates. Return the answer ``[1, k]`` and the work ``[1, 3]`` of each client."""
+        """Query candidates. Return each client's answer ``[1, k]`` and work ``[1, 3]``."""
 
     @abstractmethod
     def score_each(self, request: ScoreRequest) -> Mapping[int, Mapping[str, float]]:
-        """Let clients evaluate models on their own samples.
+        """Have clients evaluate models on their own samples.
 
-        Return the metrics of each client, keyed by "model/part/metric".
+        Return each client's metrics, keyed by "model/part/metric".
         """
 
     def can_train(self, client: int) -> bool:
-        """Return True if a client has training samples and can therefore be asked to train."""
+        """Return True if a client has training samples and can therefore train."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train the requested clients, and yield their results.
+        """Train the clients, and yield their results.
 
-        The round continues without clients that have no samples or do not send a usable reply.
+        The round continues without clients that have no samples or send no usable reply.
 
         Raises:
             RunStopped: fewer clients replied than the network's rule or the aggregator requires.
@@ -98,7 +98,7 @@ class RemoteClients(ABC):
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates. A client that does not answer is treated as if it had sent the lowest possible value."""
+        """Query candidates. A client that does not answer is treated as if it had sent the lowest possible value."""
         clients = request.ids.tolist()
         answers = self.ask_each(request, [c for c in clients if self.can_train(c)])
         width = next((values.shape[1] for values, _ in answers.values()), 1)
@@ -107,9 +107,9 @@ class RemoteClients(ABC):
         yield Answers(values, question_counts(self._job, values, work))
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Yield the metrics of the models on each client's own samples.
+        """Yield the models' metrics on each client's own samples.
 
-        If a client does not answer, its metrics are NaN.
+        The metrics of a client that does not answer are NaN.
         """
         figures = self.score_each(request)
         scores: Scores = {}
@@ -147,11 +147,11 @@ class RemoteClients(ABC):
 
 
 class StreamedClients(RemoteClients):
-    """Clients that are asked individually and may reply at any time (see `fedloom.engine.virtual.real`).
+    """Clients that receive individual requests and may reply at any time (see `fedloom.engine.virtual.real`).
 
     Attributes:
-        patience: maximum number of seconds that a run waits while no client is available. After that, the run ends.
-        longest: maximum number of seconds that the server waits for a client's reply.
+        patience: number of seconds without an available client after which the run ends.
+        longest: maximum number of seconds to wait for a client's reply.
     """
 
     patience: float
@@ -163,7 +163,7 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def seconds(self) -> float:
-        """Return the elapsed seconds of the run, excluding the time without a running server."""
+        """Return the run's elapsed seconds, excluding the time without a running server."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -175,18 +175,18 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def is_asked(self, client: int) -> bool:
-        """Return True if this process has sent a request to a client and the client has not replied yet."""
+        """Return True if a client has not yet replied to a request from this process."""
 
     @abstractmethod
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
         """Send a client its download, whose fields have shape ``[1, .]`` or ``[.]``.
 
-        ``server`` is given if it is still available and contains the ranks of the download's matrices.
+        ``server`` contains the ranks of the download's matrices. It is None if it is no longer available.
         """
 
     @abstractmethod
     def arrived(self) -> tuple[Mapping[int, ClientOutput], AbstractSet[int]]:
-        """Return the messages that arrived since the last call, and the clients that will not send a usable message."""
+        """Return the messages received since the last call, and the clients that will not send a usable message."""
 
     @abstractmethod
     def give_up(self, client: int) -> None:

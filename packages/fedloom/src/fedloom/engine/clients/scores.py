@@ -1,4 +1,4 @@
-"""Evaluation of models for a chunk of clients, on the clients' own data and the common test set, plus model sizes."""
+"""Evaluation of models for a chunk of clients on their own data and the common test set, and model sizes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from fedloom.rows.proxes import find_form
 from fedloom.tasks.calibration import recalibrate
 
 WORK_KEY = ("", "")
-"""Key in `Scores` for the number of backward and forward samples that each client's personal model required."""
+"""Key in `Scores` for the number of backward and forward samples used for each client's personal model."""
 MAX_RANK_OPERATIONS = 2e9
-"""Maximum number of multiply-adds for computing singular values in one evaluation. Ranks are not reported if the
-computation would need more."""
+"""Maximum number of multiply-adds for singular values in one evaluation. If more were needed, ranks are not
+reported."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
     """Return a mask ``[n]`` of the clients whose hybrid model is the global model.
 
-    A client uses its personal model unless the global model is strictly better on the client's part ``select_on``. If
-    this part is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal
-    model are not finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines which metric is
-    compared.
+    A client uses its personal model unless the global model is strictly better on the client's part ``select_on``
+    (FLAME, model selection). If this part is empty, the client uses its personal model. If the personal model's outputs
+    are not finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines the metric that is compared.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
@@ -44,7 +43,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
-    """Return the scores of the hybrid model on each part, taken from the scores of the global and personal models.
+    """Return the hybrid model's scores on each part, taken from the scores of the global and personal models.
 
     The result is empty if at least one of these models has no scores.
     """
@@ -106,7 +105,7 @@ def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
 
 
 def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the models of `personal_models`, and the numbers of backward and forward samples used ``[m, 2]``."""
+    """Return the models from `personal_models`, and the numbers of backward and forward samples used ``[m, 2]``."""
     fresh = ~job.clients.occupied[ids]
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
@@ -141,17 +140,17 @@ def _compute_personal_models(job: Job, down: Fields, round: int, ids: Tensor, *,
 
 
 Pass = tuple[Tensor, Tensor, Tensor]
-"""Outputs ``[N, k]``, indices ``[N]`` of the evaluated samples, and the number of samples of each client ``[m]``."""
+"""Outputs ``[N, k]``, indices ``[N]`` of the evaluated samples, and each client's number of samples ``[m]``."""
 
 
 def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
-    """Evaluate one model on the same part of many clients."""
+    """Evaluate a model on the same data part of many clients."""
     index, sizes = job.eval_fed.gather(part, ids)
     return torch.cat([*_evaluate_outputs(job.oracle, row, index)]), index, sizes
 
 
 def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
-    """Evaluate each client's own model on its own part."""
+    """Evaluate each client's own model on its own data part."""
     oracle = job.oracle
     index, sizes = job.eval_fed.gather(part, ids)
     if not oracle.normalisers:
@@ -166,9 +165,8 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
 def make_part_evaluator(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
     """Return a function that evaluates ``models`` (one ``[d]``, or one per client ``[m, d]``) on a part of the clients.
 
-    In normalization layers, a global model uses either the statistics of the cohort or each client's own (see
-    `Evaluate.batchnorm_stats`). The outputs are recalibrated if the objective defines a recalibration
-    (`Objective.line`).
+    In normalization layers, a global model uses the cohort's statistics or each client's own (see
+    `Evaluate.batchnorm_stats`). Outputs are recalibrated if the objective defines a recalibration (`Objective.line`).
     """
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)
@@ -187,12 +185,12 @@ def make_part_evaluator(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -
 
 
 def _uses_own_statistics(job: Job) -> bool:
-    """Return True if each client evaluates the global model with its own statistics in normalization layers."""
+    """Return True if each client evaluates the global model with its own normalization statistics."""
     return bool(job.oracle.normalisers) and job.setting.evaluate.batchnorm_stats == "own"
 
 
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
-    """Return one model kind's scores on each evaluated part, for a chunk of clients."""
+    """Return the scores of a model kind on each evaluated part for a chunk of clients."""
     outputs = make_part_evaluator(job, models, task.ids, task.cohort)
     scores: Scores = {(kind, part): _metrics_by_client(job, *outputs(part)) for part in job.setting.evaluate.parts}
     if isinstance(job.setting.attack, Backdoor):
@@ -202,7 +200,7 @@ def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores
 
 
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
-    """Compute the outputs of "global" or "personal" models on the test parts of the evaluated clients.
+    """Compute the outputs of "global" or "personal" models on the evaluated clients' test sets.
 
     These are the same outputs that `fedloom.engine.scoring.scores_of` evaluates.
     """
@@ -231,12 +229,12 @@ def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
 
 
 def common_test(fed: Federation, scored: Tensor) -> Tensor:
-    """Return the indices of the source's test set or, if it has none, of all test samples of the clients ``scored``."""
+    """Return the indices of the source's test set or, if it has none, of all test samples of the ``scored`` clients."""
     return fed.gather("test", scored)[0] if fed.test is None else fed.test
 
 
 def _metrics_by_client(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-    """Return metrics for each client from samples that are ordered by client."""
+    """Return each client's metrics, computed from samples that are ordered by client."""
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
@@ -248,7 +246,7 @@ def _evaluate_outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[T
 
 
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Return measures of the size of the models ``rows [m, d]`` of a composite method, each as float64 ``[m]``.
+    """Return size measures of a composite method's models ``rows [m, d]``, each as float64 ``[m]``.
 
     For other methods, the result is empty.
 

@@ -1,4 +1,4 @@
-"""Combination of a cohort's uploads, field by field, into the input of the server.
+"""Combination of a cohort's uploads, field by field, into the server's input.
 
 Each kind of field defines what a chunk of clients contributes (``partial``), how the chunks are combined in order
 (``merge``), and what the server finally receives (``finish``).
@@ -24,21 +24,21 @@ from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
 """Prefixes of entries in an aggregator's state: sums of changes, and the last aggregates of these sums."""
 CONVERTED_ELEMENTS = 1 << 16
-"""Number of elements converted at a time, so that they stay in the processor's cache until they are added."""
+"""Number of elements that are converted at a time, so they stay in the processor's cache until they are added."""
 
 
 def describe_usable(round: int, count: int, total: int) -> str:
-    """Return the sentence that states how many uploads of a round the server could use."""
+    """Return a sentence that states how many of a round's uploads the server could use."""
     return f"round {round}: {count} of {total} uploads were finite and within bounds"
 
 
 class RowsField:
-    """Upload field of kind `fedloom.algorithms.Rows`: the rows ``[m, .]`` of accepted clients.
+    """Upload field of kind `fedloom.algorithms.Rows`: the accepted clients' rows ``[m, .]``.
 
     Args:
         name: name of the field.
         kind: kind of the field.
-        before: sum over all clients of the rows that the server stores, for a field with stored rows.
+        before: sum over all clients' rows that the server stores, for a field with stored rows.
     """
 
     def __init__(self, name: str, kind: Kind, before: Tensor | None = None) -> None:
@@ -51,8 +51,8 @@ class RowsField:
         Args:
             up: uploads of the chunk.
             kept: rows that the server has stored for these clients.
-            share: weights ``[m, 1]`` of the clients in the mean over the cohort.
-            mass: weights ``[m, 1]`` of the clients in stored or accumulated sums (see `Job.masses`).
+            share: clients' weights ``[m, 1]`` in the mean over the cohort.
+            mass: clients' weights ``[m, 1]`` in stored or accumulated sums (see `Job.masses`).
         """
         value: Tensor = getattr(up, self.name)
         return value
@@ -120,13 +120,13 @@ class KeptField(RowsField):
         return _divide_sum(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
-        """Multiply the field by its weights, if an upload field contains them."""
+        """Multiply the field by its weights if an upload field contains them."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
 
 def _divide_sum(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
-    """Divide a double-precision sum, and return the quotient in the run's precision."""
+    """Divide a double-precision sum, and return the result in the run's precision."""
     quotient = _allocate_vector(total, job.oracle.dtype)
     scratch = total[:CONVERTED_ELEMENTS].clone()
     for to, piece in zip(quotient.split(CONVERTED_ELEMENTS), total.split(CONVERTED_ELEMENTS), strict=True):
@@ -137,7 +137,7 @@ def _divide_sum(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 def _allocate_vector(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate an uninitialized vector.
 
-    On a CPU, NumPy allocates the memory, because it uses pages of 2 MB for large arrays. First writes to such pages are
+    On a CPU, NumPy allocates the memory, because it uses 2 MB pages for large arrays. First writes to such pages are
     faster.
     """
     dtype = dtype or like.dtype
@@ -147,7 +147,7 @@ def _allocate_vector(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
-    """Return objects for all fields of the upload, before any upload has been added."""
+    """Return an object for each upload field, to which no upload has been added yet."""
     mean = GatheredMean if job.gathers else MeanField
     kinds = {algorithms.Mean: mean, algorithms.Kept: KeptField, algorithms.Rows: RowsField}
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
@@ -160,14 +160,14 @@ def chunk_contributions(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dic
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
-    """Return the sums over all clients of the rows that the server stores before the first round."""
+    """Return sums of the rows that the server stores for all clients before the first round."""
     kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
 def server_sums(job: Job) -> dict[str, Tensor]:
-    """Return the weighted sums over all clients of the rows that the server currently stores."""
+    """Return weighted sums of the rows that the server currently stores for all clients."""
     fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
     sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
     for ids in job.everyone.split(job.chunk) if fields else ():
@@ -188,7 +188,7 @@ def share_change_sums(job: Job, before: Job) -> Fields:
 
 
 class Uploads:
-    """Uploads of a round, which are collected from the clients' results.
+    """Uploads of a round, collected from the clients' results.
 
     Args:
         job: the run.
@@ -196,10 +196,10 @@ class Uploads:
 
     Attributes:
         job: the run.
-        ids: accepted clients, in the order of their results.
-        shares: weights of the accepted clients in the mean, float64 ``[m, 1]``. If a client's upload is already
-            contained in a sum, the client has no entry.
-        share: sum of these weights, added up in the order of the results.
+        ids: ids of the accepted clients, in the order of their results.
+        shares: accepted clients' weights in the mean, float64 ``[m, 1]``. Clients whose uploads are already part of a
+            sum have no entry.
+        share: sum of these weights, added in the order of the results.
         dropped: clients whose uploads are unusable.
         counts: total work and traffic ``[7]`` (see `CLIENT_COUNTS`).
     """
@@ -231,7 +231,7 @@ class Uploads:
 
     @property
     def masses(self) -> Tensor:
-        """Weights of the accepted clients for fields that accumulate, float64 ``[m, 1]``."""
+        """Accepted clients' weights for accumulated fields, float64 ``[m, 1]``."""
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
@@ -239,20 +239,20 @@ class Uploads:
         return torch.cat(self._answers[name]) if name in self._answers else None
 
     def events(self, round: int) -> tuple[str, ...]:
-        """Return a tuple with one sentence about dropped uploads, or an empty tuple if no uploads were dropped."""
+        """Return a tuple with one sentence about dropped uploads, or an empty tuple if there are none."""
         dropped = self.dropped
-        uploads = "unusable upload, of client" if len(dropped) == 1 else "unusable uploads, of clients"
+        uploads = "unusable upload from client" if len(dropped) == 1 else "unusable uploads from clients"
         return (f"round {round}: dropped {len(dropped)} {uploads} {dropped[:8]}",) if dropped else ()
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums, over all clients, of the fields that the server stores."""
+        """Sums over all clients of the fields that the server stores."""
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(
         self, ctx: Ctx, weigher: Fields, aggregator: dict[str, Tensor]
     ) -> tuple[Fields, Fields, dict[str, Tensor]]:
-        """Aggregate the uploads. Return the input of the server, and the new states of the weigher and the aggregator.
+        """Aggregate the uploads. Return the server's input and the new states of the weigher and the aggregator.
 
         Raises:
             RunStopped: the aggregator rejects the uploads, for example because there are too few of them.
@@ -270,7 +270,7 @@ class Uploads:
         return job.upload(*values), weigher, aggregator
 
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Apply a robust rule to the rows of the cohort, or to all rows that are stored on the server.
+        """Apply a robust rule to the cohort's rows, or to all rows that the server stores.
 
         Return its results by field, and its new state.
 
@@ -309,7 +309,7 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients with the aggregator. Return the results and the aggregator's new state.
+        """Combine some clients' rows with the aggregator. Return the results and the aggregator's new state.
 
         A selection rule chooses rows by the primary field, or by the first field if there is no primary field.
         """
@@ -329,17 +329,17 @@ class Uploads:
 
 
 def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-    """Return the aggregation weights ``[m, 1]`` of a cohort, and the new state of the weigher."""
+    """Return a cohort's aggregation weights ``[m, 1]`` and the weigher's new state."""
     with attribute_error("weigher", job.setting.aggregation_weights, f"round {ctx.round}"):
         weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)
         if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.aggregation_weights.signed):
-            got = f"{[*weights.shape]}, at least {float(weights.min())}"
+            got = f"shape {[*weights.shape]} and minimum {float(weights.min())}"
             raise ValueError(f"weights must have shape [m, 1] = [{ctx.m}, 1] and must not be negative, got {got}")
     return weights, weigher
 
 
 def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> None:
-    """Raise an error unless the aggregator returned one vector of floats for each field, and a state of tensors."""
+    """Raise an error unless the aggregator returned one floating-point vector per field and a state of tensors."""
     for what, values in (("the aggregates", combined), ("the state", state)):
         if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
             kinds = (
@@ -349,13 +349,13 @@ def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> No
     wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
     got = {name: [*value.shape] for name, value in combined.items()}
     if odd := [name for name, value in combined.items() if not value.is_floating_point()]:
-        raise ValueError(f"the aggregate of {odd[0]} must be floats, got {combined[odd[0]].dtype}")
+        raise ValueError(f"the aggregate of {odd[0]} must have a floating-point dtype, got {combined[odd[0]].dtype}")
     if got != wanted:
         raise ValueError(f"it must return one vector for every field, with the shapes {wanted}, got {got}")
 
 
 def _weighted_sum(rows: Tensor, mass: Tensor) -> Tensor:
-    """Return the sum ``[d]`` of ``rows [m, d]`` weighted by ``mass [m, 1]``, in double precision without a copy."""
+    """Return the sum ``[d]`` of ``rows [m, d]`` weighted by ``mass [m, 1]`` in double precision without a copy."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for row, factor in zip(rows, mass[:, 0].tolist(), strict=True):
         total.add_(row, alpha=factor)

@@ -1,4 +1,4 @@
-"""Creation of a job: check a setting against its data, build the local problems, and allocate the state."""
+"""Creation of a job: check the setting against the data, build the local problems, and allocate the state."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from fedloom.storage.store import Store
 
 @isolate_torch_settings()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
-    """Check a run against its federation. For this, the model is built, but no client state is allocated.
+    """Check a run against its federation. This builds the model but allocates no client state.
 
     Returns:
-        The notes on the run that are known before its first round.
+        Notes about the run from before its first round.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined.
+        ConfigError: values are impossible or cannot be combined.
     """
     problem, _ = make_problem(setting, fed, finds=False)
     check_learnable(problem.oracle.task, problem.fed)
@@ -68,12 +68,12 @@ def make_job(
     Args:
         setting: setting of the run.
         fed: clients and their data.
-        folder: folder for client states. None keeps them in memory.
+        folder: folder for client states. If None, they are kept in memory.
         ranks: processes that run the job together. Each process must make this call.
-        replay: given values that replace the run's own random draws.
+        replay: values that replace the run's own random draws.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined.
+        ConfigError: values are impossible or cannot be combined.
     """
     problem, start = make_problem(setting, fed, replay)
     engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
@@ -95,8 +95,7 @@ class InitialState(NamedTuple):
 
     Attributes:
         server: state of the server.
-        templates: initial state of a single client (without a client dimension), keyed by the store in `Job` that will
-            hold it.
+        templates: a client's initial state (without a client dimension), keyed by the store in `Job` that will hold it.
     """
 
     server: Fields
@@ -113,18 +112,17 @@ def make_problem(
 ) -> tuple[JobFacts, InitialState]:
     """Create a run's problem without allocating storage for client states.
 
-    This is done in three steps, which determine the participating clients, their local problems, and the method's
-    states.
+    Three steps determine the participating clients, their local problems, and the method's states.
 
     Args:
         setting: setting of the run.
         fed: clients and their data.
-        replay: given values that replace the run's own random draws.
-        finds: True to compute the clusters that determine client weights. To do so, all clients train once.
-            Otherwise, the weights are uniform.
+        replay: values that replace the run's own random draws.
+        finds: True to compute the clusters that determine client weights, for which all clients train once. If False,
+            weights are uniform.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined.
+        ConfigError: values are impossible or cannot be combined.
     """
     participants = choose_participants(setting, fed)
     problems = build_problems(participants, replay, finds=finds)

@@ -1,4 +1,4 @@
-"""First step of creating a job: check that the settings of the run are compatible, and prepare the clients' data."""
+"""First step of creating a job: check that the run's settings are compatible, and prepare the clients' data."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ class Participants(NamedTuple):
 
     Attributes:
         setting: settings of the run, with presets resolved.
-        fed: training data on the run's device. If the run requires poisoned or pooled data, the data have already been
-            poisoned or pooled.
-        eval_fed: federation with the evaluation data of the models.
+        fed: training data on the run's device, already poisoned or pooled if the run requires it.
+        eval_fed: federation with the evaluation data.
         attackers: ids of the attackers ``[b]``.
-        notes: notes on settings that the run changes or ignores.
+        notes: notes about settings that the run changes or ignores.
     """
 
     setting: Setting
@@ -53,7 +52,7 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
     """Check everything that can be checked without a model, and move the data to the run's device.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined.
+        ConfigError: values are impossible or cannot be combined.
     """
     device, dtype = _device_and_dtype(setting.engine)
     check_declaration(type(setting.resolved().method))
@@ -79,7 +78,7 @@ def _device_and_dtype(engine: Engine) -> tuple[torch.device, torch.dtype]:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            what = f"this machine has {count}, counted from 0" if count else "there is no CUDA device"
+            what = f"this machine has {count} (numbered from 0)" if count else "this machine has no CUDA device"
             use = "cuda:0" if count else "cpu"
             raise ConfigError(
                 f"engine.device is {engine.device!r}, but {what}",
@@ -91,7 +90,7 @@ def _device_and_dtype(engine: Engine) -> tuple[torch.device, torch.dtype]:
 
 
 def _check_weigher_groups(weigher: Weigher) -> Weigher:
-    """Check that the weigher needs no further groups, and return it.
+    """Check that the weigher does not lack groups, and return it.
 
     Raises:
         ConfigError: the weigher compares two groups of rows, but no groups are defined.
@@ -110,10 +109,10 @@ def _check_weigher_groups(weigher: Weigher) -> Weigher:
 def _check_without_data(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     """Resolve presets, and check everything that can be checked without reading data.
 
-    Return the checked setting, and notes on options that have no effect on pooled data.
+    Return the checked setting, and notes about options that have no effect on pooled data.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined.
+        ConfigError: values are impossible or cannot be combined.
     """
     pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
     setting = setting.with_(aggregation_weights=_check_weigher_groups(setting.aggregation_weights))
@@ -135,7 +134,7 @@ def _check_without_data(setting: Setting, n: int) -> tuple[Setting, list[str]]:
             for name in ("sampler", "aggregation_weights", "schedule", *none)
             if getattr(pool, name) != getattr(setting, name)
         ]
-        notes = [f"pooled data have one client: {no_effect_sentence(keys)}"] if keys else []
+        notes = [f"pooled data have only one client, so {no_effect_sentence(keys)}"] if keys else []
         setting = pool
     check_privacy(
         setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights

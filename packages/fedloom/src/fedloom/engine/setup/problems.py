@@ -19,14 +19,13 @@ from fedloom.tasks import task_of
 
 
 class LocalProblems(NamedTuple):
-    """Local problems of the clients before round 1.
+    """The clients' local problems before round 1.
 
     Attributes:
         oracle: object that computes losses and gradients.
-        ctx: context of all clients, which includes their weights.
+        ctx: context of all clients, including their weights.
         x0: initial model ``[d]``.
-        spent: work and traffic ``[7]`` of computing the weights (see `CLIENT_COUNTS`). None if computing the weights
-            costs nothing.
+        spent: work and traffic ``[7]`` for computing the weights (see `CLIENT_COUNTS`). None if there was no cost.
     """
 
     oracle: Network
@@ -39,10 +38,10 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     """Build the model and the clients' local problems.
 
     Args:
-        participants: checked run and its clients.
-        replay: given values that replace the run's own random draws.
-        finds: True to compute the clusters that determine client weights. To do so, all clients train once.
-            Otherwise, the weights are uniform.
+        participants: the checked run and its clients.
+        replay: values that replace the run's own random draws.
+        finds: True to compute the clusters that determine client weights, for which all clients train once. If False,
+            weights are uniform.
 
     Raises:
         ConfigError: the model or the client weights are not suitable for the data.
@@ -61,7 +60,7 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
         raise Refused(
             f"model {type(oracle.module).__name__!r} contains NaN or infinity before round 1",
             rule="initial-model-not-finite",
-            fix="initialize all parameters with finite numbers",
+            fix="initialize all parameters with finite values",
         )
     if not uses_clusters(setting.client_weights):
         return LocalProblems(oracle, ctx, x0, None)
@@ -90,7 +89,7 @@ def _build_oracle(setting: Setting, fed: Federation) -> Network:
     if engine.precision != "full" and setting.method.full_gradients:
         why = setting.method.full_gradients
         raise Refused(
-            f"{why} uses full gradients, which always have float32 precision",
+            f"{why} uses full gradients, which are always computed in float32",
             rule="precision-of-full-gradients",
             fix="omit {engine.precision}",
         )

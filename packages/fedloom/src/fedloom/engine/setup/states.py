@@ -37,14 +37,14 @@ from fedloom.seeds import rng_states
 
 
 class StartedMethod(NamedTuple):
-    """A method together with its states before round 1.
+    """A method with its states before round 1.
 
     Attributes:
-        setting: settings of the run, with the derived options of the method.
-        states: initial states of the server, of a client, and of the fields that the server stores for a client.
-        memory: layout of stored optimizer states. None if optimizers start every round without a state.
+        setting: settings of the run, with the method's derived options.
+        states: initial states of the server, a client, and the fields that the server stores for a client.
+        memory: layout of stored optimizer states. None if optimizers start every round from scratch.
         residue: initial state of the channel for one client.
-        notes: notes that are known before round 1.
+        notes: notes from before round 1.
     """
 
     setting: Setting
@@ -58,7 +58,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     """Derive the method's options, create its states, and check whether the run is possible with them.
 
     Raises:
-        ConfigError: values are impossible, or cannot be combined.
+        ConfigError: values are impossible or cannot be combined.
     """
     setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
     method, sampler = setting.method, setting.sampler
@@ -97,7 +97,7 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
     Return the channel's initial state for one client.
 
     Raises:
-        ConfigError: a weigher or a sampler reads models, but clients do not send models.
+        ConfigError: a weigher or a sampler reads models, but clients do not send them.
     """
     method, channel = setting.method, setting.upload_transform
     if channel is None and not (setting.aggregation_weights.probes or setting.sampler.learns):
@@ -112,7 +112,7 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
 
 
 def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
-    """Return the initial state of one client (without a client dimension), keyed by the store in `Job` that holds it.
+    """Return a client's initial state (without a client dimension), keyed by the store in `Job` that holds it.
 
     Args:
         problem: facts about the run.
@@ -134,7 +134,7 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
 def _summed_rows(problem: JobFacts, client: Fields) -> Fields:
     """Return the initial rows of the per-client sums of `JobFacts.summed_fields`.
 
-    Changes of a client's row are added to the initial value of this row, and other fields are added to zero.
+    Changes of a client's row are added to the row's initial value. All other fields are added to zero.
     """
     names = problem.summed_fields
     sources = [problem.fields[name].base.partition(".") for name in names]
@@ -165,7 +165,7 @@ class Moments(NamedTuple):
 
 
 def _find_optimizer_states(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
-    """Let a client take a trial step to determine which optimizer states must be stored. Return None if there are none.
+    """Let a client take a trial step to find the optimizer states that must be stored. Return None if there are none.
 
     Raises:
         ConfigError: the optimizer does not work with this model, or the method does not use the optimizer.
@@ -180,7 +180,7 @@ def _find_optimizer_states(method: Algorithm, start: Start, oracle: Network, ctx
         first_upload(method, start, ctx, work)
     if not memory.streams:
         raise Refused(
-            f"{type(method).__name__} takes its local steps itself, with plain SGD",
+            f"{type(method).__name__} implements its own local steps with plain SGD",
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )
@@ -190,7 +190,7 @@ def _find_optimizer_states(method: Algorithm, start: Start, oracle: Network, ctx
 def _initial_residue(
     messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype
 ) -> Fields:
-    """Return the initial state of the channel for uploads with this structure."""
+    """Return the channel's initial state for uploads with this structure."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)

@@ -1,1 +1,1 @@
-"""Virtual time: the clock of a run, and the next server step under the run's schedule."""
+"""Virtual time: a run's clock, and the next server step under its schedule."""

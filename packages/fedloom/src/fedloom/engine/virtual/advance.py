@@ -1,9 +1,9 @@
-"""Next server step of a run that has a clock, according to the run's schedule.
+"""Next server step of a run with a clock, according to the run's schedule.
 
-In virtual time, there is no real waiting. A client computes from the server's state at its dispatch, together with all
+Virtual time involves no real waiting. A client computes from the server's state at its dispatch, together with all
 clients that are dispatched from the same state. The clock holds the client's upload until its arrival time. Since the
-state does not change between two server steps, clients that will be dispatched later from this state can be computed in
-advance. At real sites, time is real: an asynchronous schedule works in the same way, but uploads arrive when the sites
+state does not change between two server steps, clients that will be dispatched from it later can be computed in
+advance. At real sites, time is real: an asynchronous schedule works the same way, but uploads arrive when the sites
 send them.
 """
 
@@ -23,15 +23,14 @@ def advance_to_server_step(job: Job, clients: Clients, state: State) -> tuple[St
     """Run a job until the next server step.
 
     Returns:
-        The state after the step, including the time of the step. They are followed by sentences about events during the
-        step.
+        The state after the step, including its time, and sentences about events during the step.
 
     Raises:
         RunStopped: too few uploads are usable, too few uploads can still arrive, or the server's state is not finite.
     """
     schedule = job.setting.schedule
     if isinstance(clients, StreamedClients):
-        assert isinstance(schedule, Stream)  # other schedules do not use a clock at real sites
+        assert isinstance(schedule, Stream)  # other schedules have no clock at real sites
         return RealVersion(job, clients, state, schedule).run()
     assert isinstance(clients, LocalClients)
     match schedule:

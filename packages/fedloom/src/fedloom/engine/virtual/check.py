@@ -1,4 +1,4 @@
-"""Checks of schedules: settings that cannot be combined with a deadline, over-selection or an asynchronous schedule."""
+"""Checks for settings that cannot be combined with a deadline, over-selection or an asynchronous schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedloom.values import kind_of
 
 
 def check_schedule(setting: Setting, n: int) -> None:
-    """Raise an error if a schedule is impossible, or if it is incompatible with the method or another part of the run.
+    """Raise an error if a schedule is impossible or incompatible with the method or another part of the run.
 
     Raises:
         ConfigError: parts of the run are incompatible, or the schedule needs more clients than the run has. The message
@@ -23,7 +23,7 @@ def check_schedule(setting: Setting, n: int) -> None:
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if setting.devices is None:
         raise Refused(
-            f"{what} needs simulated times, but the run has no devices",
+            f"{what} requires simulated time, but the run has no devices",
             rule="schedule-needs-devices",
             fix="set {devices = 'lognormal'}",
         )
@@ -33,8 +33,8 @@ def check_schedule(setting: Setting, n: int) -> None:
     if isinstance(schedule, Deadline) and schedule.partial and not method.weighs_partial:
         able = ", ".join(sorted(k for k, entry in REGISTRY.items() if getattr(entry, "weighs_partial", False)))
         raise Refused(
-            f"{what} with partial work cannot be used with {name}, which counts each client equally, "
-            "whatever its number of steps",
+            f"{what} with partial work cannot be used with {name}, which counts each client equally regardless of its "
+            f"number of steps",
             rule="partial-work",
             fix=f"omit {{schedule.partial}}, or use one of {able}",
         )
@@ -52,8 +52,8 @@ def check_stream(setting: Setting, n: int | None) -> None:
     """Raise an error if a run does not support a buffered or asynchronous schedule, in virtual time or at real sites.
 
     Args:
-        setting: settings of the run, with presets resolved.
-        n: number of clients in the federation. None if this is not known yet.
+        setting: the run's settings, with presets resolved.
+        n: number of clients in the federation. None if it is not known yet.
 
     Raises:
         ConfigError: parts of the run are incompatible, or the schedule needs more clients than the run has. The message
@@ -65,7 +65,7 @@ def check_stream(setting: Setting, n: int | None) -> None:
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if sampler.probes:
         raise Refused(
-            f"{what} has no rounds, so sampler {sampler.kind!r} cannot ask candidates before a round",
+            f"{what} has no rounds, so sampler {sampler.kind!r} cannot query candidates before a round",
             rule="stream-asks-candidates",
             fix="omit {sampler}",
         )
@@ -76,14 +76,14 @@ def check_stream(setting: Setting, n: int | None) -> None:
         owner = "method" if mixer is None else "personalized_aggregation"
         cure = "omit {schedule}" if among is None else f"set {{{owner}.among = 'all'}}"
         raise Refused(
-            f"{what} cannot be used with {who}, which mixes the models of the clients of one round, "
-            "because with this schedule clients train one by one",
+            f"{what} cannot be used with {who}, which mixes the models of a round's clients, because clients train "
+            f"one at a time with this schedule",
             rule="stream-mixes-a-round",
             fix=cure,
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(
-            f"{what} has no rounds, so attack {kind_of(setting.attack)!r} cannot read the honest uploads of a round",
+            f"{what} has no rounds, so attack {kind_of(setting.attack)!r} cannot read a round's honest uploads",
             rule="stream-attack-on-a-round",
             fix="omit {attack} or {schedule}",
         )

@@ -1,4 +1,4 @@
-"""Clock of a run in virtual time: the current time, the uploads that are under way, and a log of the finished ones."""
+"""Clock of a run in virtual time: the current time, the pending uploads, and a log of the finished ones."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class ReplyOutcome(IntEnum):
     USED = 0
     """The upload was used in a server step."""
     UNUSABLE = 1
-    """The upload contained values that are not finite or are out of bounds."""
+    """The upload contained values that were not finite or out of bounds."""
     LATE = 2
     """The round ended before the client replied."""
     LOST = 3
-    """The server gave up waiting after the timeout."""
+    """The server stopped waiting after the timeout."""
     QUERIED = 4
     """The client answered a query of the sampler but did not train."""
 
 
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
 """Columns of the log: the client, the number of server steps before its dispatch, the server step that used its upload
-(or during which the task was abandoned), the times in seconds of dispatch and end, the time in seconds during which the
-client was busy, and its `ReplyOutcome`."""
+(or during which the task was abandoned), the dispatch and end times in seconds, the client's busy time in seconds, and
+its `ReplyOutcome`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
-"""Event of a client's reply or of its abandoned task. It consists of its time, the serial number of the dispatch,
-the client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in
-seconds, and True if the task has been abandoned. Events are sorted by time and then by serial number."""
+"""A client's reply, or the end of its abandoned task. The fields are the event's time, the serial number of the
+dispatch, the client, the number of its `Flight` and its position in the flight, the dispatch time, the busy time in
+seconds, and True if the task was abandoned. Events are sorted by time and then by serial number."""
 
 
 class Flight(NamedTuple):
-    """Results of clients that were dispatched together and whose uploads are still under way.
+    """Results of clients that were dispatched together and whose uploads are still pending.
 
     Attributes:
         version: number of steps that the server had taken before the dispatch.
         ids: ids of the clients ``[m]``.
         times: number of times that each client was drawn ``[m]``.
-        places: positions of the clients whose results are still stored ``[k]``, in ascending order. The tensors in
-            `fields` contain rows only for these clients.
+        places: positions of the clients whose results are still stored ``[k]``, ascending. The tensors in `fields`
+            contain rows only for these clients.
         fields: named tensors: uploads, new client states, answers ``[k, .]``, counts ``[k, 7]``, and received
             downloads.
     """
@@ -71,7 +71,7 @@ class Flight(NamedTuple):
 
     @classmethod
     def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """Return the `Flight` of a chunk whose clients are all still under way."""
+        """Return the `Flight` of a chunk whose uploads are all pending."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
@@ -91,7 +91,7 @@ class Flight(NamedTuple):
 
 
 def flatten_results(computed: ComputedChunk) -> dict[str, Tensor]:
-    """Return the results for a chunk of clients in the format of `Flight.fields`."""
+    """Return a chunk's results in the format of `Flight.fields`."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
@@ -100,13 +100,13 @@ def flatten_results(computed: ComputedChunk) -> dict[str, Tensor]:
 
 
 FlightPiece = tuple[Flight, Ids]
-"""`Flight`, and the positions of those clients in it whose uploads arrive."""
+"""`Flight`, and the positions of its clients whose uploads arrive."""
 
 
 def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
     """Combine the results of several pieces into one.
 
-    The results of a single piece are not copied.
+    A single piece is not copied.
     """
     columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
@@ -130,9 +130,9 @@ def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
 
 
 def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
-    """Return the tensors of some clients of a flight.
+    """Return the tensors of some of a flight's clients.
 
-    If ``spread`` is set, a download that all clients share is repeated for each client.
+    If ``spread`` is True, a download that all clients share is repeated for each client.
     """
     if len(places) == len(flight.places):
         index: slice | Tensor = slice(None)
@@ -148,19 +148,19 @@ def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Clock:
-    """State of virtual time between two server steps. The collections in it are never modified in place.
+    """State of virtual time between two server steps. Its collections are never modified in place.
 
     Attributes:
         now: seconds since the start of the run.
-        queue: events of the clients that are under way, in order.
+        queue: events of the pending clients, in order.
         flights: results of these clients, keyed by the number of the flight.
-        back: for each flight, positions of clients that have returned, but whose rows are still stored.
+        back: for each flight, positions of clients that have returned but whose rows are still stored.
         serial: serial number of the next dispatch.
         log: parts of the log ``[u, 7]`` (see `LOG_COLUMNS`). Each part is at least twice as long as the next one.
-        pool: drawn clients that are waiting for dispatch, and how often each of them was drawn. Only the entries from
-            ``pool_start`` on are still waiting.
-        pool_start: number of clients at the start of the pool that are no longer waiting.
-        away_sets: empty, or a list with the set of all clients in the queue, which the next step takes over.
+        pool: drawn clients that wait for dispatch, and how often each was drawn. Only the entries from ``pool_start``
+            on still wait.
+        pool_start: number of clients at the start of the pool that no longer wait.
+        away_sets: empty, or a list with the set of all clients in the queue, for use by the next step.
     """
 
     now: float = 0.0
@@ -178,7 +178,7 @@ class Clock:
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
-        """Return the parts of the log after adding rows at the end."""
+        """Return the parts of the log with rows added at the end."""
         pieces = [*self.log, rows]
         while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
             newest = pieces.pop()
@@ -198,7 +198,7 @@ class Clock:
     def tensors(self) -> dict[str, Tensor]:
         """Return all fields as named tensors, for a checkpoint.
 
-        If several flights share a tensor, it is stored once.
+        A tensor that several flights share is stored once.
         """
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
@@ -247,7 +247,7 @@ class Clock:
     def landed(
         self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, tuple[int, ...]]
     ) -> None:
-        """Record in ``flights`` and ``back`` that the results of some clients of a flight are no longer needed."""
+        """Record in ``flights`` and ``back`` that the results of some of a flight's clients are no longer needed."""
         landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
         if len(landed_places) == held:
             del flights[number]
@@ -258,12 +258,12 @@ class Clock:
 
 
 class UploadCounts(NamedTuple):
-    """Numbers of used and unused uploads of each client.
+    """Numbers of each client's used and unused uploads.
 
     Attributes:
         used: number of uploads that were used in a server step ``[n]``.
-        staleness: mean staleness of these uploads ``[n]``. NaN if none of the client's uploads was used.
-        unheard: number of uploads that were not used in any server step ``[n]``.
+        staleness: mean staleness of these uploads ``[n]``, or NaN if none was used.
+        unheard: number of uploads that no server step used ``[n]``.
     """
 
     used: Tensor
@@ -272,7 +272,7 @@ class UploadCounts(NamedTuple):
 
 
 def upload_counts(clock: Clock, n: int) -> UploadCounts:
-    """Count the uploads of each client in the log."""
+    """Count each client's uploads in the log."""
     log = clock.history()
     merged, lost = (
         log[log[:, FATE_COLUMN] == ReplyOutcome.USED],
@@ -288,7 +288,7 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
 
 
 class TimeUse(NamedTuple):
-    """Busy, absent and idle time of each client, which together are the elapsed time.
+    """Busy, absent and idle time of each client. Their sum is the elapsed time.
 
     Attributes:
         busy: seconds for training and messages ``[n]``.
@@ -302,7 +302,7 @@ class TimeUse(NamedTuple):
 
 
 def divide_client_time(clock: Clock, fleet: Fleet) -> TimeUse:
-    """Return each client's busy, absent and idle time, from the log and from the clients that are still under way."""
+    """Return each client's busy, absent and idle time, based on the log and the pending clients."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

@@ -1,4 +1,4 @@
-"""Computation of clients at their dispatch, and the server step with uploads that have arrived."""
+"""Computation of clients at their dispatch, and server steps with arrived uploads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedloom.schedule import Fleet, Stream
 
 
 def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
-    """Return log rows ``[m, 7]`` for clients that all start at the time ``start`` and whose uploads are all used."""
+    """Return log rows ``[m, 7]`` for clients that all start at time ``start`` and whose uploads are all used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
     columns = (
@@ -47,10 +47,10 @@ def compute_results(
     Args:
         job: the run.
         clients: object that trains the clients.
-        state: state of the run at the dispatch.
+        state: state of the run at dispatch.
         ids: ids of the clients ``[m]`` in ascending order.
         times: number of times that each client was drawn ``[m]``.
-        steps: number of local steps of each client ``[m]``. If None, the number in the run's settings is used.
+        steps: each client's number of local steps ``[m]``. If None, the number in the run's settings is used.
     """
     t = state.round + 1
     order = sort_by_samples(job, ids)
@@ -87,7 +87,7 @@ def step_server(
     sampler: Fields,
     query_counts: Tensor,
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
-    """Take a server step with uploads that have arrived.
+    """Take a server step with arrived uploads.
 
     Return the new state, sentences about events, and the clients whose uploads were used.
     """
@@ -119,11 +119,11 @@ def step_server(
 
 
 def _group_pieces(job: Job, pieces: Sequence[FlightPiece], t: int) -> list[list[FlightPiece]]:
-    """Return groups of pieces that are processed together, if possible with at most as many clients as a chunk.
+    """Group the pieces that are processed together, with at most a chunk's number of clients if possible.
 
-    Complete chunks that were dispatched from the current state are processed one by one, as in a synchronous round, so
-    that results are bit-for-bit identical. Pieces are also processed one by one if the method computes the model that a
-    client received from a single download.
+    Complete chunks dispatched from the current state are processed one by one, as in a synchronous round, so results
+    are bit-for-bit identical. Pieces are also processed one by one if the method computes a client's received model
+    from a single download.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
     if whole or type(job.algorithm).received is not Algorithm.received:

@@ -1,4 +1,4 @@
-"""Asynchronous schedules at real sites, which send uploads at any time (see `fedloom.engine.virtual.stream`).
+"""Asynchronous schedules at real sites, which may send uploads at any time (see `fedloom.engine.virtual.stream`).
 
 While a site trains, its `Event` has no end time, and its `Flight` contains the download, so that a restarted server can
 send the same message again.
@@ -116,6 +116,6 @@ class RealVersion(Version):
             raise RunStopped(
                 Stop.TOO_FEW,
                 f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived, and no other "
-                "site is free. The state before the round is saved. Run the command again to continue",
+                "site is free. The state before this round is saved. Run the command again to continue",
             )
         clients.pause()

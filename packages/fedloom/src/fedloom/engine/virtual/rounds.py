@@ -1,4 +1,4 @@
-"""Rounds in virtual time, which end with the last reply, at a deadline, or as soon as enough clients have replied."""
+"""Rounds in virtual time, which end with the last reply, at a deadline, or once enough clients have replied."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 def run_whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
     """Run a round that ends with the last reply.
 
-    The results are the same as without a clock.
+    Results are the same as without a clock.
     """
     assert state.clock is not None
     assert job.fleet is not None
@@ -56,7 +56,7 @@ def run_whole_round(job: Job, clients: LocalClients, state: State) -> tuple[Stat
 
 
 def run_deadline_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Run a round that ends at its deadline, or as soon as enough clients have replied."""
+    """Run a round that ends at its deadline or once enough clients have replied."""
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, ObservedClients(clients)
@@ -81,9 +81,7 @@ def run_deadline_round(job: Job, clients: LocalClients, state: State) -> tuple[S
         in_time = np.isin(np.arange(len(log)), first)
         now = float(log[first, END_COLUMN].max())
         if math.isinf(now):
-            raise RunStopped(
-                Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients will ever respond"
-            )
+            raise RunStopped(Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients will ever reply")
     overdue = ~in_time
     log[overdue, FATE_COLUMN], log[overdue, END_COLUMN] = ReplyOutcome.LATE, now
     log[overdue, 5] = [job.fleet.presence_seconds(int(client), start, now) for client in log[overdue, CLIENT_COLUMN]]
@@ -91,7 +89,7 @@ def run_deadline_round(job: Job, clients: LocalClients, state: State) -> tuple[S
     before = state.with_(tally=state.tally.plus(lost))
     events: tuple[str, ...] = ()
     if overdue.any():
-        events = (f"round {t}: {int(overdue.sum())} of {len(log)} clients were late, among them {lost[:8].tolist()}",)
+        events = (f"round {t}: {int(overdue.sum())} of {len(log)} clients were late, including {lost[:8].tolist()}",)
     pieces, first_row = list[FlightPiece](), 0
     for flight in flights:
         used_rows = in_time[first_row : first_row + len(flight.ids)]
@@ -112,12 +110,12 @@ def run_deadline_round(job: Job, clients: LocalClients, state: State) -> tuple[S
 
 
 def _cohort_positions(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
-    """Return the positions of clients in a cohort that is sorted in ascending order."""
+    """Return the positions of clients in a cohort in ascending order."""
     return torch.searchsorted(cohort, torch.from_numpy(clients.astype(np.int64)))
 
 
 def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return the number of local steps ``[m]`` that fit into the time left after receiving and sending a model."""
+    """Return the number of local steps ``[m]`` that fit in the time left after receiving and sending a model."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
@@ -129,7 +127,7 @@ def _affordable_steps(job: Job, ids: Tensor, seconds: float) -> Tensor:
 
 
 class ObservedClients:
-    """Clients of a run, with a record of how the work of each client in a round ended."""
+    """A run's clients, with a record of how each client's work in a round ended."""
 
     def __init__(self, clients: LocalClients) -> None:
         self._clients = clients
@@ -159,7 +157,7 @@ class ObservedClients:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """Return the time of the last answer from the queried clients, and the log rows of their answers."""
+        """Return the time of the queried clients' last answer, and the log rows of their answers."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

@@ -1,9 +1,9 @@
 """Staleness: rules for uploads that were computed from an older model.
 
-A change from the received model is multiplied by a factor that depends on its staleness, and added to the current
-model. An absolute model is first converted to such a change. Values that the server accumulates or stores for each
-client are not multiplied, because the sums at the server must remain equal to the sums of the clients' states. Values
-such as losses and counts are not multiplied either.
+A change from the received model is scaled by a factor that depends on its staleness, and added to the current model. An
+absolute model is first converted to such a change. Values that the server accumulates or stores per client are not
+scaled, because the server's sums must match the sums of the clients' states. Values such as losses and counts are not
+scaled either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.schedule import Stream
 
 
 def find_discountable_fields(algorithm: type[Algorithm]) -> dict[str, Kind]:
-    """Return the upload fields that are changes from the received model, or that are converted to such changes."""
+    """Return the upload fields that are changes from the received model or are converted to such changes."""
     kinds = upload_fields(algorithm).items()
     return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
 
@@ -33,15 +33,15 @@ def convert_stale_uploads(
 ) -> Fields:
     """Return uploads after converting them for the server's current state.
 
-    They remain unchanged if they are not stale and the schedule has no mixing rate.
+    They are unchanged if they are not stale and the schedule has no mixing rate.
 
     Args:
         job: run with an asynchronous schedule (`Stream`).
-        server: current state of the server.
+        server: the server's current state.
         t: number of the round.
         ids: ids of the clients ``[m]``.
         upload: uploads as the clients sent them.
-        received: downloads that the clients started from.
+        received: downloads from which the clients started.
         staleness: number of server steps since the dispatch of each client ``[m]``.
     """
     schedule, fields = job.setting.schedule, find_discountable_fields(type(job.algorithm))

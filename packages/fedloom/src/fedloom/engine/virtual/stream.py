@@ -1,4 +1,4 @@
-"""Asynchronous schedules: clients train continuously, and the server takes steps with the uploads that arrive first."""
+"""Asynchronous schedules: clients train continuously, and the server steps with the uploads that arrive first."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
 MAX_VERSION_DRAWS = 16
-"""Maximum number of cohorts drawn between two server steps. If no such clients remain, free slots stay empty until the
-next event."""
+"""Maximum number of cohorts drawn between two server steps. After that, free slots stay empty until the next event."""
 
 MAX_IDLE_ATTEMPTS = 1000
-"""Maximum number of times in a row that no drawn client is present while all slots are free, or a task is abandoned.
-The run then ends. For clients whose tasks are abandoned, the number of clients is added to this limit."""
+"""Maximum number of consecutive times that no drawn client is present while all slots are free, or that a task is
+abandoned. After that, the run ends. For abandoned tasks, the number of clients is added to this limit."""
 
 
 LOST_FATE, USED_FATE, UNUSABLE_FATE = (
@@ -35,14 +34,14 @@ LOST_FATE, USED_FATE, UNUSABLE_FATE = (
 )
 
 NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
-"""Cost of querying candidates if no candidates are queried."""
+"""Query cost if no candidates are queried."""
 
 
 class Version(ABC):
     """Interval between two server steps. The server's state does not change during this interval.
 
-    A subclass determines which clients are present (`_is_there`), how a client's training is prepared and started
-    (`_compute`, `_dispatch`), and how the run waits for an upload (`_wait`).
+    Subclasses define which clients are present (`_is_there`), how training is prepared and started (`_compute`,
+    `_dispatch`), and how the run waits for an upload (`_wait`).
 
     Args:
         job: the run.
@@ -72,7 +71,7 @@ class Version(ABC):
     def run(self) -> tuple[State, tuple[str, ...]]:
         """Dispatch clients, wait until enough uploads have arrived, and take a server step.
 
-        Return the new state, and sentences about events.
+        Return the new state and sentences about events.
         """
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
@@ -87,7 +86,7 @@ class Version(ABC):
                 self._give_up(event)
             else:
                 self._silent = 0
-                self._waiting.append(event)  # not dispatched again before the step, because the model is the same
+                self._waiting.append(event)  # not dispatched again before the step, because the model has not changed
                 if len(self._waiting) == self._size:
                     break
             if self._next == len(self._queue) or self._queue[self._next][0] != self._now:
@@ -95,7 +94,7 @@ class Version(ABC):
         return self._finish()
 
     def _give_up(self, event: Event) -> None:
-        """Record that a client has not replied in time, so that it can be dispatched again."""
+        """Record that a client did not reply in time, so it can be dispatched again."""
         self._lost.append(event)
         self._away.discard(event[2])
         self._silent += 1
@@ -122,7 +121,7 @@ class Version(ABC):
     def _fill(self, free: int, ahead: int) -> None:
         """Dispatch a client for each free slot.
 
-        At the same time, compute up to ``ahead`` clients in total that may be dispatched before the next server step.
+        Also compute up to ``ahead`` clients in total that may be dispatched before the next server step.
         """
         if free <= 0:
             return
@@ -138,15 +137,15 @@ class Version(ABC):
 
     @abstractmethod
     def _is_there(self, client: int) -> bool:
-        """Return True if a client that is not already training can be dispatched now."""
+        """Return True if a client that is not training can be dispatched now."""
 
     def _is_free(self, client: int) -> bool:
         return client not in self._away and self._is_there(client)
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
-        """Return the next clients in the pool that can be dispatched, and how often each of them was drawn.
+        """Return the next clients in the pool that can be dispatched, and how often each was drawn.
 
-        Clients that are already training are removed from the pool. Absent clients keep their positions in the pool.
+        Clients that are already training are removed from the pool. Absent clients keep their positions.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -164,9 +163,9 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw another cohort, and put its clients into the pool in random order.
+        """Draw another cohort, and add its clients to the pool in random order.
 
-        Clients in ``excluded`` are left out.
+        Clients in ``excluded`` are omitted.
         """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
@@ -189,7 +188,7 @@ class Version(ABC):
 
     @abstractmethod
     def _dispatch(self, client: int) -> None:
-        """Start the training of a client."""
+        """Start a client's training."""
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
         """Take a server step with the arrived uploads. Return the new state and sentences about events."""
@@ -213,7 +212,7 @@ class Version(ABC):
             log += (client, flights[number].version, t, start, end, busy, fate)
         for event in self._lost:
             places.setdefault(event[3], []).append(event[4])
-        for number, place, _ in self._ready.values():  # computed but not dispatched in this version
+        for number, place, _ in self._ready.values():  # computed but not dispatched from this version
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
@@ -227,7 +226,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """Interval between two server steps in virtual time, in which devices determine how long clients take."""
+    """Interval between two server steps in virtual time, where devices determine how long clients take."""
 
     _clients: LocalClients
 
@@ -240,7 +239,7 @@ class VirtualVersion(Version):
         return self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
 
     def _wait(self) -> None:
-        """Advance the time until a client is present that can be dispatched."""
+        """Advance the time until a client that can be dispatched is present."""
         t, before = self._state.round + 1, self._under_way()
         times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
         soonest = min(times, default=math.inf)
@@ -266,7 +265,7 @@ class VirtualVersion(Version):
                 self._ready[client] = number, place, work
 
     def _dispatch(self, client: int) -> None:
-        """Start the training of a client in virtual time."""
+        """Start a client's training in virtual time."""
         number, place, busy = self._ready.pop(client)
         presence, end, lost = self._fleet.presence, self._now + busy, False
         if presence is not None:

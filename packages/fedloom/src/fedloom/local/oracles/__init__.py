@@ -1,4 +1,4 @@
-"""Oracles, which compute gradients, and the rule that chooses one of them."""
+"""Oracles, which compute gradients, and the rule that selects an oracle."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 ORACLES: dict[str, type[Network]] = {"compiled": Fused, "vmap": Stacked, "loop": Looped}
 
 CPU_BYTES = 4 << 20
-"""Bytes of parameters per chunk that fit into a core's cache, which are about five clients of a network with 200,000
-parameters."""
+"""Parameter bytes per chunk that fit in a core's cache: about five clients of a network with 200,000 parameters."""
 
 GPU_BYTES = 1 << 30
-"""Bytes of parameters per chunk on an accelerator."""
+"""Parameter bytes per chunk on an accelerator."""
 
 
 def make_oracle(
@@ -42,7 +41,7 @@ def make_oracle(
     augment: Augment | None = None,
     precision: Precision = "full",
 ) -> Network:
-    """Create the oracle that computes gradients of a model on a federation.
+    """Create the oracle that computes a model's gradients on a federation.
 
     ``auto`` follows a fixed rule: `Fused` computes models of linear layers with pointwise activations. On a CPU, it
     also computes larger networks whose bodies consist of such layers (`fedloom.models.parts.MultiBodyNetwork`).
@@ -50,22 +49,18 @@ def make_oracle(
     random numbers, or is rejected by vmap. All other models use `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
-        ConfigError: the name is unknown.
-        ConfigError: samples to be augmented are not images, or the chosen oracle cannot compute the model, or cannot
-            compute it in this precision.
+        ConfigError: the gradient engine is unknown.
+        ConfigError: samples to be augmented are not images, or the oracle does not support the model or the precision.
     """
     if augment is not None and len(fed.data.shape) != 3:
         raise Refused(
-            f"augment changes images, of shape channels x height x width, but a sample of {fed.data.name!r} has shape "
+            f"augment requires images of shape channels x height x width, but a sample of {fed.data.name!r} has shape "
             f"{'x'.join(map(str, fed.data.shape))}",
             rule="augment-needs-images",
             fix="omit {augment}",
         )
     if augment is not None and fed.data.each:
-        raise Refused(
-            "augment changes only images, but these images have a label per pixel, which augment "
-            "would not change. Omit `augment`"
-        )
+        raise Refused("these images have a label per pixel, which augment would not transform. Omit `augment`")
     oracle = choose(
         "gradient engine",
         {**ORACLES},
@@ -74,14 +69,14 @@ def make_oracle(
     )
     if name == "vmap" and _needs_loop(module, fed):
         raise Refused(
-            "gradient engine 'vmap' does not work with batch statistics, buffers or attributes that "
-            "training changes, or a module's own randomness",
+            "gradient engine 'vmap' does not support batch statistics, buffers or attributes that training changes, "
+            "or a module's own randomness",
             rule="oracle-stacked",
             fix="set {engine.gradient_engine = 'loop'}",
         )
     if name == "vmap" and (rejection := fails_stacked(module, fed)):
         raise Refused(
-            f"gradient engine 'vmap' does not work with this model: vmap says {rejection!r}",
+            f"gradient engine 'vmap' does not support this model: vmap reports {rejection!r}",
             rule="oracle-stacked",
             fix="set {engine.gradient_engine = 'loop'}",
         )
@@ -107,7 +102,7 @@ def _needs_loop(module: nn.Module, fed: Federation) -> bool:
 
 
 def loop_reason(module: nn.Module, fed: Federation) -> str:
-    """Return vmap's error if it is the only reason why `auto` uses `Looped` on an accelerator, or ""."""
+    """Return vmap's error if it is the only reason why `auto` uses `Looped` on an accelerator, otherwise ""."""
     return "" if fed.device.type == "cpu" or _needs_loop(module, fed) else fails_stacked(module, fed)
 
 
@@ -122,8 +117,8 @@ def chunk_limit(oracle: Oracle) -> int:
 def chunk_count(m: int, limit: int) -> int:
     """Return the number K of chunks for ``m`` clients, which is the smallest multiple of 4 with m/K <= ``limit``.
 
-    If m < 16, or if four times as many clients would fit into one chunk, it is the smallest sufficient number, because
-    the cost of a step then does not depend on the number of clients.
+    If m < 16, or if four times as many clients would fit in one chunk, K is the smallest sufficient number, because the
+    cost of a step then does not depend on the number of clients.
 
     >>> chunk_count(100, 10), chunk_count(100, 200), chunk_count(10, 200), chunk_count(100, 400)
     (12, 4, 1, 1)

@@ -1,4 +1,4 @@
-"""Part of a network above the bodies that `Fused` computes. Autograd computes this part for all clients at once."""
+"""Part of a network above the bodies computed by `Fused`. Autograd computes this part for all clients at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class HeadNetwork:
-    """Part of a network (the head) that takes the outputs of the network's bodies as input.
+    """Part of a network (the head) whose inputs are the outputs of the bodies.
 
     Args:
         module: the whole network.
         layout: layout of a client's row.
         task: task that defines the loss.
-        below: names of the parameters of the bodies.
+        below: names of the bodies' parameters.
     """
 
     def __init__(self, module: MultiBodyNetwork, layout: Layout, task: Task, below: set[str]) -> None:
@@ -39,7 +39,7 @@ class HeadNetwork:
 
     @cached_property
     def represents(self) -> bool:
-        """True if the representation is computed in this part of the network, and not by a body."""
+        """True if this part of the network computes the representation, not a body."""
         return penultimate_layer(self._module) not in self._module.bodies()
 
     @torch.no_grad()
@@ -57,14 +57,14 @@ class HeadNetwork:
         self, w: Tensor, ends: list[Tensor], data: Samples, total: Tensor, functions: Sequence[TermFunction],
         terms: Sequence[Bound], anchors: Sequence[Sequence[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor]]:  # fmt: skip
-        """Return the gradients ``[m, ...]`` of the parameters in this part (if they have one), and of ``ends``.
+        """Return the gradients ``[m, ...]`` of this part's parameters (if they have one) and of ``ends``.
 
         Args:
             w: models ``[m, d]``.
             ends: outputs of the bodies ``[m, b, .]``.
-            data: samples of the batch.
+            data: the batch's samples.
             total: divisor of the sum of the terms ``[m, 1]``.
-            functions: functions of the terms.
+            functions: the terms' functions.
             terms: weights and arguments of each term.
             anchors: features of the samples for each term and anchor.
         """
@@ -95,7 +95,7 @@ class HeadNetwork:
         return gradients, deltas
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs ``[b, c]`` of one client and, if this part computes it, the representation ``[b, k]``."""
+        """Return a client's outputs ``[b, c]`` and, if this part computes it, the representation ``[b, k]``."""
         with (
             self._holder.holding([*parameters.values()]),
             record_layer_calls(self._layer if self.represents else None) as features,

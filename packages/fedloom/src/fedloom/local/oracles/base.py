@@ -1,4 +1,4 @@
-"""Base class of oracles, which define each client's local problem f_i and compute its gradient."""
+"""Base class of oracles. An oracle defines each client's local problem f_i and computes its gradient."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]
-"""Function that is applied to the outputs ``[b, a]`` of samples."""
+"""Function applied to the outputs ``[b, a]`` of samples."""
 
 Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """Function (w, ids, mu, steady, mask) that returns argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in
 the mask.
 
-The strength mu is ``[m, 1]``, or ``[m, d]`` for a different strength in each coordinate.
+The strength mu is ``[m, 1]``, or ``[m, d]`` for a separate strength per coordinate.
 """
 
 
 Steps = tuple[float | Tensor, float, Tensor | None, Tensor | None, tuple[float | Tensor, float] | None]
-"""Form of an SGD step. (beta, alpha, steady, scale, None) is ``w <- beta w + alpha scale grad + steady``.
+"""Form of an SGD step. (beta, alpha, steady, scale, None) stands for ``w <- beta w + alpha scale grad + steady``.
 
-With (pulled, rate) in place of None, it is ``v <- beta v + alpha scale grad + steady + pulled w`` and ``w <- w - rate
-v``, where v starts at 0.
+With (pulled, rate) in place of None, it stands for ``v <- beta v + alpha scale grad + steady + pulled w`` and ``w <- w
+- rate v``, where v starts at 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
-"""Function (w, plan, steps [m], kind of SGD step) that performs all steps in place in one call."""
+"""Function (w, plan, steps [m], form of SGD step) that performs all steps in place in one call."""
 
 
 class Features(NamedTuple):
@@ -55,7 +55,7 @@ class Oracle(ABC):
     device: torch.device
     minimise: Minimise | None = None
     whole: bool = False
-    """True if the loss depends on all samples of a client together instead of being a mean over samples."""
+    """True if the loss depends on all of a client's samples together instead of being a mean over samples."""
 
     def loop_for(self, w: Tensor) -> Descend | None:
         """Return a function that takes all SGD steps on rows like ``w [m, d]`` in one call, or None."""
@@ -65,9 +65,9 @@ class Oracle(ABC):
     def reached(self) -> Tensor | None:
         """Mask ``[d]`` with 1 for parameters that affect the loss of any sample, and 0 for all other parameters.
 
-        None if all parameters do.
+        None if all parameters affect it.
 
-        As in PyTorch, optimizers and weight decay do not change a parameter that has no gradient.
+        As in PyTorch, optimizers and weight decay do not change parameters without a gradient.
         """
         return None
 
@@ -81,7 +81,7 @@ class Oracle(ABC):
         """Return the number of training samples ``[m]`` of the clients ``ids``."""
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Return references to the samples at ``position [..., m, b]`` of clients ``ids [m]`` for later use."""
+        """Return references, for later use, to the samples at ``position [..., m, b]`` of clients ``ids [m]``."""
         return position
 
     @abstractmethod
@@ -96,11 +96,11 @@ class Oracle(ABC):
                 an SGD step in one pass.
             w: models ``[m, d]`` where the gradient is computed.
             batch: one batch for each row.
-            beta: factor of ``out``, a number or ``[m, 1]``. If it is the number 0, the old values are ignored, even if
+            beta: factor of ``out``, a scalar or ``[m, 1]``. If it is the scalar 0, the old values are ignored even if
                 they are not finite.
             alpha: factor of the gradient.
             steady: vector ``[m, d]``, or None if the vector is zero.
-            functions: functions of the terms on the representation.
+            functions: functions of terms on the representation.
             terms: weights, anchors and arguments of each term.
 
         Raises:
@@ -124,16 +124,16 @@ class Oracle(ABC):
         """Return the fraction of each client's training samples that are predicted correctly, ``[m, 1]``.
 
         Raises:
-            ConfigError: the task has no correct and incorrect predictions.
+            ConfigError: predictions of the task are neither correct nor incorrect.
         """
         raise Refused(
-            "accuracy needs classes, but this task has no classes",
+            "accuracy is undefined, because this task has no classes",
             rule="method-needs-classes",
-            fix="use the loss, or choose a different method",
+            fix="use the loss or a different method",
         )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Return counts of each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
+        """Count each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
 
         Raises:
             ConfigError: the task is not binary, or the groups do not exist.
@@ -145,13 +145,13 @@ class Oracle(ABC):
         )
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return the number of training samples per class of each client, ``[m, c]``, in the dtype of the oracle.
+        """Return each client's number of training samples per class, ``[m, c]``, in the oracle's dtype.
 
         Raises:
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "class counts need classes, but this task has no classes",
+            "class counts are undefined, because this task has no classes",
             rule="method-needs-classes",
             fix="use a method that does not need class counts",
         )
@@ -171,30 +171,30 @@ class Oracle(ABC):
             ConfigError: the model has no representation, or the loss is not a mean over samples.
         """
         raise Refused(
-            f"gradient engine {self.name!r} has no representation that a term could apply to. Use a "
-            "method without terms"
+            f"gradient engine {self.name!r} has no representation to which a term could apply. Use a method without "
+            f"terms"
         )
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the mean representation of each class in the training parts, ``[m, c, k]``, or 0 for a missing class.
+        """Return the mean representation of each class in the training sets, ``[m, c, k]``, or 0 for a missing class.
 
         Raises:
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "class means need classes, but this task has no classes",
+            "class means are undefined, because this task has no classes",
             rule="method-needs-classes",
             fix="use a method that does not need class counts",
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Return representations and labels of each client's training samples, in the order of the training part.
+        """Return representations and labels of each client's training samples, in the order of the training set.
 
         Raises:
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "class features need classes, but this task has no classes",
+            "class features are undefined, because this task has no classes",
             rule="method-needs-classes",
             fix="use a method that does not need class counts",
         )

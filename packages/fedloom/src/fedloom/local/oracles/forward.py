@@ -1,4 +1,4 @@
-"""Forward passes with one sample, which measure activations and determine a network's fastest memory format."""
+"""Forward passes with one sample, which measure activations and find a network's fastest memory format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
 FORWARD_SAMPLES = 4096
-"""Maximum number of samples that are evaluated together."""
+"""Maximum number of samples in one evaluation pass."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Maximum size, in bytes, of the largest activation when samples are evaluated together. If `FORWARD_SAMPLES` were the
-only limit, a CNN would take two to three times as long."""
+"""Maximum size of the largest activation in an evaluation pass, in bytes. If `FORWARD_SAMPLES` were the only limit, a
+CNN would take two to three times as long."""
 
 USUAL_BATCH = 20
-"""Assumed number of samples per step when pooled activations and convolution weights are compared in size."""
+"""Assumed number of samples per step when comparing the sizes of pooled activations and convolution weights."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def record_layer_calls(layer: nn.Module | None, *, entering: bool = False) -> It
 def set_training(module: nn.Module, training: bool) -> None:
     """Set the mode of a network, unless it already has this mode.
 
-    Setting the mode takes time, because all layers are visited.
+    Setting the mode visits all layers, which takes time.
     """
     if module.training is not training:
         module.train(training)
@@ -64,11 +64,11 @@ class RepresentationSpot(NamedTuple):
 
 
 def find_representation(module: nn.Module, sample: Tensor) -> RepresentationSpot:
-    """Find the representation of a network, which is the input of its head.
+    """Find a network's representation, which is the input of its head.
 
     This is the output of the layer `penultimate_layer`, unless a function such as ``F.relu`` is applied between this
-    layer and the head. To detect this, a ``sample [1, ...]`` is passed through the network: the two tensors then occupy
-    different memory. If the network itself names a layer, this layer is used without the check.
+    layer and the head. A pass of a ``sample [1, ...]`` through the network detects this, because the two tensors then
+    occupy different memory. If the network itself names a layer, this layer is used without a check.
 
     Raises:
         ConfigError: the head is the first layer.
@@ -95,7 +95,7 @@ def find_representation(module: nn.Module, sample: Tensor) -> RepresentationSpot
 def _is_same(output: object, taken: Tensor) -> bool:
     """Return True if the input of the head is the output of the layer, possibly in a different shape.
 
-    A comparison of only the values would not be sufficient, because they could be equal by coincidence.
+    Comparing only the values would not be sufficient, because they could be equal by coincidence.
     """
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
@@ -103,7 +103,7 @@ def _is_same(output: object, taken: Tensor) -> bool:
 
 
 def repeat_single(x: Tensor) -> Tensor:
-    """Repeat a sample if it is the only one, so that batch normalization can compute a variance (of zero).
+    """Repeat a single sample, so that batch normalization can compute a variance (of zero).
 
     Means are unchanged.
     """
@@ -111,7 +111,7 @@ def repeat_single(x: Tensor) -> Tensor:
 
 
 def samples_per_evaluation(module: nn.Module, sample: Tensor) -> int:
-    """Return how many samples to evaluate together, based on the largest activation for one ``sample [1, ...]``."""
+    """Return the number of samples to evaluate together, based on the largest activation of one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [
         m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
@@ -127,7 +127,7 @@ def samples_per_evaluation(module: nn.Module, sample: Tensor) -> int:
 
 
 def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: Tensor) -> dict[str, torch.Size]:
-    """Return the shape of each dropout layer's input for one ``sample [1, ...]``, keyed by name of the layer."""
+    """Return the shape of each dropout layer's input for one ``sample [1, ...]``, keyed by layer name."""
     shapes: dict[str, torch.Size] = {}
     hooks = [
         m.register_forward_pre_hook(lambda _m, args, name=name: shapes.__setitem__(name, args[0].shape[1:]))
@@ -142,10 +142,10 @@ def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: T
 
 
 def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
-    """On a CPU, return channels last if this saves more time in pooling than it costs for the weights of convolutions.
+    """On a CPU, return channels last if pooling saves more time than the convolution weights cost.
 
-    With this format, pooling is several times faster. However, a row stores weights and gradients in a different order,
-    so they must be copied in every step.
+    Pooling is several times faster in this format. However, rows store weights and gradients in a different order, so
+    they must be copied in every step.
     """
     weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d))
     if not weights or sample.dim() != 4 or sample.device.type != "cpu":

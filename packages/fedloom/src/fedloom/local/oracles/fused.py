@@ -1,7 +1,7 @@
-"""Fused oracle, which computes linear layers and pointwise activations of all clients at once and stores no gradients.
+"""Fused oracle, which computes all clients' linear layers and pointwise activations at once and stores no gradients.
 
-The product that yields a layer's gradient is added directly to ``out`` (which holds the parameters themselves in an SGD
-step).
+The product that yields a layer's gradient is added directly to ``out``, which in an SGD step holds the parameters
+themselves.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ ACTIVATION_DERIVATIVES: dict[type[nn.Module], Backward] = {
     nn.SiLU: lambda _, delta, z, _h: aten.silu_backward(delta, z),
     nn.ELU: lambda layer, delta, z, _h: aten.elu_backward(delta, layer.alpha, 1.0, 1.0, False, z),
 }
-"""Backward functions of activations, which compute the gradient of the input from (layer, gradient of the output, input
+"""Backward functions of activations. They compute the gradient of the input from (layer, gradient of the output, input
 z, output h)."""
 
 
 def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """Return the (name, layer) steps of a network that Fused can compute, or None if it contains any other layer."""
+    """Return the (name, layer) steps of a network that Fused supports, or None if it contains any other layer."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return None
     chain = [(name, layer) for name, layer in module._modules.items() if type(layer) is not nn.Identity]
@@ -89,7 +89,7 @@ class LayerChain(NamedTuple):
 
 
 def chains_of(module: nn.Module) -> list[LayerChain] | None:
-    """Return the chain of a network, or the chains of its bodies. Return None if Fused cannot compute one of them."""
+    """Return the chain of a network or the chains of its bodies, or None if Fused does not support one of them."""
     bodies, chains = {"": module}, list[LayerChain]()
     if isinstance(module, MultiBodyNetwork):
         if type(module).forward is not MultiBodyNetwork.forward or any(map(has_hook, module.modules())):
@@ -109,10 +109,9 @@ def chains_of(module: nn.Module) -> list[LayerChain] | None:
 
 
 class Fused(TermNetwork):
-    """Oracle that computes stacked networks of linear layers by batched products (see `Network` for the arguments).
+    """Oracle that computes stacked networks of linear layers with batched products (see `Network` for the arguments).
 
-    If a network has a part above its bodies (`fedloom.models.parts.MultiBodyNetwork`), this part is computed by
-    autograd.
+    Autograd computes the part of a network above its bodies, if any (`fedloom.models.parts.MultiBodyNetwork`).
 
     Raises:
         ConfigError: the network contains layers other than linear layers and pointwise activations.
@@ -125,7 +124,7 @@ class Fused(TermNetwork):
         chains = chains_of(self.module)
         if chains is None or fed.data.each:
             raise Refused(
-                "gradient engine 'compiled' needs a sequence of linear layers and pointwise activations",
+                "gradient engine 'compiled' requires a sequence of linear layers and pointwise activations",
                 rule="oracle-fused",
                 fix="set {engine.gradient_engine = 'auto'}",
             )
@@ -133,7 +132,7 @@ class Fused(TermNetwork):
         for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
-        if not isinstance(self.module, MultiBodyNetwork):  # such layers draw nothing and do not change parameters
+        if not isinstance(self.module, MultiBodyNetwork):  # such layers draw no random numbers and change no parameters
             self.hides_randomness, self.draws_evaluated, self.mixes_samples, self.overwritten = False, False, False, ()
             self.returns_probabilities = False
         self.linear = {
@@ -148,9 +147,9 @@ class Fused(TermNetwork):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
         functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
     ) -> None:  # fmt: skip
-        """Run one forward and one backward pass. The product for the weights adds its result directly to ``out``.
+        """Run one forward and one backward pass. The product for the weights is added directly to ``out``.
 
-        Terms are computed in the same pass if the representation lies above the bodies.
+        Terms are computed in the same pass if the representation is above the bodies.
         """
         if terms and (self.above is None or not self.above.represents):
             self.addgrad_(out, w, batch, beta, alpha, steady)
@@ -182,7 +181,7 @@ class Fused(TermNetwork):
             self._backward(chain, products, masks, inputs, delta)
 
     def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> Tensor:
-        """Return representations ``[m, b, k]`` of the models ``w [m, d]``, which are computed above the bodies."""
+        """Return the representations ``[m, b, k]`` of the models ``w [m, d]``, computed above the bodies."""
         assert self.above is not None
         products = kind(self.layout, w, w, 1.0, 1.0, None)
         return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains])
@@ -207,7 +206,7 @@ class Fused(TermNetwork):
                 delta = ACTIVATION_DERIVATIVES[type(layer)](layer, delta, values[k], values[k + 1])
 
     def loop_for(self, w: Tensor) -> Descend | None:
-        """Return the compiled loop for networks with ReLU and cross-entropy and without randomized inputs, or None."""
+        """Return the compiled loop for networks with ReLU, cross-entropy and no randomized inputs, or None."""
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:
@@ -215,7 +214,7 @@ class Fused(TermNetwork):
 
         Args:
             rows: rows that the loop would change.
-            random: True if samples are changed at random before they are used.
+            random: True if samples are randomly changed before use.
         """
         if not self._simple or not CompiledProducts.fits(rows):
             return False
@@ -237,7 +236,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _layers(self) -> list[list[int]]:
-        """Linear layers in the representation that `fedloom.kernels.descend` expects."""
+        """Linear layers in the form that `fedloom.kernels.descend` expects."""
         layers: list[list[int]] = []
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -247,7 +246,7 @@ class Fused(TermNetwork):
         return layers
 
     def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> StoredSamples:
-        """Return the samples of a plan or a batch for the compiled loop."""
+        """Return the samples of a plan or batch for the compiled loop."""
         classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
         data, scale, shift = self.fed.stored()
         return StoredSamples(data, scale, shift, self.fed.data.y, of.where, classes)

@@ -1,9 +1,9 @@
 """Large linear layers of a network trained client by client, computed by compiled products without autograd.
 
-They use float32 even if the step uses bfloat16, because reading the weights takes most of the time, and converting them
-would take longer than it saves.
+They use float32 even if the step uses bfloat16, because most of the time is spent reading the weights, and converting
+them would cost more than it saves.
 
-The backward pass only stores the factors of the weight gradients. Their product is added to the row after the pass,
+The backward pass stores only the factors of the weight gradients. Their product is added to the row after the pass,
 when the weights are no longer needed.
 """
 
@@ -19,15 +19,14 @@ from fedloom.local.oracles.products import CompiledProducts, LinearLayerSlice
 from fedloom.rows.layout import Layout
 
 LARGE_LAYER_WEIGHTS = 1 << 15
-"""Minimum number of weights of such a layer. For smaller layers, the overhead of the calls is larger than the gain."""
+"""Minimum number of weights of such a layer. For smaller layers, the call overhead exceeds the gain."""
 
 MAX_LOOP_INPUTS = 256
-"""Maximum number of input vectors in a step. If there are more, products of other libraries are faster than these
-loops."""
+"""Maximum number of input vectors in a step. With more, other libraries' products are faster than these loops."""
 
 
 class LinearPass:
-    """Forward and backward pass of one client through its large linear layers."""
+    """Forward and backward pass of a client through its large linear layers."""
 
     used = False
 
@@ -53,24 +52,24 @@ class LinearPass:
         return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
     def forward(self, layer: LinearLayerSlice, x: Tensor) -> Tensor:
-        """Compute the outputs ``[b, o]`` of a layer from its inputs ``[b, i]``."""
+        """Compute a layer's outputs ``[b, o]`` from its inputs ``[b, i]``."""
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
     def backward(self, layer: LinearLayerSlice, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
         """Compute the gradient of the inputs ``[b, i]`` if it is needed.
 
-        The gradient of the parameters is added later by `end`.
+        `end` adds the gradient of the parameters later.
         """
         self._deferred.append((layer, delta, x))
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
 def replace_linear_layers(module: nn.Module, layout: Layout) -> LinearPass:
-    """Replace the large linear layers of ``module`` by layers that a `LinearPass` computes, and return the pass.
+    """Replace the large linear layers of ``module`` by layers computed by a `LinearPass`, and return the pass.
 
-    If the module contains code other than fedloom's or PyTorch's, nothing is replaced.
+    Nothing is replaced if the module contains code other than fedloom's or PyTorch's.
 
-    Such code may compute gradients itself within a forward or backward pass.
+    Such code may compute its own gradients within a forward or backward pass.
     """
     shared = LinearPass()
     if all(type(m).__module__.partition(".")[0] in ("torch", "fedloom") for m in module.modules()):

@@ -1,6 +1,6 @@
-"""Looped oracle, which runs the module itself for one client at a time.
+"""Looped oracle, which runs the module itself, one client at a time.
 
-It is used for convolutions on a CPU, and for debugging.
+It is used for convolutions on a CPU and for debugging.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
 
 
 class Looped(TermNetwork):
-    """Oracle that computes gradients for one client at a time (see `Network` for the arguments).
+    """Oracle that computes gradients one client at a time (see `Network` for the arguments).
 
     Batch normalization uses the statistics of the batch. Other buffers and attributes that training changes are reset
     to their initial values before every step, so that clients do not affect each other. If a module draws from the
-    global random generator, the generator is seeded with (seed, round, client, stream, step) for the duration of the
-    step.
+    global random generator, this generator is seeded with (seed, round, client, stream, step) during the step.
     """
 
     name: ClassVar[str] = "loop"
@@ -62,7 +61,7 @@ class Looped(TermNetwork):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None,
         functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
     ) -> None:  # fmt: skip
-        """Run a forward and backward pass for one client after another.
+        """Run a forward and backward pass client by client.
 
         Terms are computed in the same pass, unless the step uses a lower precision or a `LinearPass` computes layers.
         """
@@ -121,7 +120,7 @@ class Looped(TermNetwork):
         return outputs
 
     def _restore(self) -> None:
-        """Restore the initial values of all buffers and attributes that a forward pass changed."""
+        """Restore the initial values of all buffers and attributes changed by a forward pass."""
         for owner, name, value in self._initial:
             put_value(owner, name, value)
 
@@ -137,7 +136,7 @@ class Looped(TermNetwork):
         return features[-1].flatten(1)
 
     def _lower_parameters(self, views: list[Tensor]) -> list[Tensor]:
-        """Return the parameters. Parameters of bfloat16 products are converted once instead of in every pass."""
+        """Return the parameters, with those of bfloat16 products converted once instead of in every pass."""
         return [view.to(torch.bfloat16) if narrow else view for view, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:

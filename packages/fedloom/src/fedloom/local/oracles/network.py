@@ -53,23 +53,22 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 MAX_BOUNDED_GROWTH = 10.0
-"""A model bounds its outputs, as with sigmoid or tanh, if outputs above 1 grow with the parameters by at most this
+"""A model's outputs are bounded, as with sigmoid or tanh, if outputs above 1 grow with the parameters by at most this
 factor."""
 SIGN_TRIALS = 16
-"""Number of draws of random signs. A network that can have positive outputs almost surely has one with such signs."""
+"""Number of draws of random signs. A network that can have positive outputs almost surely has some in these draws."""
 
 
 class Network(Oracle):
-    """Local problems of a network on the training parts of a federation. Subclasses compute the gradients.
+    """Local problems of a network on a federation's training sets. Subclasses compute the gradients.
 
     If ``low`` is True, gradients of steps are computed in bfloat16 (see `fedloom.local.oracles.precision`).
 
     Args:
-        module: the network. It is copied, and never modified.
+        module: the network. It is copied and never modified.
         task: task that defines the loss.
         fed: clients and their data. The oracle uses the data's dtype and device.
-        augment: random changes that are applied to the samples when the gradient of a step is computed. They are not
-            used for anything else.
+        augment: random changes applied to samples only when the gradient of a step is computed.
 
     Raises:
         LayoutError: no parameter of the network is trainable.
@@ -78,7 +77,7 @@ class Network(Oracle):
 
     low = False
     unseeded: Sequence[str] = ()
-    """Names of the user's loss and metrics whose values differ between equal calls with equal global generators."""
+    """Names of the user's loss and metrics whose values differ between identical calls with equal global generators."""
     moved: Sequence[str] = ()
     """Names of the module's buffers and attributes that training changes."""
 
@@ -117,9 +116,9 @@ class Network(Oracle):
         keep_memory()
 
     def _stays_negative(self, row: Tensor, x: Tensor) -> bool:
-        """Return True if no output is positive with random signs of the parameters ``row``.
+        """Return True if no output is positive when the parameters ``row`` have random signs.
 
-        The outputs of a log-softmax, and negative distances, have no positive values whatever the parameters are.
+        Outputs of a log-softmax and negative distances are never positive, whatever the parameters.
         """
         draws = generator(0, purpose="probe")
         for _ in range(SIGN_TRIALS):  # one draw at a time to save memory
@@ -129,14 +128,14 @@ class Network(Oracle):
         return True
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
-        """Return the samples of a batch. They are augmented if they are used for the gradient of a step."""
+        """Return a batch's samples, augmented if they are used for the gradient of a step."""
         ids = batch.ids.to(self.device)
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
         changed = step and batch.draw.stream != PASS_STREAM
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
-        """Return True if the gradient of a batch is computed in bfloat16."""
+        """Return True if a batch gradient is computed in bfloat16."""
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
@@ -144,13 +143,13 @@ class Network(Oracle):
         return use_bfloat16(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the number of training samples of each client."""
+        """Return each client's number of training samples."""
         return self._train_sizes[ids]
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
         """Return the indices of samples in the data set, ``[..., m, b]``.
 
-        Padding is replaced by one of the client's samples.
+        One of the client's samples replaces padding.
         """
         index, offsets = self.fed.parts["train"]
         start: Tensor = offsets[ids.to(index.device)][:, None]
@@ -159,7 +158,7 @@ class Network(Oracle):
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Return the weighted sum of the sample losses, ``[m, 1]``.
 
-        All modules are in evaluation mode. Batch normalization uses statistics of the client's training part.
+        All modules are in evaluation mode. Batch normalization uses the statistics of the client's training set.
         """
         data = self.samples(batch)
         loss = torch.zeros(len(w), 1, dtype=self.dtype, device=self.device)
@@ -172,7 +171,7 @@ class Network(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the mean ``[m, a]`` of reduced outputs of ``layer``, over ``batch`` or each client's training part.
+        """Return the mean ``[m, a]`` of reduced outputs of ``layer``, over ``batch`` or each client's training set.
 
         Raises:
             ConfigError: the model has no such layer.
@@ -189,7 +188,7 @@ class Network(Oracle):
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
         """Return the flattened outputs ``[b, a]`` of a layer for the samples ``index`` under the model ``row [d]``.
 
-        For sequences with a label per position, the result has one row for each position with a label.
+        For sequences with a label per position, the result has one row per labeled position.
 
         Raises:
             ConfigError: the model has no such layer.
@@ -234,7 +233,7 @@ class Network(Oracle):
         return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Return counts of each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
+        """Count each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
 
         Raises:
             ConfigError: the task is not binary, or the groups do not exist.
@@ -251,7 +250,7 @@ class Network(Oracle):
         return torch.stack(counts).to(self.dtype)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return the number of training samples per class of each client, ``[m, c]``.
+        """Return each client's number of training samples per class, ``[m, c]``.
 
         Raises:
             ConfigError: the task has no classes.
@@ -265,7 +264,7 @@ class Network(Oracle):
         return self.fed.class_counts("train")
 
     def masks_of(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
-        """Return the dropout masks of one client, keyed by name of the layer."""
+        """Return a client's dropout masks, keyed by layer name."""
         return {name: self._mask(name, batch, row, count) for name in self.dropouts}
 
     # ------------------------------------------------------------------------------------------------ evaluation
@@ -274,7 +273,7 @@ class Network(Oracle):
     def run(self, row: Tensor, x: Tensor) -> Tensor:
         """Compute outputs ``[b, k]`` (or ``[b L, k]`` for L labels each) of the model ``row [d]`` in evaluation mode.
 
-        A module that draws random numbers in evaluation draws the same numbers in every call.
+        A module that draws random numbers in evaluation mode draws the same numbers in every call.
         """
         self._hold(self._views_to_run(row))
         if self.normalisers:  # set_statistics changes the mode of these layers
@@ -284,7 +283,7 @@ class Network(Oracle):
             return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
     def _drawing(self) -> AbstractContextManager[object]:
-        """Seed the random generators inside the block if the module draws random numbers in evaluation."""
+        """Seed the random generators inside the block if the module draws random numbers in evaluation mode."""
         return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
@@ -293,9 +292,9 @@ class Network(Oracle):
             yield self.run(row, self.fed.fetch(piece))
 
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-        """Return outputs ``[N, k]`` of models ``rows [m, d]``, each for its ``sizes [m]`` samples in ``index [N]``.
+        """Return outputs ``[N, k]`` of models ``rows [m, d]``, each for its own ``sizes [m]`` samples in ``index [N]``.
 
-        The outputs of each model do not depend on the other models.
+        Each model's outputs do not depend on the other models.
         """
         pieces = index.split(sizes.tolist())
         blocks = [
@@ -311,8 +310,8 @@ class Network(Oracle):
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
         """Compute normalization statistics of the model ``row`` from the training data of ``ids``, weighted by size.
 
-        If the model has no batch statistics, nothing happens. The oracle's own copy of the model contains the
-        statistics until they are set again.
+        This has no effect without batch statistics. The oracle's own copy of the model contains the statistics until
+        they are set again.
         """
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
@@ -335,7 +334,7 @@ class Network(Oracle):
         self._statistics_of = row.clone(), ids.clone()
 
     def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
-        """Return True if the statistics are already set. This can happen if the same client has several parts."""
+        """Return True if the statistics are already set, for example if a client has several parts."""
         latest = self._statistics_of
         return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
@@ -346,7 +345,7 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
-        """Mask ``[d]`` of the parameters that affect the loss. None if all parameters do."""
+        """Mask ``[d]`` of the parameters that affect the loss. None if all parameters affect it."""
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
@@ -356,12 +355,12 @@ class Network(Oracle):
 
     @cached_property
     def draws_evaluated(self) -> bool:
-        """True if the module draws random numbers in evaluation mode, for example by dropout that stays active."""
+        """True if the module draws random numbers in evaluation mode, for example because dropout stays active."""
         return draws_globally(self._module, self.fed, trains=False)
 
     @cached_property
     def hides_randomness(self) -> bool:
-        """True if outputs depend on anything but the parameters, the samples and the global random generators."""
+        """True if outputs depend on anything except the parameters, the samples and the global random generators."""
         return not self.moved and hides_randomness(self._module, self.fed)
 
     @cached_property
@@ -371,7 +370,7 @@ class Network(Oracle):
 
     @cached_property
     def returns_probabilities(self) -> bool:
-        """True if the outputs for a sample are at least 0 and add up to 1."""
+        """True if the outputs for a sample are nonnegative and sum to 1."""
         return returns_probabilities(self._module, self.fed)
 
     @property
@@ -408,7 +407,7 @@ class Network(Oracle):
         return self.fed.fetch(self.fed.parts["train"].index[:1])
 
     def _mask(self, name: str, batch: Batch, row: int, count: int) -> Tensor:
-        """Return the mask ``[count, *features]`` of a dropout layer, drawn from the client's own generator."""
+        """Return a dropout layer's mask ``[count, *features]``, drawn from the client's own generator."""
         g = batch.draw.generator(row, name)
         return self.dropouts[name].draw((count, *self._features[name]), g).to(self.device)
 
@@ -424,9 +423,9 @@ class Network(Oracle):
 
 
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
-    """Multiply ``target`` in place by ``beta``, which is one number or one per client.
+    """Multiply ``target`` in place by ``beta``, which is a scalar or has one number per client.
 
-    If the number is 0, the target becomes zero even if its old values are not finite.
+    If it is the scalar 0, the target becomes zero even if its old values are not finite.
     """
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))

@@ -1,7 +1,7 @@
 """ReLU followed by 2x2 max pooling, both computed in one pass on a CPU.
 
-The results are the same, because max(0, .) and max(.) commute. In this way, ReLU processes only a quarter of the
-elements, and the backward pass needs one byte per output instead of the activations of both layers.
+The results are the same, because max(0, .) and max(.) commute. This way, ReLU processes only a quarter of the elements,
+and the backward pass needs one byte per output instead of both layers' activations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def join_relu_and_pooling(module: nn.Module) -> None:
-    """Replace each `nn.ReLU` and following 2x2 `nn.MaxPool2d` in plain `nn.Sequential` modules by joint layers."""
+    """Replace each `nn.ReLU` followed by 2x2 `nn.MaxPool2d` in plain `nn.Sequential` modules by joint layers."""
     for chain in list(module.modules()):
         if isinstance(chain, nn.Sequential) and type(chain).forward is nn.Sequential.forward:
             for (name, rectifier), (after, pool) in pairwise(list(chain._modules.items())):
@@ -33,7 +33,7 @@ def _can_join(rectifier: nn.Module | None, pool: nn.Module | None) -> bool:
 
 
 class _SkippedReLU(nn.ReLU):
-    """ReLU that has no effect unless a hook observes it. The pooling layer that follows always applies ReLU."""
+    """ReLU that has no effect unless a hook observes it. The subsequent pooling layer always applies ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if has_hook(self) else x
@@ -82,7 +82,7 @@ def _numpy_view(x: Tensor) -> Any:
 
 
 class Pooled(TorchDispatchMode):
-    """Mode that counts the elements per sample that reach pooling over image windows."""
+    """Mode that counts the elements per sample that are pooled over image windows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
 """Precision of gradients: bfloat16 or TF32, if a run requests it.
 
-With bfloat16, only the gradients of steps are different. Client rows, updates and passes over all samples retain full
-precision.
+bfloat16 affects only the gradients of steps. Client rows, updates and passes over all samples keep full precision.
 
-By default, a GPU computes products and convolutions in float32. TF32 changes all of them.
+By default, a GPU computes products and convolutions in float32. TF32 applies to all of them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
         )
     if oracle == "compiled":
         raise Refused(
-            f"{choice} works only for convolutions, because the engine for linear layers uses float32",
+            f"{choice} requires convolutions, because the engine for linear layers uses float32",
             rule="precision-of-linear-layers",
             fix="omit {engine.precision}",
         )
@@ -89,7 +88,7 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 def isolate_torch_settings(threads: int = 1) -> Iterator[None]:
     """Within the block, use this many threads, tensors on the CPU, and gradients, regardless of the caller's settings.
 
-    If the caller has set autocast or reduced precision, this has no effect inside the block either.
+    The caller's autocast or reduced precision has no effect inside the block either.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -113,7 +112,7 @@ def _disable_cpu_rounding() -> Iterator[None]:
     """Within the block, prevent the CPU from rounding the inputs of float32 products and convolutions.
 
     Since version 2.9, PyTorch has a separate switch for each library. If a caller has set the newer switches to
-    different values, reading the older switch raises an error.
+    different values, reading the old switch raises an error.
     """
     older = _is_readable_switch(torch.get_float32_matmul_precision)
     is_rounded = older not in (None, "highest")
@@ -133,7 +132,7 @@ def _disable_cpu_rounding() -> Iterator[None]:
 
 @contextmanager
 def _switch_precision(switches: Sequence[Any], precision: str) -> Iterator[None]:
-    """Within the block, set the precision of these libraries' float32 operations."""
+    """Set the precision of these libraries' float32 operations within the block."""
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = precision
@@ -153,10 +152,11 @@ def _is_readable_switch(switch: Callable[[], T]) -> T | None:
 
 @contextmanager
 def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
-    """Set the precision of a GPU and make its results bit-for-bit reproducible inside the block.
+    """Set a GPU's precision, and make its results bit-for-bit reproducible inside the block.
 
     By default, PyTorch rounds the inputs of float32 convolutions to TF32 and uses the fastest algorithms, some of which
-    sum in random order. If an operation in a user's model has no deterministic algorithm, PyTorch issues a warning.
+    add numbers in random order. If an operation in a user's model has no deterministic algorithm, PyTorch issues a
+    warning.
     """
     if device.type != "cuda":
         yield
@@ -185,7 +185,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
 
 @cache
 def warm_up_gpu(device: torch.device) -> None:
-    """Compute a first gradient on a GPU with warnings disabled, because PyTorch warns only about the first one."""
+    """Compute the first gradient on a GPU with warnings disabled, because PyTorch warns only about the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = torch.ones(2, 2, device=device, requires_grad=True)
@@ -201,7 +201,7 @@ def use_bfloat16(device: torch.device, on: bool) -> AbstractContextManager[objec
 
 
 def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return a mask of the parameters (of products) that `use_bfloat16` would convert to bfloat16 at each use."""
+    """Return a mask of the product parameters that `use_bfloat16` would convert to bfloat16 at each use."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Probes, which determine properties of a network by running a copy of it on a few samples."""
+"""Probes, which determine a network's properties by running a copy of it on a few samples."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 PROBE_SAMPLES = 32
-"""Number of samples, taken from all clients, for trying custom losses and metrics and for finding unused parameters."""
+"""Number of samples from all clients for trying custom losses and metrics and finding unused parameters."""
 
 MIXED_TOLERANCE = 1e-4
-"""Largest difference between outputs for the same sample in two batches that is considered a rounding error."""
+"""Largest difference between a sample's outputs in two batches that is considered a rounding error."""
 
 RANDOM_PASSES = 8
 """Number of passes for a network that draws random numbers. A layer that is dropped with probability 1/2 is missed with
@@ -34,7 +34,7 @@ probability 1/256."""
 def draws_globally(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
     """Return True if the module draws from a global random generator of torch, NumPy or Python.
 
-    To find out, a copy of the module is run on one sample.
+    A copy of the module is run on one sample to find out.
 
     Args:
         module: the network.
@@ -48,7 +48,7 @@ def draws_globally(module: nn.Module, fed: Federation, *, trains: bool = True) -
 
 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
-    """Return True if two passes over one sample differ although the global random generators start in the same state.
+    """Return True if two passes over a sample differ although the global random generators start in the same state.
 
     Such a module has its own random generator, or reads a clock or a device.
     """
@@ -62,9 +62,8 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 def mixes_samples(module: nn.Module, fed: Federation) -> bool:
     """Return True if the outputs for a sample depend on the other samples of a batch, e.g. due to a wrong axis.
 
-    Modules are tested in evaluation mode. Normalization by the statistics of a batch is not included. Each batch is
-    tested twice: if the outputs differ, the module itself draws random numbers or counts calls, and nothing is known
-    about the batch.
+    Modules are tested in evaluation mode. Normalization by batch statistics is not considered. Each batch is tested
+    twice: if the outputs differ, the module itself draws random numbers or counts calls, so the test is inconclusive.
     """
     if batch_norm_layers(module):
         return False
@@ -80,7 +79,7 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
 
 
 def returns_probabilities(module: nn.Module, fed: Federation) -> bool:
-    """Return True if the outputs for a sample are at least 0 and add up to 1, as after a softmax."""
+    """Return True if the outputs for a sample are nonnegative and sum to 1, as after a softmax."""
     try:
         with preserve_rng():
             outputs = _try_probe(_copy_in_training_mode(module, fed).eval(), fed)
@@ -91,7 +90,7 @@ def returns_probabilities(module: nn.Module, fed: Federation) -> bool:
 
 
 def unregistered_modules(module: nn.Module) -> list[str]:
-    """Return the names of layers and parameters that are only in plain lists and dicts, where torch finds none."""
+    """Return the names of layers and parameters that torch does not find, because they are in plain lists or dicts."""
     registered, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()
     for owner, m in module.named_modules():
         for key, held in vars(m).items():
@@ -105,10 +104,9 @@ def unregistered_modules(module: nn.Module) -> list[str]:
 
 
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
-    """Return the error message of vmap for the module, or "" if vmap accepts it. vmap must accept a training step.
+    """Return vmap's error message for a training step of the module, or "" if vmap accepts it.
 
-    To find out, a copy of the model computes one step of two models on one sample each, and then computes outputs
-    without vmap.
+    A copy of the module computes one step of two models on one sample each, and then outputs without vmap.
     """
     probe = _copy_in_training_mode(module, fed)
     for layer in probe.modules():
@@ -129,8 +127,8 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of buffers (except batch statistics) and attributes that training changes.
 
-    Attributes are considered only if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. To find them, a
-    copy of the module is run on one sample.
+    Only attributes whose types are in `fedloom.models.imported.CHANGEABLE_TYPES` are considered. A copy of the module
+    is run on one sample to find them.
     """
     probe = _copy_in_training_mode(module, fed)
     values = ModuleValues(probe)
@@ -142,8 +140,7 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
 def find_written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of parameters that a forward pass changes, as in `torch.nn.Embedding` with ``max_norm``.
 
-    To do so, a copy is run on one sample. A tensor that was written to in place has a new version, even if its values
-    are the same.
+    A copy is run on one sample. A tensor that is modified in place has a new version, even if its values are the same.
     """
     probe = _copy_in_training_mode(module, fed)
     marks = {name: (ValueRecord.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
@@ -160,7 +157,7 @@ def find_written_parameters(module: nn.Module, fed: Federation) -> list[str]:
 def find_unreached_parameters(module: nn.Module, fed: Federation, spot: RepresentationSpot | None = None) -> list[str]:
     """Return the names of parameters that affect no sample, such as the parameters of submodules that are never called.
 
-    To do so, a copy is run on `PROBE_SAMPLES` samples, and several times if it draws random numbers.
+    A copy is run on `PROBE_SAMPLES` samples, several times if it draws random numbers.
 
     Args:
         module: the network.

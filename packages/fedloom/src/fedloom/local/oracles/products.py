@@ -1,4 +1,4 @@
-"""Products of a linear layer for many clients at once: its outputs and the gradients of its inputs and weights.
+"""Products of a linear layer for many clients at once: outputs, and gradients of inputs and weights.
 
 `CompiledProducts` computes them on a CPU (see `fedloom.kernels`), and `BatchedProducts` on accelerators, for other
 dtypes, and for rows that are not contiguous.
@@ -39,8 +39,8 @@ class LinearLayerSlice(NamedTuple):
 class StoredSamples(NamedTuple):
     """Samples of a data set: stored values ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
 
-    The tuple also contains the indices of the samples in a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights
-    per client ``[m, C]`` (or ``[m, 0]``).
+    The tuple also contains the sample indices of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights per
+    client ``[m, C]`` (or ``[m, 0]``).
     """
 
     data: Tensor
@@ -58,7 +58,7 @@ class Products(ABC):
         layout: names and shapes of the model's parameters.
         out: rows ``[m, d]`` that `add_gradient_` changes. It may be the same tensor as ``w``.
         w: parameters ``[m, d]``.
-        beta: factor of ``out``, a number or ``[m, 1]``. If it is 0, the old values are ignored, even if they are not
+        beta: factor of ``out``, a scalar or ``[m, 1]``. If it is 0, the old values are ignored even if they are not
             finite.
         alpha: factor of the gradient.
         steady: vector ``[m, d]`` that is added, or None.
@@ -71,7 +71,7 @@ class Products(ABC):
 
     @abstractmethod
     def forward(self, layer: LinearLayerSlice, x: Tensor) -> Tensor:
-        """Compute the outputs ``[m, b, o]`` of a layer from its inputs ``[m, b, i]``."""
+        """Compute a layer's outputs ``[m, b, o]`` from its inputs ``[m, b, i]``."""
 
     @abstractmethod
     def backward(self, layer: LinearLayerSlice, delta: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Products(ABC):
 
 
 class BatchedProducts(Products):
-    """Products that PyTorch computes as batched matrix products. The gradient of the weights is added in place."""
+    """Products that PyTorch computes as batched matrix products, adding the gradient of the weights in place."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -114,7 +114,7 @@ class BatchedProducts(Products):
 
 
 class CompiledProducts(Products):
-    """Products that are computed by loops compiled for the CPU."""
+    """Products computed by loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -151,7 +151,7 @@ class CompiledProducts(Products):
         )  # fmt: skip
 
     def _each(self, value: float | Tensor) -> np.ndarray:
-        """Return a number, or one number per client, as an array ``[m]``."""
+        """Return a scalar, or one number per client, as an array ``[m]``."""
         column = np.empty(len(self._w), self._w.dtype)
         column[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
         return column
@@ -184,9 +184,9 @@ class CompiledProducts(Products):
         The loop is `fedloom.kernels.add_gradients`.
 
         Args:
-            layers: linear layers in the representation that `fedloom.kernels.descend` expects.
+            layers: linear layers in the form that `fedloom.kernels.descend` expects.
             samples: samples of the batch.
-            count: number of samples of each client ``[m, 1]``.
+            count: each client's number of samples ``[m, 1]``.
             total: divisor of the sum of sample losses ``[m, 1]``.
         """
         block = samples.where.shape[1]
@@ -199,7 +199,7 @@ class CompiledProducts(Products):
 
 
 def _arguments(layers: list[list[int]], samples: StoredSamples) -> tuple[np.ndarray, ...]:
-    """Return the arguments of the compiled loops that describe a network and its samples."""
+    """Return the compiled loops' arguments that describe a network and its samples."""
     stored = (samples.data, samples.scale, samples.shift, samples.y, samples.where.contiguous())
     return np.array(layers), *(values.numpy() for values in stored)
 
@@ -212,7 +212,7 @@ def _workspace(layers: list[list[int]], samples: StoredSamples, block: int) -> n
 
 
 def apply(w: np.ndarray, layer: LinearLayerSlice, x: Tensor, ends: np.ndarray) -> Tensor:
-    """For inputs ``[N, i]`` ordered by client, return a layer's outputs ``[N, o]`` under the models ``w [m, d]``.
+    """Return a layer's outputs ``[N, o]`` under the models ``w [m, d]`` for inputs ``[N, i]`` ordered by client.
 
     The rows of client c end before row ``ends[c]``.
     """

@@ -1,4 +1,4 @@
-"""Quadratic problems f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), whose results are all known exactly.
+"""Quadratic problems f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), for which all results are known exactly.
 
 They are used in tests and theory.
 """
@@ -27,10 +27,9 @@ class Quadratic(Oracle):
     Args:
         hessian: symmetric matrices A_i ``[n, d, d]``.
         minimiser: minimizers c_i ``[n, d]``.
-        sizes: number of training samples that each client pretends to have ``[n]``. The gradient is the same for every
-            batch.
-        solve: True if `descend` returns the exact minimizer of its problem, regardless of the number of steps (or the
-            starting point if there are no steps).
+        sizes: each client's nominal number of training samples ``[n]``. All batches have the same gradient.
+        solve: True if `descend` returns the exact minimizer of its problem, regardless of the number of steps (with no
+            steps, it returns the starting point).
         layout: shapes. If None, the only parameter is a vector of length d.
     """
 
@@ -53,7 +52,7 @@ class Quadratic(Oracle):
         self.dtype, self.device = minimiser.dtype, minimiser.device
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the number of training samples that each client pretends to have."""
+        """Return each client's nominal number of training samples."""
         return self.count[ids]
 
     def _gradient(self, w: Tensor, ids: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ class Quadratic(Oracle):
 
     @property
     def _classes(self) -> int:
-        """Number of classes, which is the number of rows of the last matrix, as in a head.
+        """Number of classes: the number of rows of the last matrix, as in a head.
 
         If the last matrix has a single row, as in a binary task, there are two classes.
         """
@@ -133,7 +132,7 @@ class Quadratic(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the model as its outputs, or its first parameters as its representation (see `class_means`)."""
+        """Return the model as its own outputs, or its first parameters as its representation (see `class_means`)."""
         outputs = w[:, : self._features] if layer == "penultimate" else w
         return outputs.clone() if reduce is None else reduce(outputs)
 

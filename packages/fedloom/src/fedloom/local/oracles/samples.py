@@ -1,4 +1,4 @@
-"""Samples in a batch and their losses, with weights per client and class, and with user-defined losses."""
+"""Samples of a batch and their losses, including class weights per client and user-defined losses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from fedloom.tasks.kinds import OwnLoss
 
 GROWING_FACTORS = 1e4, 1e6
-"""Factors of the outputs, for finding out whether a loss falls in proportion to them."""
+"""Factors of the outputs for testing whether a loss decreases in proportion to them."""
 
 
 class Samples:
     """Training samples of a batch.
 
-    If ``changed`` is True, the samples include the random changes of a step: new versions, noise and augmentation.
+    If ``changed`` is True, the samples include a step's random changes: new versions, noise and augmentation.
 
     Attributes:
         y: targets ``[m, b]`` or ``[m, b, k]``.
-        weight: factor of each sample's loss, which is 0 for the padding of a short batch. Its shape is ``[m, b]``, or
-            ``[m, 1]`` if no batch is short.
+        weight: factor of each sample's loss, which is 0 for padding. Its shape is ``[m, b]``, or ``[m, 1]`` if no batch
+            is padded.
         span: number of targets per sample, which is 1, or the length L of sequences with a label per position. In the
             latter case, ``y`` and ``weight`` have shape ``[m, b L]``. The weight of a position without a label is 0.
             The weight of a labeled position is the weight of its sequence divided by the mean number of labels in the
@@ -64,7 +64,7 @@ class Samples:
     def x(self) -> Tensor:
         """Values of the samples ``[m, b, *shape]``.
 
-        The padding of a short batch repeats one of the client's samples.
+        Padding repeats one of the client's samples.
         """
         x = self._fed.fetch(self._batch.where)
         if self._changed and self._fed.data.rereading is not None:
@@ -79,12 +79,12 @@ class Samples:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Number of samples in each client's batch."""
+        """Size of each client's batch."""
         counts: list[int] = self._batch.count[:, 0].tolist()
         return counts
 
     def _add_noise(self, x: Tensor) -> None:
-        """Add noise, which is drawn on the CPU in float32 from each client's own generator."""
+        """Add noise, drawn on the CPU in float32 from each client's own generator."""
         for row, count in enumerate(self.counts):
             spread = self._fed.spread(self._batch.where[row, :count])
             if spread is not None and bool(spread.any()):
@@ -104,7 +104,7 @@ class Samples:
 
     @property
     def weighs_labels(self) -> bool:
-        """True if the labels of a multilabel task have weights."""
+        """True if a multilabel task has label weights."""
         return self.class_weights is not None and self.class_weights.ndim == 3
 
     def factors(self) -> Tensor:
@@ -120,7 +120,7 @@ class Samples:
         return (self.weight * self.class_weights.gather(1, self.y)).unsqueeze(-1)
 
     def factors_of(self, i: int, count: int) -> Tensor:
-        """Return the factors for the first ``count`` targets of client ``i``, as in `factors`, or one number for all.
+        """Return the factors for the first ``count`` targets of client ``i``, as in `factors`, or a scalar for all.
 
         The shape is ``[count, 1]``, ``[count, k]`` or ``[]``.
         """
@@ -151,7 +151,7 @@ def output_gradient(task: Task, outputs: Tensor, data: Samples, i: int) -> Tenso
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
-    """Return the sum of client ``i``'s weighted losses as a single number.
+    """Return the sum of client ``i``'s weighted losses as a scalar.
 
     ``outputs [b, k]`` are the outputs for the client's samples.
     """
@@ -167,10 +167,10 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
-    """Compute the weighted sum of a user-defined loss over one client's samples.
+    """Compute the weighted sum of a user-defined loss over a client's samples.
 
-    Since the loss is a mean, it is multiplied by the number of samples, and it is computed separately for each class if
-    there are class weights.
+    Since the loss is a mean, it is multiplied by the number of samples. With class weights, it is computed separately
+    for each class.
     """
     weight = data.weight[i, 0]
     if data.span > 1:
@@ -184,20 +184,20 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
 
 
 def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, negative: bool = False) -> list[str]:
-    """Try a user's loss and metrics, on the outputs ``[b, k]`` for a few samples or positions.
+    """Try a user's loss and metrics on the outputs ``[b, k]`` for a few samples or positions.
 
-    Return the names of the functions whose values differ between two equal calls (see `_is_unseeded`).
+    Return the names of the functions whose values differ between two identical calls (see `_is_unseeded`).
 
     Args:
         task: task with the user's functions.
         outputs: outputs of the initial model.
         y: targets.
-        bounded: True if no parameters give larger outputs, as with a sigmoid, so that no loss needs a lower bound.
-        negative: True if no parameters give positive outputs, as with a log-softmax.
+        bounded: True if outputs cannot grow with the parameters, as with a sigmoid, so losses need no lower bound.
+        negative: True if outputs are never positive, as with a log-softmax.
 
     Raises:
-        ConfigError: a function fails or does not return a single number, or the loss is a sum, is not finite, has no
-            gradient, has its own parameters, or pairs every output with every target.
+        ConfigError: a function fails or does not return a scalar, or the loss is a sum, is not finite, has no gradient,
+            has its own parameters, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -236,8 +236,8 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
             raise ConfigError(f"task: the gradient of loss {name!r} cannot be computed: {cause_of(error)}") from error
         if gradient is None:
             raise ConfigError(
-                f"task: loss {name!r} has no gradient. Compute the loss from the outputs with "
-                "PyTorch's real-valued functions"
+                f"task: loss {name!r} has no gradient. Compute the loss from the outputs with real-valued PyTorch "
+                f"functions"
             )
     if not bool(gradient.isfinite().all()):
         raise ConfigError(
@@ -245,7 +245,7 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
         )
     if untrained:
         raise ConfigError(
-            f"task: loss {name!r} is computed from tensors that no client trains, of shape "
+            f"task: loss {name!r} depends on tensors that no client trains, of shape "
             f"{', '.join(map(str, untrained[:4]))}. Call detach() on them, or make them parameters of "
             "the model (for a penalty on parameters, use local.weight_decay)"
         )
@@ -260,14 +260,14 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
     if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
         raise ConfigError(
             f"task: loss {name!r} is a sum instead of a mean: {value:.4g} on {len(y)} samples, "
-            f"{doubled:.4g} if each sample occurs twice",
+            f"but {doubled:.4g} if each sample occurs twice",
             rule="loss-is-a-sum",
             fix="make {task.loss} return the mean over the batch",
         )
     if not bounded and _is_unbounded(task.objective.loss, outputs, y, negative):
         raise ConfigError(
-            f"task: loss {name!r} has no lower bound on the outputs of this model: larger outputs make it more "
-            "negative for every class. This happens with the negative of a loss, or with nll_loss on logits",
+            f"task: loss {name!r} has no lower bound for this model: larger outputs make it more negative for every "
+            f"class. Typical causes are a negated loss, or nll_loss applied to logits",
             rule="loss-is-unbounded",
             fix="make {task.loss} a loss that is at least 0 for logits, such as cross_entropy, or end the model with "
             "LogSoftmax",
@@ -278,8 +278,8 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
 def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool) -> bool:
     """Return True if a classification loss decreases without bound as the outputs grow.
 
-    Each sample has the class with its largest output, and then the class with its smallest output. If ``negative`` is
-    True, all outputs stay negative, as logarithms of probabilities and negative distances do.
+    Each sample is first assigned the class with its largest output, and then the class with its smallest output. If
+    ``negative`` is True, all outputs stay negative, like log probabilities and negative distances.
     """
     if y.is_floating_point() or y.ndim != 1 or not len(y):
         return False
@@ -300,7 +300,7 @@ def _is_unbounded(loss: UserFunction, outputs: Tensor, y: Tensor, negative: bool
 
 
 def _is_unseeded(function: UserFunction, what: str, outputs: Tensor, y: Tensor) -> bool:
-    """Return True if two equal calls differ even though the global generators start in the same state.
+    """Return True if two identical calls differ even though the global generators start in the same state.
 
     Such a function draws from its own generator, counts its calls, or reads a clock.
     """
@@ -314,10 +314,10 @@ def _is_unseeded(function: UserFunction, what: str, outputs: Tensor, y: Tensor) 
 def _check_reduction(loss: UserFunction, outputs: Tensor, y: Tensor) -> None:
     """Raise an error if a loss returns one value per sample.
 
-    If the loss fails, no error is raised here, because `compute_user_number` raises a more precise error.
+    No error is raised here if the loss fails, because `compute_user_number` raises a more precise one.
 
     Raises:
-        ConfigError: the loss returns more than one number.
+        ConfigError: the loss does not return a scalar.
     """
     try:
         with torch.no_grad():
@@ -326,14 +326,14 @@ def _check_reduction(loss: UserFunction, outputs: Tensor, y: Tensor) -> None:
         return
     if shape:
         raise ConfigError(
-            f"task: loss {loss.display_name!r} must return one number for a batch, got shape {shape}",
+            f"task: loss {loss.display_name!r} must return a scalar for a batch, got shape {shape}",
             rule="loss-per-sample",
             fix="make {task.loss} return the mean over the batch",
         )
 
 
 def _gradient_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors that a loss has a gradient for."""
+    """Return the tensors for which a loss has a gradient."""
     nodes: list[Any] = [loss.grad_fn or torch.autograd.graph.get_gradient_edge(loss).node]
     reached = {*nodes}
     for node in nodes:
@@ -347,9 +347,9 @@ def _gradient_leaves(loss: Tensor) -> list[Tensor]:
 def _uses_pairing(loss: UserFunction, outputs: Tensor, y: Tensor) -> bool:
     """Return True if a loss depends on the assignment of two targets to two outputs ``[b, 1]``.
 
-    The test uses increasing outputs, and half of these outputs have each target.
+    The test uses increasing outputs, half of them with each target.
 
-    If a loss does not depend on the targets, or rejects these numbers, the result is also True.
+    The result is also True if a loss does not depend on the targets or rejects these numbers.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

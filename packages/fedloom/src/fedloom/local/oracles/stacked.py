@@ -1,4 +1,4 @@
-"""Stacked oracle, which computes a chunk of clients by one torch.func call for any model that vmap accepts."""
+"""Stacked oracle, which computes a chunk of clients in one torch.func call for any model that vmap accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of terms on a representation, and mean representations of each class, for all oracles of networks."""
+"""Gradients of terms on a representation, and mean representations per class, for all network oracles."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Representations(NamedTuple):
 
 
 class ParameterHolder:
-    """Network whose parameters can be temporarily replaced, more quickly than by `torch.func.functional_call`.
+    """Network whose parameters can be temporarily replaced, faster than with `torch.func.functional_call`.
 
     Args:
         module: the network.
-        names: names of the parameters to replace. If a parameter has several names, it is replaced under all of them.
+        names: names of the parameters to replace. A parameter with several names is replaced under all of them.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -60,10 +60,10 @@ class ParameterHolder:
 
 
 class Representation:
-    """Network that returns its representation together with its outputs. Its parameters are passed in each call.
+    """Network that returns its representation with its outputs. Its parameters are passed in each call.
 
     Args:
-        module: network, of which a copy is used.
+        module: network. A copy of it is used.
         spot: location of the representation.
         like: tensor with the dtype and device of the computation.
     """
@@ -95,7 +95,7 @@ class Representation:
     def features(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
         """Return the representations ``[b, k]`` of samples in evaluation mode.
 
-        If the network is a plain sequence of layers, the layers above the representation are not computed.
+        If the network is a plain sequence of layers, layers above the representation are not computed.
         """
         set_training(self.module, False)
         with self._holder.holding(values):
@@ -104,7 +104,7 @@ class Representation:
         return self._features() if self._caught else x.flatten(1)
 
     def _features(self) -> Tensor:
-        """Return the representation that was recorded last."""
+        """Return the last recorded representation."""
         latest = self._caught[-1].flatten(1)
         self._caught.clear()
         return latest
@@ -130,7 +130,7 @@ def sum_terms(
         values = fn(now.features, now.outputs, y, beside, argument)
         if values.shape != y.shape[:1]:
             raise ValueError(
-                f"a term must return one number per sample, as a tensor of shape [{len(y)}], got {[*values.shape]}"
+                f"a term must return one number per sample as a tensor of shape [{len(y)}], got {[*values.shape]}"
             )
         total = total + term.weight[i, 0] * values.sum()
     return total
@@ -140,7 +140,7 @@ class TermNetwork(Network):
     """Network with mean representations per class and gradients of terms on its representation (see `Network`)."""
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the mean representation of each class in the training parts, ``[m, c, k]``, or 0 for a missing class.
+        """Return the mean representation of each class in the training sets, ``[m, c, k]``, or 0 for a missing class.
 
         Raises:
             ConfigError: the model cannot process its samples individually.
@@ -152,7 +152,7 @@ class TermNetwork(Network):
         return torch.stack(means)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Return representations and labels of each client's training samples, in the order of the training part.
+        """Return representations and labels of each client's training samples, in the order of the training set.
 
         Raises:
             ConfigError: the model cannot process its samples individually.
@@ -176,7 +176,7 @@ class TermNetwork(Network):
     ) -> None:
         """Add alpha times the gradient of all terms (weight times the mean over the batch) to ``out``.
 
-        Autograd computes the gradient for one client at a time.
+        Autograd computes the gradient one client at a time.
 
         Raises:
             ConfigError: the model cannot process its samples individually.
@@ -206,12 +206,12 @@ class TermNetwork(Network):
             torch._foreach_add_(*map(list, zip(*added, strict=True)), alpha=alpha)
 
     def _split(self, rows: Tensor) -> list[list[Tensor]]:
-        """Return the parameters of each client as views of ``rows [m, d]``, in the order of the module."""
+        """Return each client's parameters as views of ``rows [m, d]``, in the order of the module."""
         return [*map(list, zip(*(value.unbind() for value in self.layout.tree(rows).values()), strict=True))]
 
     @cached_property
     def representation(self) -> Representation:
-        """Copy of the network that returns its representation together with its outputs."""
+        """Copy of the network that returns its representation with its outputs."""
         return Representation(self._module, self.spot, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _check_terms(self) -> None:
