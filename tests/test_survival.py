@@ -18,7 +18,7 @@ from statsmodels.duration.hazard_regression import PHReg
 
 import fedloom as fl
 from fedloom.data.sources.tabular import Csv
-from fedloom.errors import ConfigError, DataError, Stop
+from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.tasks import Count, Objective, Survival, task_of
 from fedloom.tasks.survival import SurvivalRows, brier, concordance, fit_baseline, observed_expected, partial_loss
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
@@ -290,12 +290,13 @@ def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: 
         fl.Dataset.create(tables()["rossi"][0], "week", **keys)
 
 
-def test_a_table_without_an_event_is_read_with_a_note_and_trains_no_model() -> None:
+def test_a_table_without_an_event_is_read_with_a_note_and_refused_for_training() -> None:
     table = tables()["rossi"][0].assign(none=0)
     data = fl.Dataset.create(table.drop(columns="arrest"), "week", event="none")
     assert [note for note in data.notes if "0 in every row" in note]
-    result = fl.simulate("fedavg", fl.partitions.iid(clients=3)(data, seed=0), rounds=2)
-    assert result.stop is Stop.UNCHANGED
+    with pytest.raises(Refused) as caught:
+        fl.simulate("fedavg", fl.partitions.iid(clients=3)(data, seed=0), rounds=2)
+    assert caught.value.rule == "nothing-to-learn"
 
 
 def test_times_and_horizons_are_checked() -> None:

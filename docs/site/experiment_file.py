@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -366,9 +367,8 @@ def _options(value: Any) -> list[Option]:
         if key == "kind":
             continue
         limits = [limit.replace(">=", "≥").replace("<=", "≤") for limit in limits_of(field)]
-        allowed = getattr(field.annotation, "__args__", ())
-        if not limits and allowed and all(isinstance(a, str) for a in allowed):
-            limits = [f'`"{a}"`' for a in allowed]
+        if not limits:
+            limits = [f'`"{value}"`' for value in _allowed_texts(field.annotation)]
         if field.is_required():
             default = "required"
         else:
@@ -376,6 +376,12 @@ def _options(value: Any) -> list[Option]:
         meaning = _cell((field.description or "").replace("None:", "not set:"))
         found.append(Option(key, default, ", ".join(limits), meaning))
     return found
+
+
+def _allowed_texts(annotation: Any) -> list[str]:
+    """Return the texts that an option accepts, or no text if it also accepts other values except None."""
+    allowed = [value for a in get_args(annotation) if a is not NoneType for value in get_args(a) or [a]]
+    return allowed if all(isinstance(value, str) for value in allowed) else []
 
 
 def _table(options: list[Option]) -> list[str]:

@@ -116,7 +116,7 @@ def test_a_run_directory(times: int, finished: Path, tmp_path: Path, record_prop
         if ends is None:
             assert name.name in sentence or "a different experiment" in sentence
             continue
-        damaged = any(end.damaged for end in ends)
+        damaged = any(end.is_damaged for end in ends)
         assert damaged == (name.parts[0] == "checkpoints"), (name, place)
         assert same_rows(copy / "metrics.parquet", finished / "metrics.parquet"), (name, place)
         for path in files(finished):

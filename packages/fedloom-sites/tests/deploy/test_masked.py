@@ -508,7 +508,7 @@ def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatc
     """Nobody else can: the server sees sums."""
     here = secured(tmp_path, "flame", rounds=1)
     monkeypatch.setattr(Job, "weights", lambda _self, _up: [-torch.ones(1, 1)])
-    assert here.serve() is Stop.TOO_FEW
+    assert here.serve() is Stop.NEUTRAL
     assert "5 of 5 sites with samples sent a neutral upload" in here.summary()["detail"]
     assert not here.audit("rejected")
 

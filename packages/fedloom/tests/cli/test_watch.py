@@ -223,7 +223,7 @@ def test_nothing_else_is_served(watched: tuple[Path, Watched, LivePage]) -> None
 
 
 def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path) -> None:
-    for folder, sentence in ((tmp_path / "none", "is not a directory"), (tmp_path, "contains no server.toml")):
+    for folder, sentence in ((tmp_path / "none", "is not a directory"), (tmp_path, "and no server.toml")):
         done = CliRunner().invoke(app, ["watch", str(folder)])
         assert done.exit_code == 2
         assert sentence in done.output

@@ -141,7 +141,9 @@ class RecordedComparison:
         """Plot every method's mean with its 95 % interval over seeds, and a dot for every seed.
 
         Args:
-            name: name of the metric. If None, the task's primary metric is plotted. Raises:
+            name: name of the metric. If None, the task's primary metric is plotted.
+
+        Raises:
             ConfigError: the metric does not exist.
         """
         chosen = name or self._lead
