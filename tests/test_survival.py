@@ -226,7 +226,7 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
         "predict", run / "run", run / "rossi.csv", "--method", "ditto", "--seed", "0", "--out", run / "p.csv"
     )
     assert "114 events" in call("cox", run / "rossi.toml")
-    with pytest.raises(ConfigError, match="a survival has no class probabilities. Use"):
+    with pytest.raises(ConfigError, match="a survival task has no class probabilities. Use"):
         model.predict_proba(table)
 
 

@@ -307,7 +307,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "batches": (
         lambda: ff.Local(nn.Linear(5, 3), [*DataLoader(TensorDataset(numbers(5), codes(3)), N - 1)]),
-        r"trainset is a list of 2 batches. Pass the data set from which the batches came, or \(torch.cat",
+        r"trainset is a list of 2 batches. Pass the data set of the batches, or \(torch.cat",
     ),
     "no training samples": (lambda: ff.Local(nn.Linear(5, 3), None), "trainset is None"),
     "no such device": (

@@ -231,7 +231,9 @@ def test_other_numbers_are_refused_with_a_cure_that_works(case: str, of_bytes: M
 
 def test_booleans_are_refused_since_true_may_be_1_or_255(of_bytes: Models) -> None:
     black_white = BYTES > 128
-    with pytest.raises(DataError, match=r"got bool values from 0 to 1; pass x.astype\('float32'\), in which") as error:
+    with pytest.raises(
+        DataError, match=r"got bool values from 0 to 1; pass x.astype\('float32'\) \(True is white\)"
+    ) as error:
         of_bytes.predict(black_white)
     want = of_bytes.predict_proba(black_white.astype(np.uint8) * 255)
     np.testing.assert_allclose(of_bytes.predict_proba(cured(error, black_white)), want, atol=1e-6)

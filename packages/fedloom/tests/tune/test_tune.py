@@ -297,7 +297,9 @@ def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
     two = ONE.replace("rounds = 24", "rounds = 2")
     output, row = tune_alone('algorithm = "uneven:Uneven"', two, "3")
     assert "may diverge" not in output
-    sentence = "Uneven did other work: it took 150 % of the gradients of 2 plain rounds in 1 of its own."
+    sentence = (
+        "Uneven did a different amount of work: in its 1 round, it computed 150 % of the gradients of 2 plain rounds."
+    )
     assert int(row["rounds"]) == 1
     assert f"warning: {sentence}" in output
     assert f"# {sentence}" in Path("out/tuned.toml").read_text()

@@ -247,8 +247,10 @@ class SearchResult(NamedTuple):
 def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
     """Return a sentence about each method whose best trial exceeded its compute budget (`MAX_BUDGET_RATIO`)."""
     return [
-        f"{f.study.method.label} did a different amount of work: in its {f.best.rounds} rounds, it computed "
-        f"{percent(f.share)} of the gradients of {f.study.goal.rounds} plain rounds."
+        write_singular(
+            f"{f.study.method.label} did a different amount of work: in its {f.best.rounds} rounds, it computed "
+            f"{percent(f.share)} of the gradients of {f.study.goal.rounds} plain rounds."
+        )
         for f in findings
         if f.best is not None and f.share is not None and f.share > MAX_BUDGET_RATIO
     ]
