@@ -18,11 +18,10 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import DETECTED_OPTION_DEFAULTS, FIXED_TABLE_OPTIONS
 from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.data.sources.table.reading import TableSource
-from fedloom.engine.checks.learnable import check_learnable
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import find_accounted_noise
-from fedloom.engine.setup import make_job
+from fedloom.engine.setup import check_learnable, make_job
 from fedloom.engine.virtual.check import check_stream
 from fedloom.errors import ConfigError, entered
 from fedloom.hints import unknown

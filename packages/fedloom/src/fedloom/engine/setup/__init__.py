@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.data.federation import Federation
-from fedloom.engine.checks.learnable import check_learnable
+from fedloom.engine.checks.learnable import check_learnable as check_learnable  # sites check their plans with it
 from fedloom.engine.checks.rehearsal import rehearse_rounds
 from fedloom.engine.job import Job
 from fedloom.engine.problem import JobFacts
