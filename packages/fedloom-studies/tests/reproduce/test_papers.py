@@ -72,7 +72,7 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
     )
     assert "verdict |\n|---|---|---|---|---|---|\n" in recipe_page(tiny(), done)
     unknown = recipe_page(tiny(), replace(done, samples={}))
-    assert "The record does not contain the size of the data, so no value is compared." in unknown
+    assert "The record does not contain the data's size, so no value is compared." in unknown
     assert not tiny().follows_paper("full", {"digits": 1796})
 
 
@@ -278,7 +278,7 @@ def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatc
     assert "holds" in page
     for name, recipe in papers.select_papers(read_recipes()).items():
         another = re.search(
-            r"LeNet|instead of ResNet|network of one hidden|two convolutions", recipe.paper.reduced or ""
+            r"LeNet|instead of ResNet|network with one hidden|two convolutions", recipe.paper.reduced or ""
         )
         assert bool(another) == bool(recipe.paper.stand_in), name
         if recipe.paper.stand_in:
@@ -300,7 +300,7 @@ def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.
 
 def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
-    note = "These experiments are smaller than the paper's: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
+    note = "The following experiments are smaller than the paper's: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
     assert note in only(monkeypatch, one, as_run(one))
     assert "These experiments are smaller" not in only(monkeypatch, one, as_run(one, rounds=4))
     less = replace(one, paper=one.paper.with_(reduced="a tenth"))
@@ -575,7 +575,7 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
 
 def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most() -> None:
     """What the page states of searches."""
-    assert "with grids of\nequal size for every method" in papers.PAPERS_TEXT
+    assert "with tuning\ngrids of the same size for every method" in papers.PAPERS_TEXT
     assert "the search continues beyond it, up to twice the size" in papers.RULES_FILE.read_text()
     searched, beyond = 0, 0.0
     for name, recipe in read_recipes().items():
@@ -589,7 +589,7 @@ def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most(
 
 
 def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> None:
-    sentence = "The tables show\nFLAME-HM as in the paper, which chooses its models on test data"
+    sentence = "The tables show FLAME-HM as in the paper, which selects its models on test data"
     assert sentence in papers.RULES_FILE.read_text()
     columns = set[str]()
     for name, recipe in read_recipes().items():

@@ -484,7 +484,7 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
     call("--page", str(tmp_path / "page.md"), "--results", str(tmp_path / "results"))
     assert "Of " in (tmp_path / "page.md").read_text()
     text = (tmp_path / "papers" / "flame-table3-mnist.md").read_text()
-    assert "Not run (up to 60 core-minutes). Command: `fedloom reproduce flame-table3-mnist`" in text
+    assert "Not run (up to 60 core-minutes). To run it, use `fedloom reproduce flame-table3-mnist`" in text
 
 
 def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:

@@ -155,13 +155,13 @@ def _recipe_page_lines(
         f"The command `{_plain_command(summary.command)}` produced these "
         f"{'results' if summary.complete else 'unfinished results'} with {summary.rounds} rounds and seeds "
         f"{write_seeds(summary.seeds)}. {_scale_sentence(summary.says)} It took {fixed(summary.minutes, 1)} "
-        f"{f'of at most {option(budget)} ' if budget else ''}core-minutes ({summary.date}{code}, torch "
+        f"core-minutes{f' of a budget of {option(budget)}' if budget else ''} ({summary.date}{code}, torch "
         f"{summary.versions['torch']}, {summary.machine})."
     )
     if old:
         yield from (
             "",
-            "The recipe has changed since then. These results come from its earlier version, so no claim is judged.",
+            "The recipe has changed since then. These results come from an earlier version and decide no claim.",
         )
     claim_lines = () if regime else _claims_table(recipe, verdicts, moved, old=old)
     yield from ("", *_recipe_table(recipe, summary), *claim_lines, *_remaining_lines(recipe, summary))
