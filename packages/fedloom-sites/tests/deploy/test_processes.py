@@ -191,6 +191,6 @@ def test_a_port_that_was_taken_meanwhile_is_named_with_the_cure(tmp_path):
         while process.alive():
             time.sleep(0.02)
     with pytest.raises(
-        ProcessError, match=r"superlink ended .*\nanother program took the chosen port .* command again$"
+        ProcessError, match=r"superlink ended .*\nanother program has taken the chosen port .* command again$"
     ):
         process.check()

@@ -315,7 +315,7 @@ def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     files = dict(map_pages(FULL, {}))
     assert f"in {len(FULL)} federations (0 of" in files[""]
     assert files[""].count("\n\nNot run.\n") == len(FULL)
-    assert "too few results of tuned federations" in files[""]
+    assert "too few results from tuned federations" in files[""]
     assert "To run the missing methods (all methods), use `fedloom map --setup iid`." in files["iid.md"]
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
     assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
@@ -407,7 +407,7 @@ def test_the_seeds_of_a_plan_are_judged_together_as_soon_as_every_method_has_run
 
     first = with_seeds(dict.fromkeys(means, 5))
     assert {s.method for s in first.standings if s.better} == {"ditto"}
-    assert "8 seeds are planned, but not yet run by every method" in setup_sentences(first)[-1]
+    assert "8 seeds are planned, but some methods have not run all of them yet" in setup_sentences(first)[-1]
     for partial in ({"cfl": 5}, dict.fromkeys([*means][1:], 5), {"ditto": 6}):
         found = with_seeds(partial)
         assert (found.standings, found.needed, found.seeds) == (first.standings, first.needed, setup.seeds)

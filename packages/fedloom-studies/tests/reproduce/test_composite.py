@@ -81,7 +81,7 @@ def test_the_page_of_costs_names_the_operations_of_exactly_the_methods_above_the
         name: max(row["ratio"] - row["forward"] / 3 for rows in found.values() for row in rows if row["method"] == name)
         for name in {row["method"] for rows in found.values() for row in rows if not row.get("reason")}
     }
-    table = text.split("| method | arithmetic beside the gradients |")[1].split("##")[0].splitlines()[2:]
+    table = text.split("| method | additional arithmetic |")[1].split("##")[0].splitlines()[2:]
     terms = dict(line.strip("| ").split(" | ") for line in table if line)
     assert terms.keys() == {name for name, ratio in ratios.items() if ratio > 1.3}
     assert all(ratios[name] < 1.56 for name, term in terms.items() if term == methods.NOISE_TERM)  # 20 % of noise

@@ -208,9 +208,7 @@ def test_no_sentence_on_why_types_a_number() -> None:
 def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
     text = generated()
     for sheet, part in zip(read_paper_sections(), text.split("\n## ")[1:], strict=False):
-        (line,) = [
-            line for line in part.splitlines() if line.startswith("**Objections that the authors might raise.**")
-        ]
+        (line,) = [line for line in part.splitlines() if line.startswith("**Possible objections from the authors.**")]
         (count, asked) = map(int, re.findall(r"(\d+) of the (\d+) verdicts (?:is|are) open\.$", line)[0])
         cells = re.findall(
             r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not covered\))", part.split("| claim |")[1].split("</div>")[0]
@@ -300,9 +298,9 @@ def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.
 
 def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
-    note = "The following experiments are smaller than the paper's: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
+    note = "experiments are smaller than the paper's: [tiny](papers/tiny.md) (2 of the 4 rounds, batches of 9)."
     assert note in only(monkeypatch, one, as_run(one))
-    assert "These experiments are smaller" not in only(monkeypatch, one, as_run(one, rounds=4))
+    assert "experiments are smaller" not in only(monkeypatch, one, as_run(one, rounds=4))
     less = replace(one, paper=one.paper.with_(reduced="a tenth"))
     assert "[tiny](papers/tiny.md) (a tenth)." in only(monkeypatch, less, as_run(less, says="as reduced", rounds=4))
 
@@ -576,7 +574,7 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
 def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most() -> None:
     """What the page states of searches."""
     assert "with tuning\ngrids of the same size for every method" in papers.PAPERS_TEXT
-    assert "the search continues beyond it, up to twice the size" in papers.RULES_FILE.read_text()
+    assert "the search continues beyond the edge, up to twice the size" in papers.RULES_FILE.read_text()
     searched, beyond = 0, 0.0
     for name, recipe in read_recipes().items():
         summary = last_summary(recipe, ROOT / CHECKOUT_FOLDER)

@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said(x: torch.Tensor, y: Any, words: str) -> None:
 
 
 def test_positions_need_tokens() -> None:
-    with pytest.raises(DataError, match="int64 of one dimension"):
+    with pytest.raises(DataError, match="a one-dimensional int64 tensor"):
         Dataset("t", torch.rand(2, 3), torch.zeros(2, 3, dtype=torch.long), classes=("a", "b"))
 
 

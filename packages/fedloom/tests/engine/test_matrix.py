@@ -106,7 +106,7 @@ REASONS = {
         "The server divides feature sums by class counts, so clipping both by the same factor has no effect.",
     ),
     "solved": (
-        "the solution of a system of sums",
+        "the solution of a linear system of sums",
         "The server solves a linear system of sums, and a small change in the sums may change the solution a lot.",
     ),
     "keeps": (

@@ -167,7 +167,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: run(model=nn.Linear(6, 3).state_dict()),
         "dict. Load the state dict into a module, and pass the module",
     ),
-    "a file of weights": (lambda: run(model="net.pt"), "file. Load them into a module, and pass the module"),
+    "a file of weights": (
+        lambda: run(model="net.pt"),
+        "this file contains weights. Load them into a module, and pass the module",
+    ),
     "channels last of a run": (lambda: run(channels_last=True), "pass fl.Dataset.create(data, channels_last=True)"),
     "a class for a module": (lambda: run(model=nn.Linear), "missing 2 required positional arguments"),
     "alpha": (lambda: fl.partitions.dirichlet(clients=3, alfa=0.1), "did you mean 'alpha'?"),

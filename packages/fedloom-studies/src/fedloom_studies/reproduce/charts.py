@@ -32,7 +32,7 @@ def legend_svg(cells: Sequence[TableCell]) -> str:
 def alternative_text(title: str, cells: Sequence[TableCell]) -> str:
     """Return the alternative text of the figure."""
     beside = " next to the paper's" if any(c.paper is not None for c in drawable_cells(cells)) else ""
-    return f"Chart of our results{beside}, with one row per table column: {title}."
+    return f"Our results{beside}, by table column: {title}."
 
 
 def draw_table(cells: Sequence[TableCell]) -> str:

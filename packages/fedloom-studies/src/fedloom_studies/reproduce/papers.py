@@ -245,7 +245,7 @@ def _objections_text(
     undecided = [cell for cell in candidates if cell.verdict not in (looks.HOLDS, looks.FAILS)]
     count = f"{len(undecided)} of the {len(candidates)} verdicts {'is' if len(undecided) == 1 else 'are'} open."
     text = fill_numbers(sheet.objection, recipes, summaries)
-    return f"**Objections that the authors might raise.** {text} {count}"
+    return f"**Possible objections from the authors.** {text} {count}"
 
 
 def _reduced_runs_sentence(
