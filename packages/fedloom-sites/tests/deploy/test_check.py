@@ -323,7 +323,7 @@ def test_exit_code_of_the_command(ready, site):
     )
     bad = CliRunner().invoke(app, ["deploy", "check", str(folder), "--offline"])
     assert bad.exit_code == 1
-    assert "1 of the findings must be repaired" in bad.output
+    assert "1 of the findings must be fixed" in bad.output
     none = CliRunner().invoke(app, ["deploy", "check", str(ready), "--offline"])
     assert none.exit_code == 2
     assert "is not the folder of a site: it is the directory of a whole deployment" in none.output

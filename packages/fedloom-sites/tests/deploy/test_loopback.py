@@ -67,7 +67,7 @@ def test_one_at_a_time(ready):
 def test_a_run_whose_server_is_killed_says_how_to_go_on(ready, monkeypatch):
     monkeypatch.setattr(loopback, "command_words", lambda *_, **__: ["true"])
     monkeypatch.setattr(LoopbackDeployment, "status", lambda _: "finished:failed")
-    sentence = "the run ended with status finished:failed; the same command resumes after the last round"
+    sentence = "the run ended with status finished:failed; run the same command again to resume"
     with ManagedProcesses() as processes, pytest.raises(ProcessError, match=sentence):
         LoopbackDeployment(ready, processes).run(str)
 

@@ -268,7 +268,7 @@ def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path
     assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
     assert "the difference between the two sums would reveal individual uploads" in line["reason"]
     assert status_of(here.server)["sites"][0]["accepted"] == 3
-    assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
+    assert [w for w in here.summary()["warnings"] if "round 2 was abandoned" in w]
     scored = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
     assert {k[0] for k in scored} == {0, 3, 4}  # those of round 1 are lost with the round, those of 2 would be the same
 
@@ -992,7 +992,9 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
     refused("--changes needs secure aggregation. Add", changes=3)
     most = {"clients": 4, "rounds": 8, "sampler": {"kind": "uniform", "fraction": 0.75}}
     refused(
-        "draws 3 of 4 sites in round 1, and two sums over different sites reveal", tables=most, secure_aggregation=True
+        "draws 3 of 4 sites in round 1, and two sums over different sites can reveal one",
+        tables=most,
+        secure_aggregation=True,
     )
     with_noise = {**most, "aggregator": PRIVATE}
     assert plan_deployment(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3

@@ -489,7 +489,7 @@ def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
 def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Path) -> None:
     with pytest.raises(ConfigError, match="has a site site-1"):
         add(ready, "site-1", Location())
-    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1. Choose a name that differs in more than"):
+    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1. Choose a name that does not differ only in"):
         add(ready, "SITE-1", Location())
     with pytest.raises(ConfigError, match="fedloom deploy init FILE --out NEW --own-data"):
         add(written, "new", Location())
@@ -497,7 +497,7 @@ def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Pa
 
 def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
     if trained[1]:
-        with pytest.raises(ConfigError, match="only 2 sites would be left, but a run needs 3"):
+        with pytest.raises(ConfigError, match="only 2 sites would remain, but a run needs 3"):
             remove(ready, "site-1")
         return
     assert [m.site for m in remove(ready, "site-1").sites] == ["site-0", "site-2"]

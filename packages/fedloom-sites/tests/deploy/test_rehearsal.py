@@ -294,7 +294,7 @@ def test_the_status_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["deploy", "status", str(folder)])
     assert result.exit_code == 0, result.output
     assert "refused: 3" in result.stdout
-    assert "ALARM: this site rejected 3 messages of the server" in result.stdout
+    assert "ALARM: this site rejected 3 of the server's messages" in result.stdout
     assert json.loads(CliRunner().invoke(app, ["deploy", "status", str(folder), "--json"]).stdout)["refused"] == 3
     shutil.rmtree(site.folder)
     assert "last: never\nno alarm" in CliRunner().invoke(app, ["deploy", "status", str(folder)]).stdout

@@ -102,7 +102,7 @@ client_weights = "uniform"
 """
     )
     clustered, uniform = Plan(read(file), tmp_path / "out").run(page=False)
-    assert re.search("before round 1: . of 4 clients have activations that are not finite", clustered.reason)
+    assert re.search("before round 1: . of 4 clients have non-finite activations", clustered.reason)
     assert (clustered.status, uniform.status) == ("failed", "diverged")
 
 
@@ -112,7 +112,7 @@ def test_clusters_are_sought_among_finite_activations_only() -> None:
         for t, when in ((0, "before round 1"), (3, "round 3")):
             p = Problem.random(0)
             ctx = Clients(p.oracle(), p.alpha, LocalSGD()).ctx(t, range(p.n))._replace(n=4, m=4, ids=torch.arange(4))
-            with pytest.raises(RunStopped, match=f"{when}: 1 of 4 clients have activations that are not finite"):
+            with pytest.raises(RunStopped, match=f"{when}: 1 of 4 clients have non-finite activations"):
                 equal_clusters(2, info, ctx)
 
 
@@ -150,7 +150,7 @@ def test_a_column_gives_the_shares_of_its_groups(regions: Path, method: Algorith
 
 def test_a_column_without_one_level_of_every_client_is_refused(regions: Path) -> None:
     fed = hospitals(regions, group_columns=("region", "sex"))
-    with pytest.raises(Refused, match="needs the same level in all rows of a client, but client 'h0' has f, m"):
+    with pytest.raises(Refused, match="requires the same level in all rows of a client, but client 'h0' has f, m"):
         run(fed, FLAME(), "groups by sex")
     with pytest.raises(ConfigError, match=r"unknown column 'country'; .* has hospital, region, sex"):
         run(fed, FLAME(), "groups by country")

@@ -79,7 +79,7 @@ def test_it_is_told_once_at_the_evaluation_that_shows_it() -> None:
     told = [watch.read(records(*losses[: k + 1])) for k in range(len(losses))]
     assert [bool(sentence) for sentence in told] == [False, False, False, True, False]
     assert "round 15" in told[3]
-    assert "is 50, and since round 5 it is more than 10 times its start of 2" in told[3]
+    assert "is 50, and it has exceeded 10 times its initial value of 2 since round 5" in told[3]
 
 
 def test_a_run_may_still_recover_until_it_ends() -> None:

@@ -345,7 +345,7 @@ def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
     torch.testing.assert_close(named.build((4,), 2).state_dict(), load_file(file))
     save_file(spec.build((4,), 2, seed=8).state_dict(), file)
     with pytest.raises(
-        ConfigError, match="the SHA-256 is [0-9a-f]{64}, but [0-9a-f]{64} is required. Use the right file"
+        ConfigError, match="the SHA-256 is [0-9a-f]{64}, but [0-9a-f]{64} is required. Use the file with this digest"
     ):
         named.build((4,), 2)
 

@@ -185,7 +185,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         match=r"the method of 'Mine' \(.*Mine\) has no name or import path.* fl.compare with this folder",
     ):
         fl.open_run(compared.folder, mixed)["Mine", 0].models.kinds()
-    with pytest.raises(ConfigError, match="model must be an nn.Module or a function that makes one, got 'mlp'"):
+    with pytest.raises(ConfigError, match="model must be an nn.Module or a function that returns one, got 'mlp'"):
         fl.open_run(compared.folder, "mlp")  # type: ignore[arg-type]
     named = fl.compare(
         ["fedavg"],

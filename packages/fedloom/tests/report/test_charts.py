@@ -185,7 +185,7 @@ def test_sparse_models_are_compared_with_dense_ones(tmp_path: Path) -> None:
 def test_a_method_without_traffic_has_no_curve_over_it(drawn: dict[str, Figure]) -> None:
     traffic = drawn["curves-accuracy-bytes"]
     assert "local" not in {row["method"] for row in traffic.rows}
-    assert "Not drawn, because they spent nothing: local." in traffic.caption
+    assert "Not shown because they spent nothing: local." in traffic.caption
 
 
 def test_many_clients_are_drawn_from_the_worst_to_the_best(tmp_path: Path) -> None:

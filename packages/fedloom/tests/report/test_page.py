@@ -264,7 +264,7 @@ def test_latex_has_six_columns_or_those_chosen(small: Path) -> None:
         == "Method & Model & MB up & Worst 10 \\% (\\%) \\\\"
     )
     with pytest.raises(
-        ConfigError, match=r"--columns: got 'acuracy'. The columns of these runs are .*accuracy_worst10"
+        ConfigError, match=r"--columns: unknown column 'acuracy'. These runs have the columns .*accuracy_worst10"
     ):
         render_latex_table(rows, "x", ["acuracy"])
 

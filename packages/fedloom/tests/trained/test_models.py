@@ -355,7 +355,7 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
     with pytest.raises(LayoutError, match=r"does not contain exactly one model. It contains rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
-    with pytest.raises(LayoutError, match=r"a folder. Name a file in it that contains one model \(global.safetensors"):
+    with pytest.raises(LayoutError, match=r"a folder. Pass a file in it that contains one model \(global.safetensors"):
         fl.open_model(tmp_path, NORMALISED)
     (tmp_path / "bad.safetensors").write_bytes(b"no model")
     with pytest.raises(LayoutError, match="not a readable file of models"):

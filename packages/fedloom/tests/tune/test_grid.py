@@ -138,8 +138,8 @@ def test_the_report_speaks_of_it(whole: tuple[Path, list[SearchResult]]) -> None
     assert [len(f.trials) for f in found] == [3, 6]
     assert found[0].trials[0].params == {"local.lr": 0.05}
     text = (out / "tuning.md").read_text()
-    assert "every setting once, by Optuna's GridSampler: fedavg (3), ditto (6)" in text
-    assert "trains for 3 rounds per seed, of fedavg 2 (seeds 0), whatever their cost" in text
+    assert "were searched exhaustively by Optuna's GridSampler: fedavg (3), ditto (6)" in text
+    assert "trains for 3 rounds per seed, of fedavg 2 (seeds 0), whatever the cost" in text
     assert "| ditto | global and personal |" in text
     assert "of the budget" not in text
 

@@ -307,7 +307,7 @@ def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
 
 
 def test_trials_under_a_delta_are_counted_everywhere(tune_alone: Any) -> None:
-    sentence = "settings were chosen by 1 trial on the same data. The epsilon of a run does not include"
+    sentence = "settings were chosen by 1 trial on the same data. A run's epsilon does not include"
     text = ONE.replace("rounds = 24", "rounds = 2")
     noise = 'algorithm = "fedavg"\nupload_transform = {kind = "gaussian-noise", sigma = 1.0, clip = 1.0, delta = 1e-5}'
     output, _ = tune_alone(noise, text, "3")

@@ -116,8 +116,8 @@ def latex_columns(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[
     name_of_column = {column_of(name): name for row in rows for name in row.figures}
     unknown = [name for name in chosen if name not in name_of_column]
     if unknown or not chosen:
-        got = f"got {unknown[0]!r}" if unknown else "got none"
-        raise ConfigError(f"--columns: unknown columns: {got}. These runs have the columns {', '.join(name_of_column)}")
+        what = f"unknown column {unknown[0]!r}" if unknown else "the list is empty"
+        raise ConfigError(f"--columns: {what}. These runs have the columns {', '.join(name_of_column)}")
     return {name_of_column[name]: titled(describe_figure(name_of_column[name])) for name in chosen}
 
 
