@@ -133,7 +133,7 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
     outside_flower()
     for name in NAMES:
         assert "samples for training" in check(agreed / "sites" / name)
-    assert "no training samples of 1. The site can train anyway, and AUROC has no value" in check(
+    assert "there are no training samples of 1. The site can still train, and AUROC is undefined" in check(
         agreed / "sites" / "esche"
     )
     clients = [Client(read_site(agreed / "sites" / name / "site.toml")) for name in NAMES]

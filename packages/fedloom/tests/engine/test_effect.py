@@ -91,7 +91,7 @@ def test_a_deadline_that_nobody_meets_is_no_success(fed: Federation, tmp_path: P
     assert (result.stop, result.status, result.rounds) == (Stop.UNUSABLE, "failed", 9)
     assert "no upload was used in 9 rounds" in result.detail
     assert [note for note in result.notes if "late" in note] == [
-        "round 1: 4 of 4 clients were late, among them [0, 1, 2, 3] (and in 8 more rounds, the last of them 9)"
+        "round 1: 4 of 4 clients were late, including [0, 1, 2, 3] (and in 8 more rounds, the last of them 9)"
     ]
     again = fl.simulate("fedavg", fed, rounds=9, folder=tmp_path, **LATE)
     assert (again.stop, again.detail, again.notes) == (result.stop, result.detail, result.notes)
@@ -124,7 +124,7 @@ def test_rounds_that_are_all_given_up_are_no_success(fed: Federation, monkeypatc
     monkeypatch.setattr(LocalClients, "train", train)
     result = fl.simulate("fedavg", fed, rounds=5)
     assert (result.stop, result.status, result.rounds) == (Stop.UNUSABLE, "failed", 5)
-    assert len([note for note in result.notes if "given up" in note]) == 1
+    assert len([note for note in result.notes if "abandoned" in note]) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("full"), OSError(28, "No space left"), AssertionError(), KeyError("x")])

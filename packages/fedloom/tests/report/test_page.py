@@ -156,7 +156,7 @@ def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:
     [
         ({"fedavg": 100.0, "fedala": 245.0, "near": 109.0}, "(fedala has 245 % of the gradients of fedavg)"),
         ({"a": 100.0, "b": 300.0}, "(b has 300 % of the gradients of a)"),
-        ({"fedavg": 100.0, "cheap": 50.0}, "50 to 100 sample gradients. Compare"),
+        ({"fedavg": 100.0, "cheap": 50.0}, "50 to 100 sample gradients. Also compare"),
         ({"fedavg": 100.0, "b": 109.0}, ""),
     ],
 )  # fmt: skip

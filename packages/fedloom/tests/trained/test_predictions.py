@@ -138,7 +138,9 @@ def test_every_row_goes_to_the_model_of_its_site(opened: RunDirectory, columns: 
     assert set(stranger.models) == {"global"}
     assert any("'hill' (27 rows)" in note for note in stranger.notes)
     np.testing.assert_array_equal(stranger.scores, models.predict_proba(columns))
-    with pytest.raises(ConfigError, match=r"'hill' \(27 rows\)\. local has no global model, so choose a client"):
+    with pytest.raises(
+        ConfigError, match=r"'hill' \(27 rows\)\. local has no global model, so choose one of the run's clients"
+    ):
         opened.predict({**columns, "site": ["hill"] * 27}, "local")
 
 
