@@ -67,7 +67,7 @@ def test_analyses_of_models_and_regressions_have_sections_with_means_over_seeds(
     page = report.write_report([trained[0]], trained[0] / "report.html").read_text()
     for title, words in (
         ("Calibration", "Brier score"), ("Conformal sets", "Classes in a set"),
-        ("Column importance", "Metric before"),
+        ("Importance of columns", "Metric before"),
         ("Generalized linear model", "Standard error"), ("Ridge regression", "Coefficient"),
     ):  # fmt: skip
         assert f"{title}</h2>" in page

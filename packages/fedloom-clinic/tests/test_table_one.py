@@ -208,7 +208,7 @@ def test_no_figure_shows_gaps_of_fewer_subjects_than_the_minimum(gaps: int, grou
     assert "missing" not in set(wards.level)
     assert wards.missing.isna().all() if hidden else (wards.missing == 0).all(), "beside few clients: part of other"
     assert found["mean"] == pytest.approx(rows.glucose.mean(), abs=1e-9 if gaps in (0, 5, 30) else 0.05)
-    assert "fewer than 5 subjects" in table.note[0]
+    assert "fewer than 5 of a client's subjects" in table.note[0]
 
 
 def test_a_column_without_gaps_keeps_its_levels_under_a_minimum() -> None:

@@ -74,7 +74,7 @@ def test_no_later_start_of_a_try_out_lets_it_in(ready, flower, monkeypatch):
     run_all(ready, said.append)
     assert begun == ["site-0", "site-2"]
     assert [line for line in said if "cannot connect, because its key was revoked" in line and "site-1" in line]
-    with pytest.raises(ConfigError, match="the server has not registered a key of site-1 yet"):  # it is a new one
+    with pytest.raises(ConfigError, match="the server has not yet registered a key of site-1"):  # it is a new one
         revoke(ready, "site-1")
 
 
@@ -97,7 +97,7 @@ def test_a_site_may_come_back_with_another_key(ready, flower):
 
 def test_a_site_that_never_came_stays_out_too(ready, flower):
     with pytest.raises(
-        ConfigError, match="the server has not registered a key of site-2 yet; site-2 cannot connect at any"
+        ConfigError, match="the server has not yet registered a key of site-2. Also, site-2 cannot connect at any"
     ):
         revoke(ready, "site-2")
     assert is_revoked(ready / "server", "site-2")

@@ -133,7 +133,7 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
     assert "No such file" in refused(site)[0]
     site.signing_key.write_text("hello")
     site.signing_key.chmod(0o600)
-    assert "not a private key in OpenSSH form" in refused(site)[0]
+    assert "not an OpenSSH private key" in refused(site)[0]
     shutil.copy(site.node_key, site.signing_key)
     assert "must be an Ed25519 key" in refused(site)[0]
     site.signing_key.write_bytes(signing)
@@ -148,7 +148,7 @@ def test_a_key_of_another_site_is_refused_with_its_name(ready):
         own = (homes["site-1"] / kind).read_bytes()
         shutil.copy(homes["site-0"] / kind, homes["site-1"] / kind)
         [sentence] = refused(read_site(homes["site-1"] / "site.toml"))
-        assert f"{homes['site-1'] / kind} is the key of site-0, not of site-1. Restore this site's own key" in sentence
+        assert f"{homes['site-1'] / kind} is site-0's key, not site-1's. Restore this site's own key" in sentence
         assert not refused(read_site(homes["site-0"] / "site.toml"))
         (homes["site-1"] / kind).write_bytes(own)
     alone = shutil.copytree(homes["site-1"], ready.parent / "alone" / "site")
@@ -168,13 +168,13 @@ def test_a_key_of_another_site_is_refused_with_its_name(ready):
     Client(read_site(alone / "site.toml"))
     (homes["site-1"] / "node-key").write_bytes(keys.make_key_pair("connection").private)
     [sentence] = refused(read_site(homes["site-1"] / "site.toml"))
-    assert f"{homes['site-1'] / 'node-key'} is not the key that was agreed on for site-1" in sentence
+    assert f"{homes['site-1'] / 'node-key'} is not the agreed-upon key of site-1" in sentence
 
 
 def test_a_signing_key_that_the_sites_have_not_agreed_on(site, tmp_path):
     secure = secured(tmp_path, "fedavg", partition={"kind": "iid", "clients": 3}).sites[0].secure
     said = "".join(refused(changed(site, secure=secure)))
-    assert f"{site.signing_key} is not the key that was agreed on for site-1" in said
+    assert f"{site.signing_key} is not the agreed-upon key of site-1" in said
     keys = (secure.keys[0], public_key_line(site.signing_key.read_bytes()), *secure.keys[2:])
     assert "agreed on" not in "".join(refused(changed(site, secure=changed(secure, keys=keys))))
 

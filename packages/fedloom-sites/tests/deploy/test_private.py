@@ -173,7 +173,7 @@ def test_the_private_mean_is_bounded_and_refuses_what_it_cannot_protect(tmp_path
     change = torch.cat([a[name] - b[name] for name in rows]).norm()
     assert 0 < float(change) <= 2.0 / 5 + 1e-12
     for method, why in (
-        ("fedacs", "clips differences, but FedACS uploads models"),
+        ("fedacs", "clips differences, but clients of FedACS upload models"),
         ("flame", "clips differences, but FLAME uploads models"),
     ):
         with pytest.raises(Refused, match=why):
@@ -268,7 +268,7 @@ def test_the_check_says_what_an_upload_costs(tmp_path: Path) -> None:
     noise = deployed_part(here.experiment.methods[0].setting.upload_transform)
     [said] = [f for f in check_site(here.sites[0], offline=True) if "privacy" in f.sentence]
     assert said.level == "ok"
-    assert f"epsilon {epsilon(noise, 1):.3g}, 4 of them {epsilon(noise, 4):.3g}" in said.sentence
+    assert f"epsilon {epsilon(noise, 1):.3g}, and 4 cost {epsilon(noise, 4):.3g}" in said.sentence
     bare = limited(scene(tmp_path / "bare", "fedavg", **SMALL), 1.0)
     assert any("without accounted noise" in f.sentence for f in check_site(bare.sites[0], offline=True))
 

@@ -231,7 +231,7 @@ def test_refused_and_repeated_messages_raise_alarms_that_grow_rarer(tmp_path: Pa
         rogue().exchange(0, "score", round=10**6 + k)
     log = site.folder / SENT_FILE
     raised = [line["reason"] for line in lines_of(log) if line["what"] == ALARM_ENTRY]
-    assert [text.partition(" messages")[0] for text in raised] == [f"ALARM: this site rejected {n}" for n in (3, 6, 12)]
+    assert [text.partition(" of the")[0] for text in raised] == [f"ALARM: this site rejected {n}" for n in (3, 6, 12)]
     for _ in range(MAX_REPEATS + 1):
         rogue().exchange(0, "keys", round=1, session=b"1" * 16)
     status = site_status(site)

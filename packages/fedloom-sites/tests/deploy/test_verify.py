@@ -534,7 +534,7 @@ def test_what_cannot_be_verified_is_refused_before_the_first_round(
         return replace(job, notes=(GLOBAL_DRAWS_NOTE,)), *rest
 
     monkeypatch.setattr(server_run, "make_server_job", make)
-    with pytest.raises(Refused, match="every site repeats the server's step, but code at the server draws"):
+    with pytest.raises(Refused, match="every site repeats the server's step, but server code draws"):
         small.serve()
 
 

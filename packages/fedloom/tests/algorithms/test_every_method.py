@@ -171,7 +171,7 @@ def test_cohorts_beside_a_sampler_of_its_own_are_refused_with_both_names(name: s
 def test_batches_of_one_stream_do_or_a_sentence_names_the_missing_one(name: str) -> None:
     batches = [[[[0, 1], [2]]] * ROUNDS for _ in range(5)]
     said = refusal(lambda: run(name, digits(), batches=batches))
-    assert not said or ("stream" in said and "the method needs" in said)
+    assert not said or ("stream" in said and "the method requires" in said)
 
 
 # --- odd federations

@@ -226,7 +226,7 @@ def test_a_projection_that_does_not_fit(method: LpProj, says: str) -> None:
 
 
 def test_missing_batches_are_named_with_their_stream() -> None:
-    with pytest.raises(ConfigError, match="client 1, round 1, stream 'phase II': the method needs"):
+    with pytest.raises(ConfigError, match="client 1, round 1, stream 'phase II': the method requires"):
         replayed(FedSLR())
 
 

@@ -149,7 +149,7 @@ def test_the_budget_of_questions_is_kept():
         def step(self, state, total, info):
             return state
 
-    with pytest.raises(Refused, match="more than the 3 agreed questions"):
+    with pytest.raises(Refused, match="more than the 3 questions that the rules allow"):
         fl.analyze(Endless(column="x0"), CLIENTS, rules={"questions": 3})
 
 

@@ -170,7 +170,7 @@ CASES = {
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cell, expected 2; .*Repair the row"),
     "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature. The header contains 'ab'. Check"),
     "empty table": by_path("t.csv", b"", "t.csv is empty. A table needs a header row"),
-    "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Give"),
+    "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Pass"),
     "nothing there": Case("mnist", {}, "not found. Looked in .*. Put its original files there"),
 }  # fmt: skip
 

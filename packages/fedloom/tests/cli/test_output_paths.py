@@ -397,6 +397,6 @@ def test_methods_that_write_refuse_the_same_places(here: Path) -> None:
             models.save(folder)
         assert contents(here) == before
     save_file({"w": torch.zeros(2)}, here / "personal.safetensors")
-    with pytest.raises(fl.FedloomError, match="is not a file of a model that fedloom wrote"):
+    with pytest.raises(fl.FedloomError, match="is not a model file that fedloom wrote"):
         models.save(here)
     assert len(models.save(here / "mine")) == len(models.save(here / "mine"))

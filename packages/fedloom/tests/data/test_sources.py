@@ -57,7 +57,7 @@ def spoil(files: dict[str, bytes], name: str, change: Callable[[bytes], bytes]) 
             lambda b: idx(np.array([0, 10, 1])),
             "t10k-labels.*sample 1 has the unknown label 10: labels must be from 0 to 9",
         ),
-        ("t10k-images-idx3-ubyte", lambda b: idx(np.zeros((3, 27, 28))), "images of \\(28, 28\\) .* \\(27, 28\\)"),
+        ("t10k-images-idx3-ubyte", lambda b: idx(np.zeros((3, 27, 28))), "images of size \\(28, 28\\) .* \\(27, 28\\)"),
         ("train-images-idx3-ubyte", lambda b: struct.pack(">4I", 0x803, 2**31, 28, 28), "unpacks to"),
     ],
 )

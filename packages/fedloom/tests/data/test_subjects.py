@@ -491,7 +491,7 @@ def test_a_run_without_a_test_row_is_refused_unless_it_was_asked_for() -> None:
     asked = fl.partitions.iid(clients=6, test=0.0)(fl.Dataset.create((x, y)), 0)
     result = fl.simulate("fedavg", asked, rounds=1)
     assert result.status == "done"
-    assert "trained, but not evaluated because there is no test row" in result.notes
+    assert "trained but not evaluated, because there are no test rows" in result.notes
 
 
 def test_marks_that_the_last_row_of_each_subject_undoes_are_refused_with_a_fix_that_works() -> None:

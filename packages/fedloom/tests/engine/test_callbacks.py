@@ -137,7 +137,7 @@ def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
     assert "Ditto, 4 rounds" in shown
     svg = ET.fromstring(shown[shown.index("<svg") :])
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 3
-    with pytest.raises(ConfigError, match="no scores were recorded for a cluster model. Models of this method:"):
+    with pytest.raises(ConfigError, match="no scores were recorded for cluster models. Models of this method:"):
         result.final("cluster")
     assert repr(result.models).endswith(f": Softmax, {fed.n} clients)")
     one = repr(result.models.model("personal", 1))

@@ -157,7 +157,7 @@ def tells(
     except ConfigError as error:
         return True if re.search(rf"\b{name}\b", str(error)) else None
     return after != before or any(
-        re.search(rf"\b{name}\b.*\b(has (no|an) effect|acts|changes?)\b", note) for note in said
+        re.search(rf"\b{name}\b.*\b(ha(s|ve) (no|an) effect|acts|changes?)\b", note) for note in said
     )
 
 

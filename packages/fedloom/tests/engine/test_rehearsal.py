@@ -217,5 +217,5 @@ def test_code_of_a_server_that_draws_has_a_note() -> None:
             return super().server(server, up, ctx)
 
     made = fl.simulate(Shaken(), federation(3), rounds=1)
-    assert any("code at the server draws" in note for note in made.notes)
-    assert not any("code at the server" in note for note in fl.simulate("fedavg", federation(3), rounds=1).notes)
+    assert any("server code draws" in note for note in made.notes)
+    assert not any("server code" in note for note in fl.simulate("fedavg", federation(3), rounds=1).notes)

@@ -184,7 +184,7 @@ def test_groups_count_the_same() -> None:
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ("groups", "needs clients in groups"),
+        ("groups", "requires groups of clients"),
         ([1.0], "one number for each of the 20 clients"),
         ([0.0] * 20, "at least one of them must be positive"),
         ([-1.0] * 20, "greater than or equal to 0"),

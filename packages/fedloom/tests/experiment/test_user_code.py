@@ -399,7 +399,7 @@ FAULTS = {
         {"sampler": (Uniform, {"apply": lambda *_: (torch.tensor([0, 99]), None)})},
         "numbers from 0 to 2",
     ),
-    "sampler of none": ({"sampler": (Uniform, {"apply": lambda *_: (torch.tensor([]), None)})}, "not empty"),
+    "sampler of none": ({"sampler": (Uniform, {"apply": lambda *_: (torch.tensor([]), None)})}, "nonempty"),
     "sampler fails": ({"sampler": (Uniform, {"apply": _fails})}, r"KeyError: 'oops' \(test_user_code.py, line \d+\)"),
     "weights of a shape": (
         {"aggregation_weights": (UniformWeigher, {"apply": lambda *_: (torch.ones(3), None)})},

@@ -313,7 +313,7 @@ def test_layers_that_normalise_by_the_batch_alone_are_refused_or_noted(fed: Fede
     images = nn.Sequential(nn.Conv2d(1, 2, 7), norms[0], nn.Flatten(), norms[1], nn.Linear(8, 10))
     notes = [note for note in fl.simulate("fedavg", fed, images, **SHORT).notes if "statistics" in note]
     assert [note.partition(":")[0] for note in notes] == [
-        "layers without running statistics (1)",
+        "some layers have no running statistics (1)",
         "statistics of normalization layers are not sent. To score a global model, clients compute the statistics on "
         "training samples with this model",
     ]

@@ -244,5 +244,5 @@ def test_what_does_not_fit_together_is_said(copy: Path, monkeypatch: pytest.Monk
         raise KeyError("x")
 
     monkeypatch.setattr("fedloom.lab.report.page.make_figures", broken)
-    with pytest.raises(RunDirError, match=r"contradict each other \(KeyError: 'x'\)"):
+    with pytest.raises(RunDirError, match=r"are inconsistent \(KeyError: 'x'\)"):
         report.write_report([copy], copy / "report.html")

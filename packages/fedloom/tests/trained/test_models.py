@@ -324,7 +324,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     with pytest.raises(ConfigError, match="holdout must be"):
         models.adapt(stranger, holdout=1.0)
     ended = run(fed, Ditto(), local=LocalSGD(lr=0.1, schedule="cosine", decay_rounds=2)).models
-    with pytest.raises(ConfigError, match="learning rate is 0 in round 3"):
+    with pytest.raises(ConfigError, match="learning rate to 0 in round 3"):
         ended.adapt(stranger)
     assert bool(ended.adapt(stranger, lr=0.1).row.isfinite().all())
 

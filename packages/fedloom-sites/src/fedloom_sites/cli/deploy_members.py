@@ -20,7 +20,7 @@ def renew(
     ] = None,
     days: Annotated[int, typer.Option(help="validity of the certificate, in days")] = 365,
 ) -> None:
-    """Create a new certificate for the server, signed by the same authority. Sites do not need a new file.
+    """Renew the server's certificate. Sites do not need a new file.
 
     Example: fedloom deploy renew hospitals
     """

@@ -37,7 +37,7 @@ def list_command(
     ] = "methods",
     as_json: AsJson = False,
 ) -> None:
-    """List all methods, or all parts of another kind, with one-line descriptions.
+    """List all methods, or all parts of another kind.
 
     Example: fedloom list partitions
     """
@@ -165,7 +165,7 @@ def data(
         bool, typer.Option("--fetch", help="first download the original files and verify their digests (extra: fetch)")
     ] = False,
 ) -> None:
-    """Print a summary of a data set, with counts, shapes, classes and the checksum.
+    """Summarize a data set: counts, shapes, classes and checksum.
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """

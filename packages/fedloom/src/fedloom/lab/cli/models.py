@@ -59,7 +59,7 @@ ForceOption = Annotated[
 
 @app.command(name="models", rich_help_panel="Use models")
 def models_command(run: RunArgument) -> None:
-    """List the global, personal, hybrid and adapted models in a run directory, with their scores.
+    """List the models in a run directory with their scores.
 
     Example: fedloom models runs/patients
     """
@@ -232,7 +232,7 @@ def adapt(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Train a personal model for a client that was not in the run, using the method's own client step.
+    """Train a personal model for a new client with the method's own step.
 
     Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
@@ -300,7 +300,7 @@ def export(
     force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
-    """Export the model that predict uses, so that other programs can use it.
+    """Export a model for use in other programs.
 
     The file contains an ONNX or torch graph that accepts raw rows, or only the parameters.
 

@@ -323,7 +323,7 @@ def report_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a report on one or more run directories as a single offline HTML page.
+    """Write an offline HTML report on one or more runs.
 
     Every chart is also saved as SVG and CSV in a folder next to the page.
 
