@@ -141,7 +141,7 @@ def test_a_new_client_adapts_a_run_of_the_device(fed: Federation, name: str) -> 
 def test_a_device_that_is_not_there_is_refused(fed: Federation) -> None:
     with (
         pretend.accelerator(),
-        pytest.raises(ConfigError, match="'cuda:1', but this machine has 1 \(numbered from 0\)"),
+        pytest.raises(ConfigError, match=r"'cuda:1', but this machine has 1 \(numbered from 0\)"),
     ):
         simulate("fedavg", fed, MODELS["compiled"], rounds=1, engine=Engine(device="cuda:1"))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from html import escape
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 from recorded import Recording
 from typer.testing import CliRunner
 

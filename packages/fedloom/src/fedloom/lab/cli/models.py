@@ -232,7 +232,7 @@ def adapt(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Train a personal model for a new client with the method's own step.
+    """Train a personal model for a new client.
 
     Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
