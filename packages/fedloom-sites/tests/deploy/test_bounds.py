@@ -109,7 +109,7 @@ def test_a_round_in_which_every_upload_is_rejected_names_what_to_do_before_the_n
     assert here.serve(norm_bound=1e-9) is Stop.TOO_FEW
     detail = here.summary()["detail"]
     assert "only 0 of 3 sites sent a usable answer, but the quorum is 3" in detail
-    assert "Rejected answers: 3. Remove the reasons, which are in the audit log, then run the command again" in detail
+    assert "Rejected answers: 3. Fix the causes, which are in the audit log, then run the command again" in detail
     assert here.serve() is Stop.DONE
 
 

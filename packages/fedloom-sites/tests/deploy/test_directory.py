@@ -113,8 +113,8 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        ("a,A,b", "--names: A and a share a folder on a disk that ignores case. Change one"),
-        ("a,b,a", "--names: a is there twice. Change one"),
+        ("a,A,b", "--names: A and a would share a folder on a case-insensitive disk. Change one"),
+        ("a,b,a", "--names: a is listed twice. Change one"),
         (
             "a,b,\u00e9",
             "a name consists of letters and digits, and may contain '.', '_' or '-', but not at its "

@@ -202,7 +202,7 @@ def test_sequences_take_valves_and_memories_where_each_has_one_label(method: str
     for labels in (y, np.stack([y] * 4, 1)):
         fed = fl.partitions.iid(clients=2)(fl.Dataset.create((x, labels), vocabulary=5), seed=0)
         if labels.ndim == 2:
-            with pytest.raises(Refused, match=f"model.{next(iter(part))} .* a label per position. Omit model"):
+            with pytest.raises(Refused, match=f"model.{next(iter(part))} .* one label per position. Omit model"):
                 fl.simulate(method, fed, model, rounds=1)
         else:
             assert bool(fl.simulate(method, fed, model, rounds=1).models.rows("personal").isfinite().all())

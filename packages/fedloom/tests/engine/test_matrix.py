@@ -84,7 +84,7 @@ PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 """Methods whose clients and server exchange something smaller than models."""
 
 REASONS = {
-    "nothing": ("uploads nothing", "The method has no uploads."),
+    "nothing": ("does not upload anything", "The method has no uploads."),
     "adds": (
         "accumulates uploads over rounds",
         "The server accumulates uploads over rounds, which is correct only with the experiment's client weights.",

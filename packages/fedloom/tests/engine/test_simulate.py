@@ -610,7 +610,7 @@ def test_a_schedule_that_ends_before_the_run_is_refused(
     fed: Federation, settings: dict[str, Any], way_out: str
 ) -> None:
     local = LocalSGD(lr=0.1, **settings)
-    with pytest.raises(ConfigError, match=f"the learning rate 0 by round 4, the last round. .*{way_out}"):
+    with pytest.raises(ConfigError, match=f"the learning rate to 0 by round 4, the last round. .*{way_out}"):
         run(fed, local=local)
     assert run(fed, local=local, rounds=2).stop is Stop.DONE
 

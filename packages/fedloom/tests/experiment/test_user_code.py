@@ -407,7 +407,7 @@ FAULTS = {
     ),
     "negative weights": (
         {"aggregation_weights": (UniformWeigher, {"apply": lambda *_: (-torch.ones(3, 1), None)})},
-        "least -1.0",
+        "minimum -1.0",
     ),
     "aggregate of rows": ({"aggregator": (Median, {"apply": lambda _s, state, rows, *_: (rows, state)})}, "one vector"),
     "aggregate of none": ({"aggregator": (Median, {"apply": lambda _s, state, *_: ({}, state)})}, r"got \{\}"),

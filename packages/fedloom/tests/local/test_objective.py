@@ -179,20 +179,20 @@ class Learned(torch.nn.Module):
     [
         (
             {"loss": Learned()},
-            r"loss '.*Learned' is computed from tensors that no client trains, of shape \[3\]\. Call detach",
+            r"loss '.*Learned' depends on tensors that no client trains, of shape \[3\]\. Call detach",
         ),
         ({"loss": unreal}, "has no gradient. Compute the loss from the outputs with real-valued PyTorch functions"),
         ({"loss": in_place}, "the gradient of loss '.*in_place' cannot be computed: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' cannot be computed: RuntimeError: .*in-?place operation"),
-        ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
+        ({"loss": no_mean}, r"loss '.*no_mean' must return a scalar for a batch, got shape \[32\]"),
         (
             {"loss": summed},
             r"loss '.*summed' is a sum instead of a mean: .*32 samples.*Make task.loss return the mean over the batch",
         ),
         ({"loss": not_a_number}, "loss '.*not_a_number' is nan on 32 samples with the initial model. The loss"),
         ({"loss": cut_off}, "has no gradient. Compute the loss from the outputs"),
-        ({"loss": functional.nll_loss}, "nll_loss' has no lower bound on the outputs of this model"),
-        ({"loss": upside_down}, "upside_down' has no lower bound on the outputs of this model"),
+        ({"loss": functional.nll_loss}, "nll_loss' has no lower bound for this model"),
+        ({"loss": upside_down}, "upside_down' has no lower bound for this model"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
         (
             {"loss": wrong_shape},

@@ -117,7 +117,7 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
             raise Refused(
                 f"initial_arrays: {name!r} contains NaN or infinity",
                 rule="initial-model-not-finite",
-                fix="initialize all parameters with finite numbers",
+                fix="initialize all parameters with finite values",
             )
     return values
 
