@@ -174,7 +174,7 @@ def test_the_private_mean_is_bounded_and_refuses_what_it_cannot_protect(tmp_path
     assert 0 < float(change) <= 2.0 / 5 + 1e-12
     for method, why in (
         ("fedacs", "clips differences, but clients of FedACS upload models"),
-        ("flame", "clips differences, but FLAME uploads models"),
+        ("flame", "clips differences, but clients of FLAME upload models"),
     ):
         with pytest.raises(Refused, match=why):
             scene(tmp_path / method, method, **SMALL, **CENTRAL).serve()
