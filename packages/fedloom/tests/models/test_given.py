@@ -1,9 +1,9 @@
-"""Models as people have them in Python: an instance, a class, a function, and what no import re
-import path names."""
+"""Models as people have them in Python: an instance, a class, a function, and what no import path names."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import runpy
 import subprocess
 import sys
