@@ -571,7 +571,7 @@ def test_refusals_follow_from_the_kinds() -> None:
         (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "accumulates uploads over rounds"),
         (composed("flame"), {"aggregation_weights": SamplesWeigher()}, "stores every client"),
         (composed("fedskip"), {"aggregator": Median()}, "mixes individual models"),
-        (LocalOnly(), {"aggregator": Median()}, "uploads nothing"),
+        (LocalOnly(), {"aggregator": Median()}, "does not upload anything"),
         (composed("scaffold"), {"local": LocalSGD(momentum=0.5)}, "momentum"),
         (FedAvg(), {"aggregation_weights": SIGNED, "aggregator": GeometricMedian()}, "allows negative weights"),
         (FedAvg(), {"aggregation_weights": SIGNED, "sampler": SizeWeighted(clients=3)}, "may sum to zero"),

@@ -134,7 +134,7 @@ def check_together(
     for what, table, value in (("aggregator", "aggregator", aggregator), ("channel", "upload_transform", channel)):
         if value is not None and not kinds:
             raise Refused(
-                f"{table} {kind_of(value)!r} has no effect with {name}, which uploads nothing",
+                f"{table} {kind_of(value)!r} has no effect with {name}, which does not upload anything",
                 rule=f"{what}-without-upload",
                 fix=f"omit {{{table}}}",
             )
@@ -178,7 +178,7 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     kinds = upload_fields(type(algorithm))
     if not kinds:
         raise Refused(
-            f"{what} has no effect with {name}, which uploads nothing",
+            f"{what} has no effect with {name}, which does not upload anything",
             rule="mixer-without-upload",
             fix="omit {personalized_aggregation}",
         )
@@ -251,7 +251,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
         raise Refused(
-            f"sampler {sampler.kind!r} reads uploads, but {name} uploads nothing",
+            f"sampler {sampler.kind!r} reads uploads, but {name} does not upload anything",
             rule="sampler-without-upload",
             fix="omit {sampler}",
         )
