@@ -63,14 +63,14 @@ def judge_row_sets(
         if earlier is not None or not subjects:
             verdict_of[key] = earlier is None or bool(earlier["answered"])
             continue
-        comparable, others = dict[str, list[Set[str]]](), dict[str, dict[str, Set[str]]]()
+        comparable, unmatched = dict[str, list[Set[str]]](), dict[str, dict[str, Set[str]]]()
         for one in answered:
             before = remembered[one["set"]]
             if before["columns"] == columns:
                 comparable.setdefault(one["of"], []).append({*before["subjects"]})
             else:
-                others.setdefault(before["columns"], {})[one["set"]] = {*before["subjects"]}
-        gaps = (abs(len(subjects) - n) for group in others.values() for n in _reachable_counts([*group.values()]))
+                unmatched.setdefault(before["columns"], {})[one["set"]] = {*before["subjects"]}
+        gaps = (abs(len(subjects) - n) for group in unmatched.values() for n in _reachable_counts([*group.values()]))
         verdict_of[key] = not isolates_subjects({*subjects}, [*comparable.values()], least) and not any(
             0 < gap < least for gap in gaps
         )
@@ -120,10 +120,10 @@ def _has_small_remainder(members: NDArray[np.float64], sizes: NDArray[np.int64],
         sizes: number of subjects in each class.
         least: minimum number of subjects.
     """
-    new, known = members[:, 0], members[:, 1:]
+    new, basis = members[:, 0], members[:, 1:]
     most, tried = 2 * (least - 1), 0
     small = [k for k in np.flatnonzero(members.any(1)).tolist() if sizes[k] <= most]
-    if _remainder_outside(new, known, small) is None:
+    if _remainder_outside(new, basis, small) is None:
         return False
     for count in range(len(small) + 1):
         for left in combinations(small, count):
@@ -132,7 +132,7 @@ def _has_small_remainder(members: NDArray[np.float64], sizes: NDArray[np.int64],
                 return True
             if sizes[[*left]].sum() > most:
                 continue
-            remainder = _remainder_outside(new, known, left)
+            remainder = _remainder_outside(new, basis, left)
             if remainder is not None:
                 counts = [int(sizes[sign * remainder > TOLERANCE].sum()) for sign in (1, -1)]
                 if max(counts) < least:
@@ -143,12 +143,12 @@ def _has_small_remainder(members: NDArray[np.float64], sizes: NDArray[np.int64],
 
 
 def _remainder_outside(
-    new: NDArray[np.float64], known: NDArray[np.float64], left: Sequence[int]
+    new: NDArray[np.float64], basis: NDArray[np.float64], left: Sequence[int]
 ) -> NDArray[np.float64] | None:
-    """Return ``new`` minus a combination of ``known`` that is 0 outside the classes ``left``, or None."""
+    """Return ``new`` minus a combination of ``basis`` that is 0 outside the classes ``left``, or None."""
     outside = np.delete(np.arange(len(new)), left)
-    weights = np.linalg.lstsq(known[outside], new[outside], rcond=None)[0]
-    remainder = new - known @ weights
+    weights = np.linalg.lstsq(basis[outside], new[outside], rcond=None)[0]
+    remainder = new - basis @ weights
     return None if (abs(remainder[outside]) > TOLERANCE).any() else remainder
 
 
