@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.data.partitions import Iid
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.rehearsal.samples import (
-    change_of,
+    compute_change,
     count_read,
     craft_bins,
     find_first_layer,
@@ -63,7 +63,7 @@ def ask(rogue: RogueServer, download: bytes) -> tuple[RogueSession, Any]:
 def change_of_sum(rogue: RogueServer, session: RogueSession, terms: Any) -> Tensor:
     vector = UploadVector(rogue.trainer.job, rogue.trainer.forms.idle)
     sums, _, _ = vector.decode(session.total(terms)[: vector.length], SITES, 1.0)
-    return change_of(rogue.trainer.job, sums)
+    return compute_change(rogue.trainer.job, sums)
 
 
 def test_one_sum_on_a_crafted_model_shows_most_samples(tmp_path: Path, record_property: Any) -> None:

@@ -34,7 +34,7 @@ from fedloom_sites.deploy.secure.protocol import Integers
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
-from fedloom_sites.transport.forms import Forms, output_of
+from fedloom_sites.transport.forms import Forms, make_output
 
 
 class AnalysisSum(NamedTuple):
@@ -107,7 +107,7 @@ class Sites(StreamedClients):
         need = max(1, min(self._settings.quorum, len(letters)))
         replies = self._transport.collect_replies(request.round, letters | asks, need)
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
-        return {c: output_of(reply.value, _reply_work(reply)) for c, reply in replies.items() if c in letters}
+        return {c: make_output(reply.value, _reply_work(reply)) for c, reply in replies.items() if c in letters}
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         message = [self._forms.write_model(request.model)]
@@ -139,7 +139,7 @@ class Sites(StreamedClients):
 
     def arrived(self) -> tuple[dict[int, ClientOutput], set[int]]:
         replies, failed = self._transport.arrived()
-        return {c: output_of(reply.value, _reply_work(reply)) for c, reply in replies.items()}, failed
+        return {c: make_output(reply.value, _reply_work(reply)) for c, reply in replies.items()}, failed
 
     def give_up(self, client: int) -> None:
         self._transport.give_up(client)
