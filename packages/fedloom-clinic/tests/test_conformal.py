@@ -101,7 +101,7 @@ def test_sets_have_the_classes_that_the_coverage_counts(trained: Result) -> None
     for client in range(5):
         score, label = scores(trained, client)
         facts = trained.models.recipe.facts
-        predictions = Predictions(facts, 1 - score, ["global"] * len(score)).with_threshold(None, table.threshold[0])
+        predictions = Predictions(facts, 1 - score, ["global"] * len(score)).apply_threshold(None, table.threshold[0])
         sets = np.array([[c in row for c in facts.classes] for row in predictions.sets])
         assert predictions.table()["set"].to_pylist() == [" | ".join(row) for row in predictions.sets]
         sizes, rows = sizes + sets.sum(), rows + len(sets)
@@ -167,7 +167,7 @@ def test_intervals_of_numbers_have_the_exact_quantiles_but_for_a_bin(numbers: Re
     shared = fl.analyze("conformal", numbers).table.to_pandas()
     assert shared.interval_width[0] == 2 * shared.threshold[0]
     predictions = Predictions(numbers.models.recipe.facts, np.array([[1.0], [2.0]]), ["global"] * 2)
-    written = predictions.with_threshold(None, 0.5).table()
+    written = predictions.apply_threshold(None, 0.5).table()
     assert written["prediction from"].to_pylist() == [0.5, 1.5]
     assert written["prediction to"].to_pylist() == [1.5, 2.5]
 
@@ -221,7 +221,7 @@ def test_it_obeys_the_laws(trained: Result, numbers: Result) -> None:
 def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
     wrong = Predictions(trained.models.recipe.facts, np.zeros((1, 10)), ["global"])
     with pytest.raises(ConfigError, match="threshold of the sets must be greater than 0, got 0"):
-        wrong.with_threshold(None, 0.0)
+        wrong.apply_threshold(None, 0.0)
     with pytest.raises(ConfigError, match="needs trained models, but no run was given"):
         fl.analyze("conformal", fl.load("digits"))
     with pytest.raises(Refused, match="omit max_error|Omit max_error"):

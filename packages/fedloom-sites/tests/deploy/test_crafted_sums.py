@@ -15,7 +15,7 @@ from fedloom.data.partitions import Iid
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.rehearsal.samples import (
     compute_change,
-    count_read,
+    count_recovered,
     craft_bins,
     find_first_layer,
     read_bins,
@@ -50,7 +50,7 @@ def read_from_one_sum(folder: Path, agreed: dict[str, Any], **changes: Any) -> t
     public = every[(torch.cdist(every, rows) > 0).all(1)]  # the server has digits like those of the sites
     assert len(public) > 3 * len(rows)
     change = change_of_sum(rogue, *ask(rogue, craft_bins(rogue, layer, public)))
-    return count_read(read_bins(layer, job, change), rows), len(rows)
+    return count_recovered(read_bins(layer, job, change), rows), len(rows)
 
 
 def ask(rogue: RogueServer, download: bytes) -> tuple[RogueSession, Any]:

@@ -56,11 +56,11 @@ def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         best = federated_leader(shown, lead)
         methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
         for row in sorted(methods, key=lambda row: row is not best):
-            text += _left_out_table(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
+            text += _render_left_out_table(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
     return text
 
 
-def _left_out_table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
+def _render_left_out_table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
     scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
     values: dict[tuple[int, str], dict[int, float]] = {}
     for line in rows_where(table, metric=lead).to_pylist():

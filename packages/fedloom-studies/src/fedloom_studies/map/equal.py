@@ -89,12 +89,12 @@ def compare_protocols(rounds: SetupVerdict, first: Records, second: Records) -> 
     means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:
         before, reused = rounds.find(s.method), recorded[s.method].status == REUSED_STATUS
-        if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
+        if before and not reused and not (fedavg and _is_same_work(before.record, fedavg.record)):
             means[s.method] = seed_differences(s.figures["mean"], before.figures["mean"])
     return BothProtocols(rounds, gradients, recorded, run_family_tests(means))
 
 
-def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
+def _is_same_work(one: CellRecord, fedavg: CellRecord) -> bool:
     """Return True if a method computed as many gradients as FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip

@@ -69,7 +69,7 @@ class Predictions:
         inside = (1 - self.scores <= self.set_threshold).tolist()
         return [[name for name, one in zip(names, row, strict=True) if one] for row in inside]
 
-    def with_threshold(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
+    def apply_threshold(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
         """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:

@@ -118,7 +118,7 @@ def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
     return weights[is_moved] / biases[is_moved, None]
 
 
-def count_read(candidates: Tensor, rows: Tensor) -> int:
+def count_recovered(candidates: Tensor, rows: Tensor) -> int:
     """Return the number of samples that at least one candidate matches up to a relative error of `READ_ERROR`."""
     finite = candidates[candidates.isfinite().all(1)]
     if not len(finite):
@@ -204,7 +204,7 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
     rows = site_training_rows(site.client, site.fed)
     layer = find_first_layer(rogue.trainer.job, rows.shape[1])
     change = ask_change(site, rogue, craft_bins(rogue, layer, rows))
-    count = 0 if change is None else count_read(read_bins(layer, rogue.trainer.job, change), rows)
+    count = 0 if change is None else count_recovered(read_bins(layer, rogue.trainer.job, change), rows)
     tried = f"one crafted model with {layer.units} bins"
     learned = f"{count} of {len(rows)} training samples, to {READ_ERROR:.0%}"
     protection = describe_protection(site)

@@ -164,11 +164,11 @@ class MaskedSites(Sites):
         )
         rides = set(self._transport.nodes) <= set(cohort) and alone is None
         if rides if before is None else before.sums.get("scores") == pending.round:
-            return pending.round, self._score_letters(pending)
+            return pending.round, self._make_score_requests(pending)
         if self._tallies:
             self._sum_scores(pending)
         else:
-            self._transport.collect_replies(pending.round, self._score_letters(pending), 0)
+            self._transport.collect_replies(pending.round, self._make_score_requests(pending), 0)
         return -1, {}
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
@@ -186,7 +186,7 @@ class MaskedSites(Sites):
     def analysis_sum(
         self, terms: SessionTerms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
     ) -> AnalysisSum:
-        models = () if request is None else next(iter(self._score_letters(request).values())).arrays
+        models = () if request is None else next(iter(self._make_score_requests(request).values())).arrays
 
         def letter(c: int, inbox: bytes) -> SiteRequest:
             return SiteRequest("tally", c, [terms.encode(), inbox, *models], {"accepted": terms.bases[c]})
@@ -207,7 +207,7 @@ class MaskedSites(Sites):
         Raises:
             RunStopped: after the last round, too few sites answered. The run continues once these sites have returned.
         """
-        t, asks = request.round, self._score_letters(request)
+        t, asks = request.round, self._make_score_requests(request)
         terms = self._build_terms(t, asks, asks, t)
 
         def letter(c: int, inbox: bytes) -> SiteRequest:

@@ -178,7 +178,7 @@ class PredictionsFile:
         from fedloom.lab.report.csv_files import render_table_csv
         from fedloom.storage.files import make_folder, write_atomic
 
-        predictions = predictions.with_threshold(threshold, set_threshold)
+        predictions = predictions.apply_threshold(threshold, set_threshold)
         content = render_table_csv(predictions.table())
         columns, _, _ = content.partition(b"\n")
         self._check(lambda line: line == columns)

@@ -158,7 +158,7 @@ class Fused(TermNetwork):
             self._check_terms()
         elif self._fits(out, random=batch.draw.stream != PASS_STREAM):
             whole = CompiledProducts(self.layout, out, w, beta, alpha, steady)
-            return whole.add_gradients_(self._layers, self._stored(out, batch), batch.count, batch.total)
+            return whole.add_gradients_(self._layers, self._pack_samples(out, batch), batch.count, batch.total)
         data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = CompiledProducts if CompiledProducts.fits(out) else BatchedProducts
@@ -247,14 +247,14 @@ class Fused(TermNetwork):
                 layers[-1][-1] = 1
         return layers
 
-    def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> StoredSamples:
+    def _pack_samples(self, rows: Tensor, of: BatchPlan | Batch) -> StoredSamples:
         """Return the samples of a plan or batch for the compiled loop."""
         classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
         data, scale, shift = self.fed.stored()
         return StoredSamples(data, scale, shift, self.fed.data.y, of.where, classes)
 
     def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
-        samples = self._stored(w, plan)
+        samples = self._pack_samples(w, plan)
         CompiledProducts(self.layout, w, w, *step[:3]).descend_(self._layers, samples, steps, plan.count, *step[3:])
 
     @torch.no_grad()

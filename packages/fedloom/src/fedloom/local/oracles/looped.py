@@ -87,7 +87,7 @@ class Looped(TermNetwork):
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
             self.linear.begin(self.layout, out[i : i + 1], w[i : i + 1], alpha)
-            self._hold(self._lower_parameters(views) if self.uses_low_precision(batch) else views)
+            self._install_views(self._lower_parameters(views) if self.uses_low_precision(batch) else views)
             with (
                 torch.enable_grad(),
                 self.lower_precision(batch),

@@ -110,7 +110,7 @@ class Network(Oracle):
                     large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
                     negative = task.objective.loss is not None and bool((outputs <= 0).all())
                     negative = negative and self._stays_negative(row, x)
-                    self._hold(self._views_to_run(row))  # the run reads the initial model from the module
+                    self._install_views(self._views_to_run(row))  # the run reads the initial model from the module
                 bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
                 self.unseeded = probe_task(task, outputs, fed.targets(index), bounded, negative)
         keep_memory()
@@ -275,7 +275,7 @@ class Network(Oracle):
 
         A module that draws random numbers in evaluation mode draws the same numbers in every call.
         """
-        self._hold(self._views_to_run(row))
+        self._install_views(self._views_to_run(row))
         if self.normalisers:  # set_statistics changes the mode of these layers
             self.module.eval()
         set_training(self.module, False)
@@ -316,7 +316,7 @@ class Network(Oracle):
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
         self._statistics_of = None
-        self._hold(self._views_to_run(row))
+        self._install_views(self._views_to_run(row))
         self.module.eval()
         for normaliser in self.normalisers:
             normaliser.train()
@@ -391,7 +391,7 @@ class Network(Oracle):
         """Return the parameters for a pass that must not change ``row``."""
         return self.views(row.clone() if self.overwritten else row)
 
-    def _hold(self, views: list[Tensor]) -> None:
+    def _install_views(self, views: list[Tensor]) -> None:
         """Set these parameters in the module."""
         for p, value in zip(self.parameters, views, strict=True):
             p.data = value
